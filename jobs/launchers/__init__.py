@@ -1,0 +1,1 @@
+"""One module per place a job can run."""

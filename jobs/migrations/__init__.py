@@ -1,0 +1,1 @@
+"""The schema of the job database, step by step (Alembic, run by the store)."""

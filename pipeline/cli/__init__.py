@@ -1,0 +1,1 @@
+"""The `pipeline` command: each subcommand parses, calls down and prints."""

@@ -1,0 +1,1 @@
+"""The embedded hub: git repositories and webhooks behind the Hugging Face API."""

@@ -1,0 +1,1 @@
+"""The retraining job: snapshot, data, train, evaluate, export, promote."""

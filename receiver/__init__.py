@@ -1,0 +1,1 @@
+"""From a webhook to an answer."""

@@ -1,0 +1,1 @@
+"""Answers OpenAI requests from the current release."""

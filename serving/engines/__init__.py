@@ -1,0 +1,1 @@
+"""One module per engine that can hold a release."""

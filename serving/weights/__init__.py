@@ -1,0 +1,1 @@
+"""Releases on disk: shards, index, manifest."""
