@@ -12,8 +12,9 @@ class _Settings(BaseModel):
 
 class TrainSettings(_Settings):
     mode: Literal["auto", "delta", "full"] = "auto"
-    """`delta` trains the served release on what changed plus a replay sample; `full` trains the base
-    model on every row; `auto` takes `delta` unless rows were deleted or the base is unreachable."""
+    """`delta` trains the served release on what changed plus a replay sample; `full` trains the
+    base model on every row; `auto` takes `delta` unless rows were deleted or the served release's
+    revision cannot be reached."""
     seed: int = 0
 
 

@@ -35,8 +35,8 @@ class ProbeText(_Record):
 class Probe(_Record):
     """What the job measured under the new weights, for the server to measure again.
 
-    A server that computes in `dtype` must agree within `bound` on every logprob; one that computes in
-    another dtype within the bound `bounds` gives for it.
+    A server that computes in some dtype must agree on every logprob within the bound that `bounds`
+    has for it; without one it cannot prove this release, and refuses it.
     """
 
     dtype: str
@@ -58,9 +58,9 @@ class Lineage(_Record):
     dataset_revision: str | None = None
     """The commit whose rows this release has seen."""
     dataset_base_revision: str | None = None
-    """The commit that training started from: the parent's revision; None when all rows were read."""
+    """The commit that training started from, the parent's; None when all rows were read."""
     data_digest: str | None = None
-    """Of the multiset of training rows: equal digests mean that no row changed."""
+    """Of all rows as a multiset: equal digests mean that no row changed."""
     mode: Literal["full", "delta"] | None = None
     job_id: str | None = None
     delivery_ids: tuple[str, ...] = ()

@@ -1,0 +1,100 @@
+"""`Engine`: the seam between the server and whatever computes tokens. Tokens in, tokens out.
+
+Tokenizers, stop strings, admission and the order of a swap are the server's. An engine holds
+releases, by id, and generates under the one that a request names.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from serving.weights.release import Release
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """One sequence to generate. Ranges are checked by the server before an engine sees them."""
+
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    max_tokens: int
+    """New tokens at most; 0 scores the prompt and generates nothing."""
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 takes the most probable token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 for no limit."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """End-of-sequence ids too; a request that ignores them leaves them out."""
+    num_logprobs: int | None = None
+    """Alternatives reported beside each new token; None for no logprobs at all."""
+    num_prompt_logprobs: int | None = None
+    """The same for each token of the prompt after the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    """Natural log, of the model's own distribution (temperature 1, before penalties)."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens there, best first, as (token id, logprob)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What one step of the engine added to a sequence."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids`, where asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    """On the first step, where asked for: one fewer than prompt tokens."""
+    finish_reason: str | None = None
+    """`stop` or `length` on the last step, else None."""
+    num_cached_tokens: int = 0
+
+
+class StageError(Exception):
+    """A release could not be loaded; the reasons are for the person who asked for the swap."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+class EngineError(Exception):
+    """The engine died under a request: the server answers 503."""
+
+
+class Engine(Protocol):
+    holds_two: bool
+    """Whether a staged release can generate beside the live one. Where it cannot, `commit` replaces
+    the live one's weights, and the server drains its requests first."""
+
+    async def stage(self, release: Release, folder: Path) -> None:
+        """Load `release` from `folder` beside what is live, without delaying running requests.
+
+        Raises StageError, having freed what it took.
+        """
+
+    async def commit(self, release_id: str) -> None:
+        """Make a staged release the one that new generations may name. Fast, and nothing in it can
+        fail for a reason that `stage` could have found."""
+
+    async def unload(self, release_id: str) -> None:
+        """Free a release, staged or committed, once its last generation ended. Returns at once."""
+
+    def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+        """Steps of one sequence; closing the iterator frees its slot. Raises EngineError."""
+
+    async def close(self) -> None:
+        """End every generation and free everything."""
