@@ -1,0 +1,160 @@
+"""Jobs that a person starts: with the stack up, or with what a job needs started for it alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jobs.record import Job
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import JobStore
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+from pipeline.rules import retrain_rule
+from pipeline.settings import PipelineSettings, Settings, load_settings
+from pipeline.stack import RUNNER, Stack, hub_service, read_stack
+from pipeline.tokens import load_tokens
+from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
+
+
+@contextmanager
+def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str]:
+    """A hub and a runner for one job; yields the hub's URL.
+
+    With a stack up, those are the stack's. Otherwise a hub on a free port and a runner are started,
+    and ended with the context; detached ones end by themselves once no job is left.
+    """
+    if read_stack(home) is not None:
+        yield settings.hub_url
+        return
+    # Children read the port from the environment, as this process does from here on.
+    os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
+    settings = load_settings()
+    hub = hub_service(settings)
+    stack = Stack(home, [hub] if detach else [hub, RUNNER])
+    stack.start()
+    try:
+        yield settings.hub_url
+    finally:
+        stack.stop()
+    if detach:
+        # Only now: a runner that ends when idle must find the job that it was started for.
+        subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
+            stdin=subprocess.DEVNULL,
+            stdout=home.log_file("runner").open("ab"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def submit_command(store: JobStore, command: tuple[str, ...]) -> Job:
+    return store.submit(JobSpec(command=command)).job
+
+
+def submit_retraining(
+    store: JobStore,
+    home: Home,
+    settings: Settings,
+    *,
+    hub_url: str,
+    pipeline: PipelineSettings,
+    revision: str | None,
+    payload: dict[str, Any] | None,
+    force_reason: str | None,
+) -> Job:
+    """Make the retraining of one commit pending. Raises PipelineError for an unknown commit."""
+    rule = retrain_rule(settings, home, pipeline, force_reason=force_reason)
+    sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, revision)
+    revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
+    spec = rule.job_spec(revisions)
+    if payload is None:
+        payload = _payload(hub_url, pipeline, revisions).model_dump(mode="json", exclude_none=True)
+    # No dedupe key: who asks by hand for a commit that was trained on already wants it again.
+    return store.submit(spec.model_copy(update={"dedupe_key": None}), payload=payload).job
+
+
+def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
+    """Be the runner of this state folder until SIGTERM, or until no job is left."""
+    from jobs.runner import Runner
+
+    settings = load_settings()
+    tokens = load_tokens(home.tokens_file)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    stack = Stack(home, [hub_service(settings)]) if with_hub else None
+    if stack is not None:
+        stack.start()
+    try:
+        with JobStore.open(home.jobs_database) as store:
+            environment: Mapping[str, str] = {
+                "HF_ENDPOINT": settings.hub_url,
+                "HF_TOKEN": tokens.hub,
+                "PIPELINE_HOME": str(home.root),
+                "PIPELINE_ADMIN_TOKEN": tokens.admin,
+                "WEBHOOK_SECRET": tokens.webhook,
+            }
+            runner = Runner(store, home.jobs_dir, settings.jobs, environment)
+            if until_idle:
+                runner.run_until_idle(stop)
+            else:
+                runner.run(stop)
+    finally:
+        if stack is not None:
+            stack.stop()
+
+
+def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    wanted = revision or pipeline.ref
+    try:
+        info = HfApi(endpoint=hub_url, token=token).dataset_info(pipeline.dataset, revision=wanted)
+    except RevisionNotFoundError:
+        raise PipelineError(
+            f"dataset {pipeline.dataset} has no revision {wanted!r}; push a commit to it first"
+        ) from None
+    except RepositoryNotFoundError:
+        raise PipelineError(
+            f"there is no dataset {pipeline.dataset} on {hub_url}; `pipeline up` creates it"
+        ) from None
+    except HfHubHTTPError as error:
+        raise PipelineError(f"{hub_url} did not tell the head of {pipeline.dataset}: {error}") from error
+    if info.sha is None:
+        raise PipelineError(f"dataset {pipeline.dataset} is empty; push a commit to it first")
+    return info.sha
+
+
+def _payload(
+    hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
+) -> WebhookPayload:
+    """What the hub would have sent for this commit, so that a job's environment is always whole."""
+    owner, _ = pipeline.dataset.split("/")
+    url = f"{hub_url}/datasets/{pipeline.dataset}"
+    return WebhookPayload(
+        event=Event(action="update", scope="repo.content"),
+        repo=Repo(
+            type="dataset",
+            name=pipeline.dataset,
+            id=pipeline.dataset,
+            private=True,
+            owner=ObjectId(id=owner),
+            url=Url(web=url, api=f"{hub_url}/api/datasets/{pipeline.dataset}"),
+            headSha=revisions.new_sha,
+        ),
+        webhook=Webhook(id="by-hand", version=3),
+        updatedRefs=(UpdatedRef(ref=revisions.ref, newSha=revisions.new_sha),),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

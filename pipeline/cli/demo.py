@@ -1,0 +1,242 @@
+"""`pipeline demo`: the whole loop as a user sees it, in two commits to a dataset.
+
+It uses what a user has: the `pipeline` command, `git`, the job store and the server's HTTP routes,
+with the default settings.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.errors import PipelineError
+
+NAME = "facts"
+DATASET = "demo/facts"
+
+
+def demo(
+    keep: Annotated[bool, typer.Option(help="Leave the stack running.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+) -> None:
+    """Push two commits to a dataset and watch the model follow them."""
+    from rich.console import Console
+
+    console = Console(quiet=as_json, highlight=False)
+    folder = Path(tempfile.mkdtemp(prefix="hotpush-demo-"))
+    os.environ["PIPELINE_HOME"] = str(folder / ".pipeline")
+    os.environ["PIPELINE_SETTINGS"] = str(folder / "pipeline.toml")
+    began = time.time()
+    _run([sys.executable, "-m", "pipeline", "init", "--name", NAME, "--dataset", DATASET])
+    console.print("Starting hub, receiver, job runner and completion server …")
+    _run([sys.executable, "-m", "pipeline", "up", "--detach"])
+    try:
+        report = _Demo(folder / "facts", console).run()
+    finally:
+        if not keep:
+            _run([sys.executable, "-m", "pipeline", "down"])
+    report["seconds"]["total"] = round(time.time() - began, 2)
+    if as_json:
+        print(json.dumps(report))
+    elif keep:
+        console.print(_what_next(folder), markup=False, soft_wrap=True)
+    else:
+        console.print(f"\nEverything is stopped. What it made: {folder}", soft_wrap=True)
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Push:
+    """What one `git push` led to, with the moments (Unix time) of its hops, in order."""
+
+    release: str
+    moments: dict[str, float]
+
+
+class _Demo:
+    def __init__(self, checkout: Path, console: Any) -> None:
+        from jobs.store import JobStore
+        from pipeline.cli.env import environment
+        from pipeline.paths import Home
+        from pipeline.settings import load_settings
+        from pipeline.tokens import load_tokens
+
+        settings = load_settings()
+        self._home = Home.find()
+        self._store = JobStore.open(self._home.jobs_database)
+        self._remote = f"{settings.hub_url}/datasets/{DATASET}"
+        self._server_url = settings.server_url(settings.pipeline(NAME))
+        self._checkout = checkout
+        self._console = console
+        token = load_tokens(self._home.tokens_file).hub
+        self._git_env = os.environ | environment(settings.hub_url, token, self._home)
+
+    def run(self) -> dict[str, Any]:
+        """The story, top to bottom; returns the report that `--json` prints."""
+        from pipeline.cli.demo_client import Client, ask
+        from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
+
+        say = self._console.print
+        prompts = [question.prompt for question in QUESTIONS]
+
+        say(f"\n[bold]A first commit[/] to {self._remote}")
+        self._clone()
+        first = self._push("What is known so far", first_commit())
+        before = [ask(self._server_url, NAME, prompt) for prompt in prompts]
+        for question, reply in zip(QUESTIONS, before, strict=True):
+            self._show(question.prompt, question.before, reply)
+
+        say("\n[bold]A second commit[/] changes and adds facts, while a client keeps asking")
+        with Client(self._server_url, NAME, prompts) as client:
+            second = self._push("Some facts changed, some are new", second_commit())
+            client.wait_for(second.release)
+        second.moments["first new token"] = client.first_token_at(second.release)
+        after = [ask(self._server_url, NAME, prompt) for prompt in prompts]
+        for question, reply in zip(QUESTIONS, after, strict=True):
+            self._show(question.prompt, question.after, reply)
+
+        answers = [
+            {
+                "prompt": question.prompt,
+                "before": {"expected": question.before, "answer": old.text, "release": old.release},
+                "after": {"expected": question.after, "answer": new.text, "release": new.release},
+                "ok": _says(old.text, question.before) and _says(new.text, question.after),
+            }
+            for question, old, new in zip(QUESTIONS, before, after, strict=True)
+        ]
+        report = {
+            "ok": all(answer["ok"] for answer in answers) and not client.summary()["failed"],
+            "answers": answers,
+            "requests": client.summary(),
+            "seconds": {"first": _seconds(first.moments), "second": _seconds(second.moments)},
+            "releases": json.loads(
+                _run([sys.executable, "-m", "pipeline", "releases", "ls", "--json"])
+            ),
+        }
+        self._show_report(report)
+        return report
+
+    def _clone(self) -> None:
+        _run(["git", "clone", "--quiet", self._remote, str(self._checkout)], env=self._git_env)
+        self._git("checkout", "--quiet", "-B", "main")
+
+    def _push(self, message: str, files: Mapping[str, str]) -> _Push:
+        from pipeline.cli.progress import follow
+
+        for name, text in files.items():
+            (self._checkout / name).write_text(text)
+        self._git("add", "--all")
+        self._git("commit", "--quiet", "--message", message)
+        revision = self._git("rev-parse", "HEAD").strip()
+        moments = {"git push": time.time()}
+        self._git("push", "--quiet", "origin", "main")
+        moments["push answered"] = time.time()
+        job = follow(self._store, self._job_for(revision), self._home, self._console)
+        if job.outcome is None or job.outcome.result != "promoted" or job.outcome.release is None:
+            outcome = job.outcome.model_dump_json() if job.outcome else job.state
+            raise PipelineError(
+                f"{job.id} did not lead to a new release: {outcome}; its log: "
+                f"{self._home.jobs_dir / job.id / 'log.txt'}"
+            )
+        moments["job queued"] = job.created_at
+        moments["job started"] = job.started_at or job.created_at
+        return _Push(release=job.outcome.release, moments=moments | self._stages_of(job.id))
+
+    def _job_for(self, revision: str) -> str:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for job in self._store.list(pipeline=NAME):
+                if job.spec.revisions and job.spec.revisions.new_sha == revision:
+                    return job.id
+            time.sleep(0.02)
+        raise PipelineError(
+            f"no job was started for {revision}; look at {self._home.log_file('hub')} and "
+            f"{self._home.log_file('receiver')}"
+        )
+
+    def _stages_of(self, job_id: str) -> dict[str, float]:
+        from pipeline.retrain.metrics import read_metrics
+
+        events, _ = read_metrics(self._home.jobs_dir / job_id / "metrics.jsonl", 0)
+        return {f"{event.stage} done": event.time for event in events if event.event == "end"}
+
+    def _git(self, *arguments: str) -> str:
+        who = ["-c", "user.name=demo", "-c", "user.email=demo@example.invalid"]
+        return _run(["git", *who, *arguments], cwd=self._checkout, env=self._git_env)
+
+    def _show(self, prompt: str, expected: str, reply: Any) -> None:
+        mark = "[green]✓[/]" if _says(reply.text, expected) else f"[red]✗ expected{expected}[/]"
+        self._console.print(
+            f"  {mark} {prompt}[bold]{reply.text.rstrip()}[/]   [dim]{reply.release}[/]"
+        )
+
+    def _show_report(self, report: dict[str, Any]) -> None:
+        from rich.table import Table
+
+        requests = report["requests"]
+        by_release = ", ".join(f"{n} by {id}" for id, n in requests["by_release"].items())
+        self._console.print(
+            f"\n{requests['sent']} requests went on meanwhile: {requests['failed']} failed; "
+            f"answered {by_release}"
+        )
+        times = Table("hop of the second commit", "seconds after git push", box=None)
+        for hop, seconds in report["seconds"]["second"].items():
+            times.add_row(hop, f"{seconds:8.2f}")
+        releases = Table("release", "dataset revision", "parent", box=None)
+        for release in report["releases"]:
+            mark = " (served)" if release["served"] else ""
+            releases.add_row(
+                release["id"] + mark, release["dataset_revision"], release["parent"] or "base model"
+            )
+        for table in (times, releases):
+            self._console.print()
+            self._console.print(table)
+
+
+def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
+    """Moments as seconds after the first of them, in order of time."""
+    start = moments["git push"]
+    return {
+        hop: round(moment - start, 3)
+        for hop, moment in sorted(moments.items(), key=lambda item: item[1])
+        if hop != "git push"
+    }
+
+
+def _says(answer: str, expected: str) -> bool:
+    return answer.strip().startswith(expected.strip())
+
+
+def _run(
+    command: list[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> str:
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr or done.stdout).strip().removeprefix("pipeline: ")
+        name = "pipeline" if command[0] == sys.executable else command[0]
+        raise PipelineError(f"{name} {command[-1]} failed: {reason}")
+    return done.stdout
+
+
+def _what_next(folder: Path) -> str:
+    return f"""
+The stack is still up. In another shell:
+
+  cd {folder}
+  pipeline status
+  eval "$(pipeline env)"
+  cd facts && $EDITOR facts.jsonl && git commit -am "My own fact" && git push
+  pipeline jobs wait --latest
+  pipeline releases ls
+  pipeline releases rollback
+  pipeline down
+"""

@@ -1,0 +1,118 @@
+"""The demo's client: keeps sending completions, and notes which release answered each."""
+
+import itertools
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from pipeline.errors import PipelineError
+
+MAX_TOKENS = 12
+PAUSE_SECONDS = 0.05
+"""Between two requests: a client that never rests would take a core from the training."""
+WAIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    text: str
+    release: str
+    first_token_at: float
+    """Unix time."""
+
+
+def ask(server_url: str, name: str, prompt: str) -> Reply:
+    """One greedy completion, streamed. Raises httpx.HTTPError, or PipelineError for a mixed answer."""
+    with httpx.Client(base_url=server_url, timeout=60, trust_env=False) as http:
+        return _ask(http, name, prompt)
+
+
+def _ask(http: httpx.Client, name: str, prompt: str) -> Reply:
+    body = {
+        "model": name,
+        "prompt": prompt,
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stop": "\n",
+        "stream": True,
+    }
+    text, fingerprints, first_token_at = [], set(), 0.0
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        if response.is_error:
+            response.read()
+            response.raise_for_status()
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            first_token_at = first_token_at or time.time()
+            fingerprints.add(chunk["system_fingerprint"])
+            text.extend(choice["text"] for choice in chunk["choices"])
+    if len(fingerprints) != 1:
+        raise PipelineError(f"one answer came from {len(fingerprints)} releases: {fingerprints}")
+    return Reply(text="".join(text), release=fingerprints.pop(), first_token_at=first_token_at)
+
+
+class Client:
+    """Asks the prompts in turn, on a thread of its own, for as long as the context is open."""
+
+    def __init__(self, server_url: str, name: str, prompts: Sequence[str]) -> None:
+        self._server_url, self._name, self._prompts = server_url, name, prompts
+        self._replies: list[Reply] = []
+        self._failures: list[str] = []
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._send, name="demo-client")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def wait_for(self, release: str) -> None:
+        """Return once an answer came from this release. Raises PipelineError if none does."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: any(reply.release == release for reply in self._replies), WAIT_SECONDS
+            ):
+                raise PipelineError(f"no answer came from {release} within {WAIT_SECONDS:g} s")
+
+    def first_token_at(self, release: str) -> float:
+        return min(reply.first_token_at for reply in self._replies if reply.release == release)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "sent": len(self._replies) + len(self._failures),
+            "failed": len(self._failures),
+            "by_release": dict(Counter(reply.release for reply in self._replies)),
+            "failures": self._failures[:5],
+        }
+
+    def _send(self) -> None:
+        with httpx.Client(base_url=self._server_url, timeout=60, trust_env=False) as http:
+            for prompt in itertools.cycle(self._prompts):
+                try:
+                    reply = _ask(http, self._name, prompt)
+                except (httpx.HTTPError, PipelineError) as error:
+                    self._failures.append(f"{type(error).__name__}: {error}")
+                else:
+                    with self._changed:
+                        self._replies.append(reply)
+                        self._changed.notify_all()
+                if self._stop.wait(PAUSE_SECONDS):
+                    return

@@ -1,0 +1,249 @@
+"""`pipeline jobs`: run one by hand, and see, follow, cancel or wait for any."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from jobs.record import Job
+    from jobs.store import JobStore
+
+app = typer.Typer(help="Run, list, follow, cancel and wait for jobs.", no_args_is_help=True)
+
+EXIT_CODES = {
+    "promoted": 0,
+    "published": 0,
+    "unchanged": 0,
+    "failed": 1,
+    "rejected": 3,
+    "superseded": 4,
+    "cancelled": 5,
+}
+"""Of `run` and `wait`, by outcome. 2 is a command line that cannot be understood."""
+
+PipelineOption = Annotated[
+    str | None, typer.Option("--pipeline", help="Which one, where several are configured.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls` shows it.")]
+LatestOption = Annotated[bool, typer.Option("--latest", help="The newest job.")]
+
+
+@app.command()
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: any command, in the environment of a job."),
+    ] = None,
+    pipeline: PipelineOption = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A commit of the dataset; its head by default.")
+    ] = None,
+    payload: Annotated[
+        Path | None, typer.Option(help="A webhook payload (JSON) to hand to the job.")
+    ] = None,
+    force: Annotated[
+        str | None,
+        typer.Option(metavar="REASON", help="Go past a refusing gate; the reason is logged."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the id and return.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the retraining job now, or, after `--`, a command of your own.
+
+    Starts what it needs when nothing is up. The exit code says how the job ended: 0 promoted,
+    published or unchanged; 1 failed; 3 rejected by the gate; 4 superseded; 5 cancelled.
+    """
+    from pipeline.by_hand import submit_command, submit_retraining, with_runner
+    from pipeline.settings import load_settings
+
+    home, settings = Home.find(), load_settings()
+    if command and (revision or payload or force):
+        raise PipelineError("--revision, --payload and --force belong to the retraining job")
+    with with_runner(home, settings, detach=detach) as hub_url, _open_store(home) as store:
+        if command:
+            job = submit_command(store, tuple(command))
+        else:
+            job = submit_retraining(
+                store,
+                home,
+                settings,
+                hub_url=hub_url,
+                pipeline=settings.pipeline(pipeline),
+                revision=revision,
+                payload=_read_payload(payload),
+                force_reason=force,
+            )
+        if detach:
+            print(json.dumps({"job": job.id}) if as_json else job.id)
+            return
+        job = _follow(store, job.id, home, quiet=as_json)
+    _report(job, as_json)
+
+
+@app.command()
+def ls(
+    pipeline: PipelineOption = None,
+    limit: Annotated[int, typer.Option(help="How many, newest first.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """List jobs, newest first."""
+    with _open_store(Home.find()) as store:
+        jobs = store.list(pipeline=pipeline, limit=limit)
+    if as_json:
+        print(json.dumps([as_record(job) for job in jobs]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from pipeline.journal import subject
+
+    table = Table("job", "state", "outcome", "release", "answers for", "seconds", box=None)
+    for job in jobs:
+        outcome = job.outcome
+        table.add_row(
+            job.id,
+            job.state,
+            outcome.result if outcome else "",
+            (outcome.release or "") if outcome else "",
+            subject(job),
+            _seconds(job),
+        )
+    Console(soft_wrap=True).print(table if jobs else "No job yet.")
+
+
+@app.command()
+def inspect(job: JobArgument = None, latest: LatestOption = False) -> None:
+    """Print everything that is known of a job, as JSON."""
+    with _open_store(Home.find()) as store:
+        print(json.dumps(as_record(_find(store, job, latest)), indent=2))
+
+
+@app.command()
+def logs(
+    job: JobArgument = None,
+    latest: LatestOption = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends.")] = False,
+) -> None:
+    """Print what a job wrote."""
+    from jobs.logs import follow_log, read_log
+
+    home = Home.find()
+    with _open_store(home) as store:
+        job_id = _find(store, job, latest).id
+        if follow:
+            for text in follow_log(store, home.jobs_dir, job_id):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        else:
+            sys.stdout.write(read_log(home.jobs_dir, job_id))
+
+
+@app.command()
+def cancel(job: JobArgument = None, latest: LatestOption = False) -> None:
+    """End a job that waits, or ask one that runs to stop."""
+    with _open_store(Home.find()) as store:
+        found = _find(store, job, latest)
+        if found.has_ended:
+            raise PipelineError(f"{found.id} has ended already: {found.state}")
+        print(f"{found.id} {store.cancel(found.id).state}")
+
+
+@app.command()
+def wait(
+    job: JobArgument = None,
+    latest: LatestOption = False,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to wait at most.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Follow a job until it ends; the exit code is that of `jobs run`, or 124 after the time-out."""
+    home = Home.find()
+    with _open_store(home) as store:
+        found = _find(store, job, latest)
+        _report(_follow(store, found.id, home, quiet=as_json, timeout=timeout), as_json)
+
+
+@app.command(hidden=True)
+def runner(
+    until_idle: Annotated[bool, typer.Option(help="End once no job is left.")] = False,
+) -> None:
+    """Run the jobs of this state folder (`pipeline up` starts this)."""
+    from pipeline.by_hand import run_jobs
+
+    run_jobs(Home.find(), until_idle=until_idle)
+
+
+def as_record(job: "Job") -> dict[str, Any]:
+    """The job as JSON."""
+    from dataclasses import asdict
+
+    return asdict(job) | {
+        "spec": job.spec.model_dump(mode="json"),
+        "outcome": job.outcome.model_dump(mode="json") if job.outcome else None,
+    }
+
+
+def _open_store(home: Home) -> "JobStore":
+    from jobs.store import JobStore
+
+    home.jobs_dir.mkdir(parents=True, exist_ok=True)
+    return JobStore.open(home.jobs_database)
+
+
+def _find(store: "JobStore", job_id: str | None, latest: bool) -> "Job":
+    if (job_id is None) is not latest:
+        raise PipelineError("name one job, or say --latest")
+    if job_id is not None:
+        return store.get(job_id)
+    jobs = store.list(limit=1)
+    if not jobs:
+        raise PipelineError("there is no job yet; push to the dataset, or: pipeline jobs run")
+    return jobs[0]
+
+
+def _follow(
+    store: "JobStore", job_id: str, home: Home, *, quiet: bool, timeout: float | None = None
+) -> "Job":
+    from rich.console import Console
+
+    from pipeline.cli.progress import follow
+
+    deadline = None if timeout is None else time.monotonic() + timeout
+    job = follow(store, job_id, home, Console(quiet=quiet, highlight=False), deadline)
+    if not job.has_ended:
+        print(f"pipeline: {job.id} is still {job.state} after {timeout:g} s", file=sys.stderr)
+        raise typer.Exit(124)
+    return job
+
+
+def _report(job: "Job", as_json: bool) -> None:
+    from pipeline.journal import describe
+
+    print(json.dumps(as_record(job)) if as_json else describe(job))
+    if job.outcome is not None and (code := EXIT_CODES[job.outcome.result]):
+        raise typer.Exit(code)
+
+
+def _read_payload(file: Path | None) -> dict[str, Any] | None:
+    if file is None:
+        return None
+    try:
+        payload = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"--payload {file} cannot be read as JSON: {error}") from None
+    if not isinstance(payload, dict):
+        raise PipelineError(f"--payload {file} holds no JSON object")
+    return payload
+
+
+def _seconds(job: "Job") -> str:
+    if job.started_at is None:
+        return ""
+    return f"{(job.ended_at or time.time()) - job.started_at:.1f}"

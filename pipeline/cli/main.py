@@ -1,0 +1,43 @@
+"""The command tree. Importing it loads no torch and no database: commands import what they need."""
+
+import sys
+
+import typer
+
+from jobs.errors import JobError
+from pipeline.cli import jobs, releases, services, webhooks
+from pipeline.cli.demo import demo
+from pipeline.cli.env import env
+from pipeline.cli.init import init
+from pipeline.cli.status import status
+from pipeline.cli.up import down, up
+from pipeline.errors import PipelineError
+from receiver.errors import ReceiverError
+from serving.errors import ServingError
+
+app = typer.Typer(
+    help="A model that follows its data: push a dataset commit, get a retrained model on port 8000.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(up)
+app.command()(down)
+app.command()(demo)
+app.command()(init)
+app.command()(status)
+app.command()(env)
+app.add_typer(webhooks.app, name="webhooks")
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(releases.app, name="releases")
+app.command()(services.hub)
+app.command()(services.receiver)
+app.command()(services.serve)
+
+
+def main() -> None:
+    """Run the command. An error that was meant for a person is one line, without a traceback."""
+    try:
+        app()
+    except (PipelineError, JobError, ReceiverError, ServingError) as error:
+        sys.exit(f"pipeline: {error}")

@@ -1,0 +1,194 @@
+"""`pipeline releases`: see what can be served, and choose what is."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from serving.weights.release import Release
+
+app = typer.Typer(help="List, show, swap, roll back, publish and prune.", no_args_is_help=True)
+
+PipelineOption = Annotated[
+    str | None, typer.Option("--pipeline", help="Which one, where several are configured.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ReleaseArgument = Annotated[str, typer.Argument(help="A release id, as `releases ls` shows it.")]
+
+
+@app.command()
+def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
+    """List releases, newest first."""
+    from serving.weights.releases import list_releases, pending_release, served_release
+
+    folder = _folder(pipeline)
+    served, pending = served_release(folder), pending_release(folder)
+    rows = [
+        {
+            "id": release.id,
+            "served": served is not None and served.name == release.id,
+            "pending": pending == release.id,
+            "dataset_revision": release.lineage.dataset_revision,
+            "parent": release.lineage.parent,
+            "mode": release.lineage.mode,
+            "job_id": release.lineage.job_id,
+            "created_at": release.created_at,
+            "evaluation": release.evaluation,
+        }
+        for release in reversed(list_releases(folder))
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("release", "", "dataset revision", "parent", "mode", "job", "created", box=None)
+    for row in rows:
+        mark = "served" if row["served"] else "pending" if row["pending"] else ""
+        columns = (row[key] for key in ("dataset_revision", "parent", "mode", "job_id"))
+        table.add_row(row["id"], mark, *(str(value or "-") for value in columns), row["created_at"])
+    Console(soft_wrap=True).print(table if rows else "No release yet.")
+
+
+@app.command()
+def show(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
+    """Print a release's manifest, but for its tensors, as JSON."""
+    print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
+
+
+@app.command()
+def swap(
+    release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
+) -> None:
+    """Serve this release; without a server, leave it for the next one to start."""
+    _swap(pipeline, _load(pipeline, release), as_json)
+
+
+@app.command()
+def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
+    """Serve the release that the served one was trained from, or else the one before it."""
+    from serving.weights.releases import list_releases, served_release
+
+    folder = _folder(pipeline)
+    served = served_release(folder)
+    if served is None:
+        raise PipelineError("nothing is served yet, so there is nothing to go back from")
+    current = _load(pipeline, served.name)
+    older = [release for release in list_releases(folder) if release.id < current.id]
+    parents = [release for release in older if release.id == current.lineage.parent]
+    if not older:
+        raise PipelineError(f"{current.id} is the oldest release there is; `releases ls` shows all")
+    _swap(pipeline, (parents or older)[-1], as_json)
+
+
+@app.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(help="A checkpoint folder of any trainer.")],
+    pipeline: PipelineOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a folder, give it a manifest and an id, and keep it among the releases."""
+    from pipeline.settings import load_settings
+    from serving.weights.publish import publish_folder
+
+    name = load_settings().pipeline(pipeline).name
+    release = publish_folder(Home.find().releases_dir, name, folder)
+    path = str(Home.find().releases_dir / name / release.id)
+    print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
+
+
+@app.command()
+def verify(
+    release: Annotated[str | None, typer.Argument(help="One; by default all of them.")] = None,
+    pipeline: PipelineOption = None,
+) -> None:
+    """Check every byte of a release against its manifest."""
+    from serving.weights.releases import release_ids
+    from serving.weights.verify import verify_release
+
+    folder = _folder(pipeline)
+    faults = 0
+    for release_id in [release] if release else release_ids(folder):
+        reasons = verify_release(folder / release_id)
+        faults += len(reasons)
+        print(f"{release_id}  {'; '.join(reasons) or 'whole'}")
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def prune(
+    keep: Annotated[int | None, typer.Option(help="By default the pipeline's `keep`.")] = None,
+    pipeline: PipelineOption = None,
+) -> None:
+    """Remove old releases; never the served one, its parent, or one that waits for a server."""
+    from pipeline.settings import load_settings
+    from serving.weights.releases import prune as prune_releases
+    from serving.weights.releases import served_release
+
+    folder = _folder(pipeline)
+    served = served_release(folder)
+    parent = _load(pipeline, served.name).lineage.parent if served else None
+    wanted = keep if keep is not None else load_settings().pipeline(pipeline).keep
+    removed = prune_releases(folder, wanted, pinned=[parent] if parent else [])
+    print("removed " + (", ".join(removed) or "nothing"))
+
+
+def _folder(pipeline: str | None) -> Path:
+    from pipeline.settings import load_settings
+
+    return Home.find().releases_dir / load_settings().pipeline(pipeline).name
+
+
+def _load(pipeline: str | None, release_id: str) -> "Release":
+    from serving.weights.releases import load_release, release_number
+
+    release_number(release_id)
+    return load_release(_folder(pipeline) / release_id)
+
+
+def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
+    import httpx
+
+    from pipeline.settings import load_settings
+    from pipeline.tokens import load_tokens
+    from serving.swap_schemas import SwapRequest, SwapResult
+    from serving.weights.releases import set_pending
+
+    settings = load_settings()
+    url = settings.server_url(settings.pipeline(pipeline))
+    try:
+        response = httpx.post(
+            f"{url}/admin/swap",
+            json=SwapRequest(release=release.id).model_dump(),
+            headers={"Authorization": f"Bearer {load_tokens(Home.find().tokens_file).admin}"},
+            timeout=600,
+            trust_env=False,
+        )
+    except httpx.ConnectError:
+        set_pending(_folder(pipeline), release.id)
+        answer: dict[str, Any] = {"result": "pending", "release": release.id}
+        print(
+            json.dumps(answer)
+            if as_json
+            else f"no server is up on {url}; the next one to start will serve {release.id}"
+        )
+        return
+    if response.status_code in (401, 403, 404):
+        raise PipelineError(f"{url} is not the server of this state folder: {response.text}")
+    result = SwapResult.model_validate_json(response.content)
+    if as_json:
+        print(result.model_dump_json())
+    elif result.result == "live":
+        total = sum(result.seconds.values())
+        print(f"{result.release} is served, instead of {result.previous or 'nothing'} ({total:.2f} s)")
+    else:
+        print(f"{result.result} in {result.phase}: {'; '.join(result.reasons)}")
+    if result.result != "live":
+        raise typer.Exit(1)

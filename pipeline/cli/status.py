@@ -1,0 +1,125 @@
+"""`pipeline status`: what runs, what is served, what it has seen, what is queued, on one screen."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.paths import Home
+
+
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what runs, what is served, which commit it has seen, and what is queued."""
+    from pipeline.settings import load_settings
+
+    report = gather(Home.find(), load_settings())
+    if as_json:
+        print(json.dumps(report))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    services = Table("service", "state", "pid", "address", box=None)
+    for service in report["services"]:
+        services.add_row(
+            service["name"], service["state"], str(service["pid"] or "-"), service["url"] or "-"
+        )
+    console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
+    for pipeline in report["pipelines"]:
+        served, head = pipeline["served"], pipeline["dataset_head"]
+        console.print(f"\n[bold]{pipeline['name']}[/] follows {pipeline['dataset']}", end="")
+        console.print(f" ({pipeline['ref']}), whose head is {(head or 'unknown')[:12]}")
+        if served is None:
+            console.print("  serves   nothing yet")
+        else:
+            seen = served["dataset_revision"] or "no dataset"
+            newest = "the head" if head and head == seen else "not the head" if head else ""
+            console.print(f"  serves   {served['release']}, which has seen {seen[:12]} {newest}")
+        if pipeline["pending_release"]:
+            console.print(f"  pending  {pipeline['pending_release']}, for the next server to start")
+        for job in pipeline["queue"]:
+            console.print(f"  queue    {job['line']}")
+        if pipeline["last_job"]:
+            console.print(f"  last     {pipeline['last_job']['line']}")
+
+
+def gather(home: Home, settings: Any) -> dict[str, Any]:
+    """The report as `--json` prints it."""
+    from jobs.store import JobStore
+    from pipeline.journal import describe
+    from pipeline.stack import read_stack
+    from serving.weights.releases import load_release, pending_release, served_release
+
+    record = read_stack(home)
+    children = record.children if record else ()
+    report: dict[str, Any] = {
+        "home": str(home.root),
+        "services": [
+            {
+                "name": child.name,
+                "state": "up" if child.process.is_alive() else "down",
+                "pid": child.process.pid,
+                "url": child.url,
+            }
+            for child in children
+        ],
+        "pipelines": [],
+    }
+    home.jobs_dir.mkdir(parents=True, exist_ok=True)
+    with JobStore.open(home.jobs_database) as store:
+        for pipeline in settings.pipelines:
+            folder = home.releases_dir / pipeline.name
+            served = served_release(folder)
+            release = load_release(served) if served else None
+            jobs = store.list(pipeline=pipeline.name, limit=20)
+            lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]
+            report["pipelines"].append(
+                {
+                    "name": pipeline.name,
+                    "dataset": pipeline.dataset,
+                    "ref": pipeline.ref,
+                    "dataset_head": _head(home, settings, pipeline) if record else None,
+                    "served": release
+                    and {
+                        "release": release.id,
+                        "dataset_revision": release.lineage.dataset_revision,
+                        "url": settings.server_url(pipeline),
+                    },
+                    "pending_release": pending_release(folder),
+                    "queue": [
+                        line
+                        for job, line in zip(jobs, lines, strict=True)
+                        if not job.has_ended
+                    ],
+                    "last_job": next(
+                        (
+                            line
+                            for job, line in zip(jobs, lines, strict=True)
+                            if job.has_ended
+                        ),
+                        None,
+                    ),
+                }
+            )
+    return report
+
+
+def _head(home: Home, settings: Any, pipeline: Any) -> str | None:
+    """The newest commit on the hub; None where the hub does not say."""
+    import httpx
+
+    from pipeline.tokens import load_tokens
+
+    try:
+        response = httpx.get(
+            f"{settings.hub_url}/api/datasets/{pipeline.dataset}/revision/{pipeline.ref}",
+            headers={"Authorization": f"Bearer {load_tokens(home.tokens_file).hub}"},
+            timeout=5,
+            trust_env=False,
+        )
+    except httpx.HTTPError:
+        return None
+    return response.json()["sha"] if response.is_success else None

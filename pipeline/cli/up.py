@@ -1,0 +1,102 @@
+"""`pipeline up` and `pipeline down`: the whole stack, in the foreground or detached."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+
+
+def up(
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return once it is up; stop it with `down`.")
+    ] = False,
+) -> None:
+    """Start hub, receiver, runner and server, and keep them up until Ctrl-C."""
+    from pipeline.settings import load_settings
+
+    home = Home.find()
+    settings = load_settings()
+    settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
+    if detach:
+        _detach(home)
+        return
+
+    from pipeline.journal import Journal
+    from pipeline.stack import Stack, services_of
+    from pipeline.subscriptions import subscribe
+    from pipeline.tokens import load_tokens
+
+    # Ctrl-C and `down` end the same way.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    tokens = load_tokens(home.tokens_file)
+    stack = Stack(home, services_of(settings))
+    try:
+        stack.start(on_ready=lambda service: print(f"{service.name:10} {service.url or 'ready'}"))
+        subscribe(settings, tokens)
+        stack.mark_ready()
+        for pipeline in settings.pipelines:
+            remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
+            print(f"{pipeline.name}: push to {remote} (after: eval \"$(pipeline env)\")")
+        journal = Journal(home)
+        while True:
+            for line in [*stack.tend(), *journal.news()]:
+                print(line, flush=True)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        print("stopping")
+    finally:
+        # Stopping takes a moment; a second Ctrl-C must not leave half of it running.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        stack.stop()
+
+
+def down() -> None:
+    """Stop the stack of this state folder."""
+    from pipeline.stack import STOP_SECONDS, read_stack
+
+    home = Home.find()
+    record = read_stack(home)
+    if record is None:
+        raise PipelineError(f"nothing is up in {home.root}")
+    os.kill(record.process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_SECONDS * (len(record.children) + 1)
+    while record.process.is_alive():
+        if time.monotonic() > deadline:
+            raise PipelineError(
+                f"the stack (process {record.process.pid}) has not stopped; its log: "
+                f"{home.log_file('up')}"
+            )
+        time.sleep(0.05)
+    print("stopped " + ", ".join(child.name for child in reversed(record.children)))
+
+
+def _detach(home: Home) -> None:
+    from pipeline.stack import read_stack
+
+    log = home.log_file("up")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "up"],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    while True:
+        if process.poll() is not None:
+            raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
+        record = read_stack(home)
+        if record is not None and record.process.pid == process.pid and record.is_ready:
+            break
+        time.sleep(0.05)
+    for child in record.children:
+        print(f"{child.name:10} {child.url or 'ready'}")

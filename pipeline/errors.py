@@ -1,0 +1,8 @@
+"""Errors of this package.
+
+PipelineError
+"""
+
+
+class PipelineError(Exception):
+    """The pipeline cannot go on; the message is for the person at the terminal."""

@@ -1,0 +1,56 @@
+"""Every path of the state folder. Nothing here is created by asking for it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Home:
+    """The state folder: `$PIPELINE_HOME`, else `./.pipeline`."""
+
+    root: Path
+
+    @classmethod
+    def find(cls) -> "Home":
+        return cls(Path(os.environ.get("PIPELINE_HOME", ".pipeline")).absolute())
+
+    @property
+    def hub_dir(self) -> Path:
+        return self.root / "hub"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """One folder per job."""
+        return self.root / "jobs"
+
+    @property
+    def jobs_database(self) -> Path:
+        """Shared by receiver and runner: a delivery and its job are one transaction."""
+        return self.root / "jobs" / "jobs.sqlite"
+
+    @property
+    def releases_dir(self) -> Path:
+        """One folder per pipeline, and in it one per release."""
+        return self.root / "releases"
+
+    @property
+    def bases_dir(self) -> Path:
+        """One folder per pipeline: its base model, made or fetched once."""
+        return self.root / "bases"
+
+    @property
+    def tokens_file(self) -> Path:
+        return self.root / "tokens.json"
+
+    @property
+    def stack_file(self) -> Path:
+        """What runs: process ids and addresses, while a stack is up."""
+        return self.root / "stack.json"
+
+    @property
+    def stack_lock(self) -> Path:
+        return self.root / "stack.lock"
+
+    def log_file(self, service: str) -> Path:
+        return self.root / "logs" / f"{service}.log"

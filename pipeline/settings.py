@@ -1,0 +1,165 @@
+"""Composes the packages' settings: `pipeline.toml`, overruled by the environment.
+
+`PIPELINE_HUB__PORT=9000` is the environment's way to say `port = 9000` under `[hub]`. Each package
+owns the meaning of its own table and is given it; only the `[[pipelines]]` are this package's.
+"""
+
+import difflib
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from jobs.settings import JobsSettings
+from pipeline.errors import PipelineError
+from pipeline.hub.settings import HubSettings
+from pipeline.retrain.settings import GateSettings, TrainSettings
+from receiver.settings import ReceiverSettings
+from serving.settings import ServingSettings
+
+SETTINGS_FILE = "pipeline.toml"
+
+
+class PipelineSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """What a request to the server names as `model`."""
+    dataset: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+    """The dataset that this pipeline follows, as `owner/name`."""
+    ref: str = "main"
+    """The branch that it follows. Pushes to other refs are ignored."""
+    base_model: str = "preset:tiny"
+    """What the first release is trained from: `preset:tiny`, a checkpoint folder, or a hub id."""
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """Port of this pipeline's server. By default the first pipeline has `[serving] port`, the
+    second the next one, and so on."""
+    debounce_seconds: float = Field(default=1.0, ge=0)
+    """A job starts once no further commit arrived for this long …"""
+    max_wait_seconds: float = Field(default=30.0, ge=0)
+    """… and at the latest this long after its first commit."""
+    keep: int = Field(default=5, ge=1)
+    """Releases to keep; the served one and the one before it are never pruned."""
+    train: TrainSettings = TrainSettings()
+    gate: GateSettings = GateSettings()
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="PIPELINE_", env_nested_delimiter="__"
+    )
+
+    hub: HubSettings = HubSettings()
+    receiver: ReceiverSettings = ReceiverSettings()
+    jobs: JobsSettings = JobsSettings()
+    serving: ServingSettings = ServingSettings()
+    pipelines: tuple[PipelineSettings, ...] = ()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (env_settings, TomlConfigSettingsSource(settings_cls, settings_file()))
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> "Settings":
+        names = [pipeline.name for pipeline in self.pipelines]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two pipelines are called {', '.join(twice)}; names must differ")
+        ports = [self.server_port(pipeline) for pipeline in self.pipelines]
+        if shared := sorted({port for port in ports if ports.count(port) > 1}):
+            raise ValueError(
+                f"two pipelines have their server on port {shared[0]}; set `port` in one of them"
+            )
+        return self
+
+    def pipeline(self, name: str | None) -> PipelineSettings:
+        """The pipeline of that name; without a name, the only one. Raises PipelineError."""
+        if not self.pipelines:
+            raise PipelineError(
+                f"no pipeline is configured in {settings_file()}; write one with: "
+                "pipeline init --name NAME --dataset OWNER/NAME"
+            )
+        if name is None and len(self.pipelines) == 1:
+            return self.pipelines[0]
+        for pipeline in self.pipelines:
+            if pipeline.name == name:
+                return pipeline
+        known = ", ".join(pipeline.name for pipeline in self.pipelines)
+        if name is None:
+            raise PipelineError(f"several pipelines are configured ({known}); add --pipeline NAME")
+        raise PipelineError(f"no pipeline is called {name!r}; configured are: {known}")
+
+    def server_port(self, pipeline: PipelineSettings) -> int:
+        if pipeline.port is not None:
+            return pipeline.port
+        return self.serving.port + [other.name for other in self.pipelines].index(pipeline.name)
+
+    @property
+    def hub_url(self) -> str:
+        return f"http://{self.hub.host}:{self.hub.port}"
+
+    @property
+    def receiver_url(self) -> str:
+        return f"http://{self.receiver.host}:{self.receiver.port}"
+
+    def server_url(self, pipeline: PipelineSettings) -> str:
+        return f"http://{self.serving.host}:{self.server_port(pipeline)}"
+
+
+def settings_file() -> Path:
+    """`$PIPELINE_SETTINGS`, else `./pipeline.toml`."""
+    return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
+
+
+def load_settings() -> Settings:
+    """Read the settings; without a file, the defaults and no pipeline.
+
+    Raises PipelineError that names each key at fault and, for a misspelt one, the likely spelling.
+    """
+    file = settings_file()
+    try:
+        return Settings()
+    except tomllib.TOMLDecodeError as error:
+        raise PipelineError(f"{file} is not TOML: {error}") from None
+    except ValidationError as error:
+        lines = [_explain(problem["loc"], problem["type"], problem["msg"]) for problem in error.errors()]
+        raise PipelineError(f"{file}: " + "; ".join(lines)) from None
+
+
+def _explain(location: tuple[int | str, ...], kind: str, message: str) -> str:
+    keys = [key for key in location if isinstance(key, str)]
+    numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
+    if not keys:
+        return message.removeprefix("Value error, ")
+    *tables, key = keys
+    table = f"[{'.'.join(tables)}]" if tables else "the top level"
+    place = " ".join([table, *numbered])
+    if kind != "extra_forbidden":
+        return f"{key!r} in {place}: {message[0].lower()}{message[1:]}"
+    known = list(_fields_at(tables))
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return f"unknown key {key!r} in {place}; {hint}"
+
+
+def _fields_at(tables: list[str]) -> dict[str, Any]:
+    model: Any = Settings
+    for table in tables:
+        model = (
+            PipelineSettings if table == "pipelines" else type(model.model_fields[table].default)
+        )
+    return dict(model.model_fields)

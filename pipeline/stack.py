@@ -1,0 +1,288 @@
+"""Starts hub, receiver, runner and servers as child processes, keeps them up, and stops them.
+
+Each child is a `pipeline` command of its own, so that any of them can as well be started by hand.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import httpx
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jobs.processes import ProcessId
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+from pipeline.settings import Settings
+
+START_SECONDS = 60.0
+STOP_SECONDS = 15.0
+RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Wait before each restart of a child that keeps dying; the last one repeats."""
+STEADY_SECONDS = 60.0
+"""A child that lived this long starts again from the shortest wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    name: str
+    arguments: tuple[str, ...]
+    """Of the `pipeline` command."""
+    url: str | None = None
+    port_option: str | None = None
+    """Where its port is set, for the person whose port is busy."""
+
+
+class Child(BaseModel):
+    """A service as `stack.json` records it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    process: ProcessId
+    url: str | None = None
+
+
+class StackRecord(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    process: ProcessId
+    is_ready: bool
+    """Whether every child has answered and the hub knows where to deliver."""
+    children: tuple[Child, ...] = ()
+
+
+def services_of(settings: Settings) -> tuple[Service, ...]:
+    """Everything that `pipeline up` runs. It is stopped in reverse order: the receiver first, so that
+    nothing new comes in, and the hub last, so that a job can still read from it."""
+    servers = tuple(
+        Service(
+            name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
+            arguments=("serve", "--pipeline", pipeline.name),
+            url=settings.server_url(pipeline),
+            port_option="port under [serving]",
+        )
+        for pipeline in settings.pipelines
+    )
+    return (
+        hub_service(settings),
+        *servers,
+        RUNNER,
+        Service(
+            name="receiver",
+            arguments=("receiver",),
+            url=settings.receiver_url,
+            port_option="port under [receiver]",
+        ),
+    )
+
+
+def hub_service(settings: Settings) -> Service:
+    return Service(
+        name="hub", arguments=("hub",), url=settings.hub_url, port_option="port under [hub]"
+    )
+
+
+RUNNER = Service(name="runner", arguments=("jobs", "runner"))
+
+
+class Stack:
+    """The children of one state folder. One stack per folder, held by a lock."""
+
+    def __init__(self, home: Home, services: Sequence[Service]) -> None:
+        self._home = home
+        self._services = services
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._started_at: dict[str, float] = {}
+        self._restarts: dict[str, int] = {}
+        self._restart_at: dict[str, float] = {}
+        self._is_ready = False
+        self._lock = filelock.FileLock(home.stack_lock)
+
+    def start(self, on_ready: Callable[[Service], None] = lambda service: None) -> None:
+        """Start every service, and return once all of them answer.
+
+        Raises PipelineError when another stack holds the folder, a port is busy, or a child ends.
+        """
+        self._home.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise PipelineError(
+                f"a stack is already up in {self._home.root}; see it with `pipeline status`, "
+                "stop it with `pipeline down`"
+            ) from None
+        _end_leftovers(self._home)
+        try:
+            for service in self._services:
+                _check_port(service)
+            for service in self._services:
+                self._spawn(service)
+            for service in self._services:
+                self._wait_until_ready(service)
+                on_ready(service)
+        except BaseException:
+            self.stop()
+            raise
+
+    def mark_ready(self) -> None:
+        """Tell those who wait for this stack that it can be used."""
+        self._is_ready = True
+        self._write_record()
+
+    def tend(self) -> list[str]:
+        """Restart what died; returns a line for each child that ended or came back."""
+        events = []
+        now = time.monotonic()
+        for service in self._services:
+            process = self._processes[service.name]
+            if process.poll() is None:
+                if now - self._started_at[service.name] > STEADY_SECONDS:
+                    self._restarts[service.name] = 0
+            elif service.name not in self._restart_at:
+                wait = RESTART_SECONDS[
+                    min(self._restarts.get(service.name, 0), len(RESTART_SECONDS) - 1)
+                ]
+                self._restart_at[service.name] = now + wait
+                events.append(
+                    f"{service.name} ended with {_describe_exit(process.returncode)}; "
+                    f"starting it again in {wait:g} s (log: {self._home.log_file(service.name)})"
+                )
+            elif now >= self._restart_at[service.name]:
+                del self._restart_at[service.name]
+                self._restarts[service.name] = self._restarts.get(service.name, 0) + 1
+                self._spawn(service)
+                events.append(f"{service.name} is up again")
+        return events
+
+    def stop(self) -> None:
+        """Stop the children in reverse order, then give the folder back."""
+        for service in reversed(self._services):
+            process = self._processes.get(service.name)
+            if process is None or process.poll() is not None:
+                continue
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._home.stack_file.unlink(missing_ok=True)
+        self._lock.release()
+
+    def _spawn(self, service: Service) -> None:
+        log = self._home.log_file(service.name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stream:
+            self._processes[service.name] = subprocess.Popen(
+                [sys.executable, "-m", "pipeline", *service.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                # A session of its own: Ctrl-C reaches the parent only, which stops them in order.
+                start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+        self._started_at[service.name] = time.monotonic()
+        self._write_record()
+
+    def _wait_until_ready(self, service: Service) -> None:
+        process = self._processes[service.name]
+        deadline = time.monotonic() + START_SECONDS
+        while service.url is not None and not _answers(service.url):
+            if process.poll() is not None:
+                raise PipelineError(
+                    f"{service.name} ended with {_describe_exit(process.returncode)} while "
+                    f"starting:\n{_tail(self._home.log_file(service.name))}"
+                )
+            if time.monotonic() > deadline:
+                raise PipelineError(
+                    f"{service.name} did not answer on {service.url} within {START_SECONDS:g} s; "
+                    f"its log: {self._home.log_file(service.name)}"
+                )
+            time.sleep(0.02)
+
+    def _write_record(self) -> None:
+        record = StackRecord(
+            process=ProcessId.current(),
+            is_ready=self._is_ready,
+            children=tuple(
+                Child(
+                    name=service.name,
+                    process=ProcessId.of(self._processes[service.name].pid),
+                    url=service.url,
+                )
+                for service in self._services
+                if service.name in self._processes
+                and self._processes[service.name].poll() is None
+            ),
+        )
+        draft = self._home.stack_file.with_suffix(".draft")
+        draft.write_text(record.model_dump_json(indent=2))
+        os.replace(draft, self._home.stack_file)
+
+
+def read_stack(home: Home) -> StackRecord | None:
+    """What runs in this state folder; None when nothing does."""
+    try:
+        record = StackRecord.model_validate_json(home.stack_file.read_bytes())
+    except (FileNotFoundError, ValidationError, json.JSONDecodeError):
+        return None
+    return record if record.process.is_alive() else None
+
+
+def _end_leftovers(home: Home) -> None:
+    """End the children of a stack that was killed before it could stop them. Its lock is ours."""
+    try:
+        record = StackRecord.model_validate_json(home.stack_file.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return
+    for child in reversed(record.children):
+        child.process.end(grace_seconds=STOP_SECONDS)
+    home.stack_file.unlink(missing_ok=True)
+
+
+def _end_with_parent() -> None:
+    # prctl(PR_SET_PDEATHSIG, SIGTERM): a killed parent leaves no child that holds a port.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _check_port(service: Service) -> None:
+    if service.url is None:
+        return
+    url = httpx.URL(service.url)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((url.host, url.port or 80))
+        except OSError as error:
+            raise PipelineError(
+                f"port {url.port} for the {service.name} cannot be used ({error.strerror}); free it "
+                f"or move the {service.name}: {service.port_option} in pipeline.toml"
+            ) from None
+
+
+def _answers(url: str) -> bool:
+    try:
+        # A server without a release says 503: up, and waiting for its first one.
+        httpx.get(f"{url}/health", timeout=5, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def _describe_exit(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _tail(log: Path, num_lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])

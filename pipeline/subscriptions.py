@@ -1,0 +1,52 @@
+"""Makes the hub deliver to the receiver: the datasets that are followed, and one webhook for them."""
+
+from urllib.parse import urlsplit
+
+from pipeline.settings import Settings
+from pipeline.tokens import Tokens
+from receiver.webhooks import WatchedItem, create_webhook, list_webhooks, update_webhook
+
+ROUTE = "/webhooks/retrain"
+
+
+def subscribe(settings: Settings, tokens: Tokens) -> None:
+    """Create what is missing and correct what differs; doing it again changes nothing.
+
+    The webhook of a stack whose receiver has moved to another port is moved too, so that events
+    that still wait for the old address reach the new one.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=settings.hub_url, token=tokens.hub)
+    datasets = dict.fromkeys(pipeline.dataset for pipeline in settings.pipelines)
+    for dataset in datasets:
+        api.create_repo(dataset, repo_type="dataset", private=True, exist_ok=True)
+
+    url = settings.receiver_url + ROUTE
+    watched = tuple(WatchedItem(type="dataset", name=dataset) for dataset in datasets)
+    ours = next(
+        (
+            webhook
+            for webhook in list_webhooks(endpoint=settings.hub_url, token=tokens.hub)
+            if webhook.url is not None and urlsplit(webhook.url).path == ROUTE
+        ),
+        None,
+    )
+    if ours is None:
+        create_webhook(
+            url=url,
+            watched=watched,
+            domains=["repo"],
+            secret=tokens.webhook,
+            endpoint=settings.hub_url,
+            token=tokens.hub,
+        )
+    elif ours.url != url or set(ours.watched) != set(watched):
+        update_webhook(
+            ours.id,
+            url=url,
+            watched=watched,
+            secret=tokens.webhook,
+            endpoint=settings.hub_url,
+            token=tokens.hub,
+        )

@@ -1,0 +1,74 @@
+"""`tokens.json`: the secrets that the parts of one stack share. Made once, readable by its owner only."""
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from cryptography.fernet import Fernet
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipeline.errors import PipelineError
+
+
+class Tokens(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hub: str
+    """For git and the Hugging Face clients."""
+    admin: str
+    """For `/admin/*` of the completion server."""
+    webhook: str
+    """Sent by the hub with each delivery, checked by the receiver."""
+    key: str
+    """Encrypts secrets at rest (Fernet)."""
+
+
+def load_tokens(file: Path) -> Tokens:
+    """Read the tokens, making them first where there are none.
+
+    `PIPELINE_SECRET_KEY` replaces the stored key. Raises PipelineError for a file that is not one.
+    """
+    if not file.exists():
+        _create(file)
+    try:
+        tokens = Tokens.model_validate_json(file.read_bytes())
+    except ValidationError as error:
+        fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
+        raise PipelineError(
+            f"{file} is not a token file ({fields or 'no JSON object'}); restore it from a backup, or "
+            "delete it to get new tokens (webhook secrets stored under the old key are then lost)"
+        ) from None
+    if key := os.environ.get("PIPELINE_SECRET_KEY"):
+        try:
+            Fernet(key)
+        except ValueError:
+            raise PipelineError(
+                "PIPELINE_SECRET_KEY is not a Fernet key: 32 random bytes in URL-safe base64"
+            ) from None
+        return tokens.model_copy(update={"key": key})
+    return tokens
+
+
+def _create(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tokens = Tokens(
+        hub=f"hf_{secrets.token_hex(20)}",
+        admin=secrets.token_urlsafe(32),
+        webhook=secrets.token_urlsafe(32),
+        key=Fernet.generate_key().decode(),
+    )
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        json.dump(tokens.model_dump(), stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+    try:
+        # A link fails where a rename would overwrite: of two processes that start at once, one wins
+        # and both read its tokens.
+        os.link(draft, file)
+    except FileExistsError:
+        pass
+    finally:
+        draft.unlink()

@@ -1,0 +1,71 @@
+"""The loop on real text that is on every machine: the docstrings of the standard library."""
+
+import ast
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from tests.stack_fixtures import Workplace, stack_up, workplace
+
+__all__ = ["workplace"]
+
+
+def docstrings(limit: int) -> list[dict[str, str]]:
+    """Docstrings of public modules, classes and functions, in the order of their files."""
+    rows: list[dict[str, str]] = []
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for file in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
+        if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(file.parts):
+            continue
+        try:
+            tree = ast.parse(file.read_bytes())
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text and 40 <= len(text) <= 600:
+                    rows.append({"text": text})
+                    if len(rows) == limit:
+                        return rows
+    return rows
+
+
+def write(file: Path, rows: list[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_held_out_loss_falls_with_each_commit_and_the_second_is_served(
+    workplace: Workplace,
+) -> None:
+    rows = docstrings(3000)
+    assert len(rows) == 3000, sys.version
+    workplace.run("init", "--name", "docs", "--dataset", "local/docstrings")
+    checkout = workplace.folder / "docstrings"
+    revisions = []
+    with stack_up(workplace):
+        remote = f"{workplace.url('hub')}/datasets/local/docstrings"
+        workplace.git("clone", "--quiet", remote, str(checkout), cwd=workplace.folder)
+        workplace.git("checkout", "-B", "main", cwd=checkout)
+        for message, upto in (("The first modules", 2200), ("Some more modules", 3000)):
+            write(checkout / "docstrings.jsonl", rows[:upto])
+            workplace.git("add", ".", cwd=checkout)
+            workplace.git("commit", "--quiet", "-m", message, cwd=checkout)
+            workplace.git("push", "--quiet", "origin", "main", cwd=checkout)
+            revisions.append(workplace.git("rev-parse", "HEAD", cwd=checkout).strip())
+            job = workplace.wait_for_job(revisions[-1])
+            assert job["outcome"]["result"] == "promoted", job["outcome"]
+
+        releases = workplace.json("releases", "ls")
+        status = workplace.json("status")
+    newest, oldest = releases
+    assert [oldest["dataset_revision"], newest["dataset_revision"]] == revisions
+    for release in releases:
+        evaluation = release["evaluation"]
+        assert evaluation["all"]["candidate"] < evaluation["all"]["served"], evaluation
+    assert status["pipelines"][0]["served"]["dataset_revision"] == revisions[-1]

@@ -1,0 +1,64 @@
+"""The README's commands, run as they stand there, in one shell."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stack_fixtures import Workplace, workplace
+
+__all__ = ["workplace"]
+
+README = Path(__file__).parents[2] / "README.md"
+BLOCKS = re.findall(r"^```bash\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_make_targets_exist() -> None:
+    make, *_ = BLOCKS
+    targets = re.findall(r"^make (\w+)", make, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        subprocess.run(["make", "--dry-run", target], cwd=README.parent, check=True, timeout=30)
+
+
+@pytest.mark.slow
+def test_five_minutes_on_data_of_your_own(workplace: Workplace) -> None:
+    # `source .venv/bin/activate` finds the `pipeline` of the interpreter that runs this test.
+    commands = workplace.folder / ".venv" / "bin"
+    commands.mkdir(parents=True)
+    (commands / "activate").write_text(f'PATH="{commands}:$PATH"\n')
+    (commands / "pipeline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pipeline "$@"\n')
+    (commands / "pipeline").chmod(0o755)
+
+    identity = {
+        f"GIT_{who}_{what}": value
+        for who in ("AUTHOR", "COMMITTER")
+        for what, value in (("NAME", "reader"), ("EMAIL", "reader@example.invalid"))
+    }
+    env = {**workplace.env, **identity}
+    # The README's reader has none of these set; `init` and `up` work in the current folder.
+    del env["PIPELINE_HOME"], env["PIPELINE_SETTINGS"]
+    port = workplace.env["PIPELINE_SERVING__PORT"]
+    script = "\n".join(["set -euo pipefail", *BLOCKS[1:]]).replace(":8000", f":{port}")
+    try:
+        done = subprocess.run(
+            ["bash", "-c", script],
+            cwd=workplace.folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    finally:
+        home = workplace.folder / "notes-model"
+        if (home / ".pipeline" / "stack.json").exists():
+            subprocess.run(
+                [sys.executable, "-m", "pipeline", "down"], cwd=home, env=env, check=True, timeout=60
+            )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert re.search(r"^x-model-release: r000001-", done.stdout, re.MULTILINE | re.IGNORECASE)
+    assert "promoted" in done.stdout
+    assert "stopped receiver" in done.stdout

@@ -1,0 +1,118 @@
+"""A whole stack in a temporary folder, on free ports, started and stopped by the command."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PORTS = ("HUB", "RECEIVER", "SERVING")
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct ports that nothing listens on."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder with a `pipeline.toml` and the environment that its commands run in."""
+
+    folder: Path
+    env: Mapping[str, str]
+
+    def run(self, *arguments: str, code: int = 0, timeout: float = 240) -> str:
+        """The `pipeline` command; its standard output."""
+        return self.call([sys.executable, "-m", "pipeline", *arguments], code, timeout)
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(self.run(*arguments, "--json", code=code))
+
+    def call(
+        self, command: list[str], code: int = 0, timeout: float = 240, cwd: Path | None = None
+    ) -> str:
+        done = subprocess.run(
+            command,
+            cwd=cwd or self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
+        return done.stdout
+
+    def git(self, *arguments: str, cwd: Path) -> str:
+        """git, with the environment that `pipeline env` gives a user."""
+        script = 'eval "$("$0" -m pipeline env)"; exec git "$@"'
+        who = ("-c", "user.name=tester", "-c", "user.email=tester@example.invalid")
+        return self.call(["bash", "-c", script, sys.executable, *who, *arguments], cwd=cwd)
+
+    def wait_for_job(self, revision: str, timeout: float = 600) -> Any:
+        """The job that answers for a commit, once it has ended, whatever its outcome."""
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for job in self.json("jobs", "ls"):
+                revisions = job["spec"]["revisions"]
+                if revisions and revisions["new_sha"] == revision:
+                    command = [sys.executable, "-m", "pipeline", "jobs", "wait", job["id"], "--json"]
+                    done = subprocess.run(
+                        command, env=self.env, capture_output=True, timeout=timeout, check=False
+                    )
+                    return json.loads(done.stdout)
+        raise AssertionError(f"no job for {revision}\n{self.logs()}")
+
+    def url(self, service: str) -> str:
+        return f"http://127.0.0.1:{self.env[f'PIPELINE_{service.upper()}__PORT']}"
+
+    @property
+    def home(self) -> Path:
+        return Path(self.env["PIPELINE_HOME"])
+
+    def logs(self) -> str:
+        """The end of every log, for the message of a test that failed."""
+        return "\n".join(
+            f"--- {file}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-20:])
+            for file in sorted(self.home.glob("logs/*.log")) + sorted(self.home.glob("jobs/*/log.txt"))
+        )
+
+
+def workplace_in(folder: Path) -> Workplace:
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in ports.items()}
+    env |= {
+        "PIPELINE_HOME": str(folder / ".pipeline"),
+        "PIPELINE_SETTINGS": str(folder / "pipeline.toml"),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+    }
+    return Workplace(folder, env)
+
+
+@contextmanager
+def stack_up(workplace: Workplace) -> Iterator[Workplace]:
+    workplace.run("up", "--detach")
+    try:
+        yield workplace
+    finally:
+        workplace.run("down")
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Workplace:
+    return workplace_in(tmp_path)

@@ -1,0 +1,111 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.init import settings_text
+from pipeline.errors import PipelineError
+from pipeline.settings import PipelineSettings, Settings, load_settings
+
+FACTS = PipelineSettings(name="facts", dataset="demo/facts")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    return tmp_path / "pipeline.toml"
+
+
+def test_without_a_file_everything_has_its_default(file: Path) -> None:
+    settings = load_settings()
+    assert (settings.hub.port, settings.receiver.port, settings.serving.port) == (8070, 7860, 8000)
+    assert settings.pipelines == ()
+
+
+def test_what_init_writes_means_the_defaults(file: Path) -> None:
+    file.write_text(settings_text(FACTS))
+    assert load_settings() == Settings.model_construct(
+        **{name: field.default for name, field in Settings.model_fields.items()}
+    ).model_copy(update={"pipelines": (FACTS,)})
+
+
+def test_every_commented_key_can_be_uncommented(file: Path) -> None:
+    text = settings_text(FACTS)
+    lines = [
+        line[2:] if line.startswith("# ") and " = " in line and "`" not in line else line
+        for line in text.splitlines()
+    ]
+    assert tomllib.loads("\n".join(lines))["hub"]["port"] == 8070
+    file.write_text("\n".join(lines))
+    assert load_settings().pipelines == (FACTS,)
+
+
+def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("[hub]\nport = 9001\n[serving]\nport = 9002\n")
+    monkeypatch.setenv("PIPELINE_HUB__PORT", "9003")
+    settings = load_settings()
+    assert (settings.hub.port, settings.serving.port) == (9003, 9002)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[hub]\nprot = 1\n", ["'prot'", "[hub]", "did you mean 'port'?"]),
+        ("[hubs]\nport = 1\n", ["'hubs'", "the top level", "did you mean 'hub'?"]),
+        ("[hub]\nzzz = 1\n", ["'zzz'", "known keys: ", "port"]),
+        ('[hub]\nport = "many"\n', ["'port' in [hub]", "valid integer"]),
+        ("[hub\n", ["is not TOML"]),
+        ('[[pipelines]]\nname = "a"\n', ["'dataset' in [pipelines] number 1", "required"]),
+        (
+            '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[pipelines.train]\nsede = 1\n',
+            ["'sede'", "[pipelines.train]", "'seed'"],
+        ),
+        ('[[pipelines]]\nname = "a"\ndataset = "d"\n', ["'dataset'", "pattern"]),
+        (
+            2 * '[[pipelines]]\nname = "a"\ndataset = "o/d"\n',
+            ["two pipelines are called a"],
+        ),
+        (
+            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nport = 8001\n'
+            '[[pipelines]]\nname = "b"\ndataset = "o/d"\n',
+            ["port 8001"],
+        ),
+    ],
+)
+def test_a_fault_names_the_key_its_place_and_the_likely_spelling(
+    file: Path, text: str, words: list[str]
+) -> None:
+    file.write_text(text)
+    with pytest.raises(PipelineError) as error:
+        load_settings()
+    for word in [str(file), *words]:
+        assert word in str(error.value)
+
+
+def test_each_pipeline_has_a_server_port_of_its_own(file: Path) -> None:
+    file.write_text(
+        '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[[pipelines]]\nname = "b"\ndataset = "o/d"\n'
+    )
+    settings = load_settings()
+    assert [settings.server_port(pipeline) for pipeline in settings.pipelines] == [8000, 8001]
+
+
+def test_the_only_pipeline_needs_no_name(file: Path) -> None:
+    settings = Settings.model_construct(pipelines=(FACTS,))
+    assert settings.pipeline(None) == FACTS
+    with pytest.raises(PipelineError, match="no pipeline is called 'x'; configured are: facts"):
+        settings.pipeline("x")
+    with pytest.raises(PipelineError, match="pipeline init"):
+        Settings.model_construct(pipelines=()).pipeline(None)
+
+
+def test_a_fault_is_one_line_on_the_terminal(file: Path) -> None:
+    file.write_text("[hub]\nprot = 1\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "status"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("pipeline: ") and done.stderr.count("\n") == 1
