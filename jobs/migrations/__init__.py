@@ -1,1 +1,54 @@
-"""The schema of the job database, step by step (Alembic, run by the store)."""
+"""Brings a store's schema up to date, by Alembic and without an `alembic.ini`."""
+
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine, inspect, text
+
+from jobs.errors import NewerSchema
+from jobs.schema import reading, writing
+
+HEAD = "0001"
+"""The newest revision under `versions/`; a store that is at it opens without loading Alembic."""
+
+
+def migrate(engine: Engine) -> None:
+    """Create or upgrade the tables, whole or not at all.
+
+    Raises NewerSchema for a database that a newer release wrote; it is not touched.
+    """
+    with reading(engine) as connection:
+        if _revision(connection) == HEAD:
+            return
+    with writing(engine) as connection:
+        revision = _revision(connection)  # again: another process may have been quicker
+        if revision == HEAD:
+            return
+        if revision is not None and revision not in _known_revisions():
+            shown = engine.url.render_as_string(hide_password=True)
+            raise NewerSchema(
+                f"The job store {shown} has schema {revision!r}, and this release knows none "
+                f"beyond {HEAD!r}: a newer release wrote it. It was not touched; upgrade hotpush."
+            )
+        _upgrade(connection)
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return None if revision is None else str(revision)
+
+
+def _known_revisions() -> set[str]:
+    return {path.name.split("_")[0] for path in (Path(__file__).parent / "versions").glob("0*.py")}
+
+
+def _upgrade(connection: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    # A "%" in the path would be read as an interpolation.
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")

@@ -1,0 +1,13 @@
+"""Alembic's entry: runs the migrations on the connection that it was given."""
+
+from alembic import context
+
+from jobs.schema import METADATA
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=METADATA,
+    render_as_batch=True,  # SQLite cannot alter most of a table in place
+)
+with context.begin_transaction():
+    context.run_migrations()

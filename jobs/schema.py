@@ -1,0 +1,217 @@
+"""The tables of the store, and the connections to them: SQLite by default, Postgres by URL.
+
+Two partial unique indexes carry the promise of at most one running and one pending job per
+pipeline; whatever the code above them does, the database refuses a second one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    Boolean,
+    CheckConstraint,
+    Column,
+    Connection,
+    Engine,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    create_engine,
+    event,
+    make_url,
+    text,
+)
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+from jobs.errors import StoreError
+
+METADATA = MetaData()
+
+
+def _one_per_pipeline(name: str, state: str) -> Index:
+    where = text(f"state = '{state}'")
+    return Index(name, "pipeline", unique=True, sqlite_where=where, postgresql_where=where)
+
+
+JOBS = Table(
+    "jobs",
+    METADATA,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("pipeline", String),
+    Column("dedupe_key", String),
+    Column("state", String, nullable=False),
+    Column("spec", Text, nullable=False),
+    Column("payload", Text),
+    Column("outcome", Text),
+    Column("created_at", Float, nullable=False),
+    Column("run_after", Float, nullable=False),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("attempt", Integer, nullable=False),
+    Column("num_lost", Integer, nullable=False),
+    Column("owner", String),
+    Column("lease_until", Float),
+    Column("handle", Text),
+    Column("cancel_requested", Boolean, nullable=False),
+    _one_per_pipeline("one_pending_job_per_pipeline", "SCHEDULING"),
+    _one_per_pipeline("one_running_job_per_pipeline", "RUNNING"),
+    Index("jobs_by_pipeline", "pipeline", "number"),
+    Index("jobs_by_state", "state", "run_after"),
+    Index("jobs_by_dedupe_key", "dedupe_key"),
+    # Never reuse the number of a deleted job: its folder may still be there.
+    sqlite_autoincrement=True,
+)
+
+DELIVERIES = Table(
+    "deliveries",
+    METADATA,
+    Column("source", String, primary_key=True),
+    Column("id", String, primary_key=True),
+    Column("body", Text, nullable=False),
+    Column("received_at", Float, nullable=False),
+    Column("job_number", Integer),
+    Column("ignored_reason", Text),
+    CheckConstraint(
+        "(job_number IS NULL) <> (ignored_reason IS NULL)", name="delivery_has_one_answer"
+    ),
+    Index("deliveries_by_job", "job_number"),
+)
+
+_WRITERS_LOCK = 0x686F7470757368  # an arbitrary key of ours among Postgres' advisory locks
+
+
+def connect(url_or_path: str | Path) -> Engine:
+    """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
+
+    Raises StoreError for a URL of any other kind, or where its driver is not installed.
+    """
+    shown = str(url_or_path)
+    if isinstance(url_or_path, str) and "://" in url_or_path:
+        try:
+            url = make_url(url_or_path)
+        except ArgumentError as error:
+            raise StoreError(f"{shown!r} is not a database URL: {error}") from error
+        shown = url.render_as_string(hide_password=True)
+        if url.get_backend_name() not in ("sqlite", "postgresql"):
+            raise StoreError(
+                f"{shown} names a database that jobs cannot live in; use a path, sqlite:///… or "
+                "postgresql+psycopg://…"
+            )
+        target = url
+    else:
+        path = Path(url_or_path).absolute()
+        if not path.parent.is_dir():
+            raise StoreError(f"The folder of the job store {path} does not exist; create it first.")
+        target = make_url("sqlite://").set(database=str(path))
+    try:
+        # A Postgres that was restarted is met again; a file needs no such question.
+        engine = create_engine(target, pool_pre_ping=target.get_backend_name() == "postgresql")
+    except (ImportError, NoSuchModuleError) as error:
+        raise StoreError(
+            f"{shown} needs a driver that is not installed ({error}); for Postgres, install "
+            "hotpush[postgres] and write postgresql+psycopg://…"
+        ) from error
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _set_up_sqlite(dbapi_connection: Any, _record: object) -> None:
+    dbapi_connection.isolation_level = None  # the driver begins no transaction of its own
+    cursor = dbapi_connection.cursor()
+    cursor.execute("PRAGMA busy_timeout = 10000")  # first: the next line may have to wait
+    cursor.execute("PRAGMA journal_mode = WAL")
+    # FULL, not the usual NORMAL: a delivery that was answered must survive a power cut too.
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A transaction that reads first and writes later fails at the upgrade; so writers say so.
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+@contextmanager
+def writing(engine: Engine) -> Iterator[Connection]:
+    """A transaction that no other writer runs beside, on both databases.
+
+    On Postgres an advisory lock does what BEGIN IMMEDIATE does on SQLite, so that one argument
+    about interleavings holds for both. It is held for a millisecond, some times per commit.
+    Raises StoreError where the database fails.
+    """
+    with _translated(engine), engine.connect() as connection:
+        connection = connection.execution_options(writes=True)
+        with connection.begin():
+            if engine.dialect.name == "postgresql":
+                connection.execute(
+                    text("SELECT pg_advisory_xact_lock(:key)"), {"key": _WRITERS_LOCK}
+                )
+            yield connection
+
+
+@contextmanager
+def reading(engine: Engine) -> Iterator[Connection]:
+    """A transaction that only reads. Raises StoreError where the database fails."""
+    with _translated(engine), engine.connect() as connection, connection.begin():
+        yield connection
+
+
+class ChangeDetector:
+    """Asks a connection of its own whether anybody has written since the last call.
+
+    SQLite counts the commits of other connections (`PRAGMA data_version`); on Postgres the next
+    transaction id does, so that other databases of the cluster can raise a false alarm.
+    For one thread only.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: Any = None
+        self._seen: object = None
+        if engine.dialect.name == "sqlite":
+            self._query = "PRAGMA data_version"
+        else:
+            self._query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
+
+    def changed(self) -> bool:
+        """True at the first call. Raises StoreError where the database fails."""
+        try:
+            with _translated(self._engine):
+                if self._connection is None:
+                    proxy = self._engine.raw_connection()
+                    proxy.detach()
+                    self._connection = proxy.dbapi_connection
+                    if self._engine.dialect.name == "postgresql":
+                        self._connection.autocommit = True  # else it sees one snapshot for ever
+                seen: object = self._connection.execute(self._query).fetchone()
+        except StoreError:
+            self.close()
+            raise
+        changed, self._seen = seen != self._seen, seen
+        return changed
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+@contextmanager
+def _translated(engine: Engine) -> Iterator[None]:
+    try:
+        yield
+    except (SQLAlchemyError, engine.dialect.loaded_dbapi.Error) as error:
+        shown = engine.url.render_as_string(hide_password=True)
+        cause = getattr(error, "orig", None) or error
+        raise StoreError(
+            f"The job store {shown} failed: {str(cause).strip()}. Nothing was changed; check that "
+            "it can be reached, and that its disk is writable and not full."
+        ) from error

@@ -1,0 +1,121 @@
+"""The door of one handler: size, then proof, then event. Only what passed reaches the handler."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from receiver.answers import Answers
+from receiver.errors import BodyTooLarge, ReceiverError
+from receiver.senders import NotAPush, read_event
+from receiver.verify import Proof
+
+_ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
+
+Inner = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Door:
+    """What a request to one handler must pass.
+
+    A request that passes carries `request.state.delivery_id`: the sender's, else the body's sha256.
+    """
+
+    path: str
+    proof: Proof
+    max_body_bytes: int
+    body_timeout_seconds: float
+    answers: Answers
+
+    async def enter(self, request: Request, inner: Inner) -> Response:
+        """The handler's answer, or the reason why the handler was not called."""
+        try:
+            async with asyncio.timeout(self.body_timeout_seconds):
+                body = await self._read(request)
+            self.proof.check(request.headers, body)
+            event = read_event(self.proof.scheme, request.headers, body)
+        except ReceiverError as refusal:
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
+        except TimeoutError:
+            return JSONResponse({"error": "The body did not arrive in time."}, status_code=408)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        if isinstance(event, NotAPush):
+            return JSONResponse(event.answer)
+
+        sent_id = sent_delivery_id(request.headers)
+        request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
+        proven = _with_body(request, event)
+        if sent_id is None:
+            return await inner(proven)
+        return await self.answers.once((self.path, sent_id), lambda: inner(proven))
+
+    async def _read(self, request: Request) -> bytes:
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self.max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_body_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The body is larger than {self.max_body_bytes} bytes.")
+
+
+def guarded(door: Door) -> type[APIRoute]:
+    """A route class whose every route is behind `door`; there is no way around it by the path."""
+
+    class Guarded(APIRoute):
+        def get_route_handler(self) -> Inner:
+            inner = super().get_route_handler()
+
+            async def enter(request: Request) -> Response:
+                return await door.enter(request, inner)
+
+            return enter
+
+    return Guarded
+
+
+def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
+    """The id under which a sender repeats a delivery, None when it sends none."""
+    return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
+
+
+def _with_body(request: Request, body: bytes) -> Request:
+    headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
+    # A webhook is JSON, whatever the sender's client wrote here.
+    headers["content-type"] = "application/json"
+    headers["content-length"] = str(len(body))
+    return _Proven({**request.scope, "headers": headers.raw}, _replay(body, request.receive))
+
+
+class _Proven(Request):
+    async def json(self) -> Any:
+        try:
+            return await super().json()
+        except (UnicodeDecodeError, RecursionError) as error:
+            # FastAPI answers 422 to this one and 400 to all others.
+            raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _replay(body: bytes, then: Receive) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await then()
+
+    return receive

@@ -1,0 +1,64 @@
+"""A registered handler: its proof, its parameters, and the answers where it was not called."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from receiver.payload import WebhookPayload
+from receiver.verify import Proof
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "The proof is missing."},
+    403: {"description": "The proof is wrong."},
+    408: {"description": "The body did not arrive in time."},
+    413: {"description": "The body is too large."},
+    422: {"description": "The body is not the event that the handler takes."},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredWebhook:
+    """A handler, and what it asks of a delivery."""
+
+    path: str
+    handler: Callable[..., Any]
+    proof: Proof
+
+
+def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not given:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def annotate(handler: Callable[..., Any]) -> None:
+    """Say what an unannotated parameter is, for FastAPI would take it for a query parameter."""
+    parameters = inspect.signature(handler).parameters
+    annotations = getattr(handler, "__annotations__", {})
+    for name in parameters:
+        if name not in annotations:
+            annotations[name] = Request if name == "request" else WebhookPayload
+
+
+async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    # Without the values: the body may be large, and may hold what should not be echoed.
+    detail = [
+        {"loc": list(entry["loc"]), "msg": entry["msg"], "type": entry["type"]}
+        for entry in error.errors()
+    ]
+    first = detail[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return JSONResponse(
+        {"error": f"Not the payload this handler takes: {where}: {first['msg']}", "detail": detail},
+        status_code=422,
+    )
+
+
+async def own_up(_request: Request, _error: Exception) -> JSONResponse:
+    return JSONResponse({"error": "The handler failed; the log says why."}, status_code=500)

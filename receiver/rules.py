@@ -1,0 +1,148 @@
+"""Which commits retrain which pipeline: a pure decision, from payload and rules to job specs."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from jobs.spec import JobSpec, Resources, RevisionRange
+from receiver.payload import UpdatedRef, WebhookPayload
+
+DEFAULT_BRANCH = "refs/heads/main"
+
+_SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+def _full_ref(ref: str) -> str:
+    return ref if ref.startswith("refs/") else f"refs/heads/{ref}"
+
+
+class RetrainRule(BaseModel):
+    """A commit on `ref` of `dataset` retrains `pipeline`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    pipeline: Annotated[str, Field(min_length=1)]
+    """Its name; one rule each."""
+    dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
+    """`owner/name` on the hub, or the git URL of a repository elsewhere."""
+    ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
+    """A branch by its name, or any ref in full, as in `refs/heads/main`."""
+    debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
+    """A job waits until no newer commit arrived for this long …"""
+    max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """… but never longer than this from its first commit."""
+    settings: dict[str, Any] = {}
+    """Frozen into the job when it is submitted."""
+    resources: Resources = Resources()
+    command: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        sys.executable,
+        "-m",
+        "pipeline.retrain",
+    )
+
+    def watches(self, payload: WebhookPayload) -> bool:
+        """Is the payload's repository this rule's, by name or by either of its URLs?"""
+        if "://" not in self.dataset and "@" not in self.dataset:
+            return payload.repo.name == self.dataset
+        urls = (payload.repo.url.web, payload.repo.url.api)
+        return _bare_url(self.dataset) in {_bare_url(url) for url in urls if url is not None}
+
+
+def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
+    """One spec for each rule that a commit of the event calls for, or why there is none."""
+    reason = _not_about_content(payload)
+    if reason is not None:
+        return reason
+    watching = [rule for rule in rules if rule.watches(payload)]
+    if not watching:
+        return f"no pipeline follows the dataset {_shown(payload.repo.name)}"
+    updates = _updated_refs(payload)
+    if not updates:
+        return "no ref changed"
+
+    specs = []
+    reasons: list[str] = []
+    for rule in watching:
+        for update in updates:
+            reason = _not_a_commit(update, rule)
+            if reason is not None:
+                reasons.append(reason)
+            else:
+                specs.append(_spec(rule, update))
+    return tuple(specs) or "; ".join(dict.fromkeys(reasons))
+
+
+def _not_about_content(payload: WebhookPayload) -> str | None:
+    event, repo = payload.event, payload.repo
+    if repo.type != "dataset":
+        return f"not a dataset: {_shown(repo.name)} is a {repo.type}"
+    if event.action != "update":
+        return f"not an update: the action is {event.action}"
+    # A scope that is narrower than those documented means an update of the broader one.
+    scope = event.scope.split(".")
+    if scope[0] != "repo" or scope[1:2] == ["config"]:
+        return f"not about content: the scope is {_shown(event.scope)}"
+    return None
+
+
+def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
+    if payload.updatedRefs is not None:
+        return payload.updatedRefs
+    if payload.repo.headSha is None:
+        return ()
+    # Senders that do not know `updatedRefs` send the head of the default branch.
+    return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
+
+
+def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
+    """Why `update` is nothing to retrain on, None where it is."""
+    name = _shown(update.ref)
+    if update.ref != rule.ref:
+        if update.ref.startswith("refs/tags/"):
+            return f"{name} is a tag"
+        if update.ref.startswith("refs/pr/"):
+            return f"{name} is a pull request"
+        return f"{name} is another ref than {rule.ref}, which {rule.pipeline} follows"
+    if update.newSha is None:
+        return f"{name} was deleted"
+    if not _SHA.fullmatch(update.newSha):
+        return f"{_shown(update.newSha)} is no commit id"
+    if update.newSha == update.oldSha:
+        return f"{name} did not change"
+    return None
+
+
+def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
+    assert update.newSha is not None
+    return JobSpec(
+        command=rule.command,
+        pipeline=rule.pipeline,
+        settings=rule.settings,
+        revisions=RevisionRange(
+            repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha
+        ),
+        dedupe_key=_dedupe_key(rule, update.newSha),
+        resources=rule.resources,
+        debounce_seconds=rule.debounce_seconds,
+        max_wait_seconds=rule.max_wait_seconds,
+    )
+
+
+def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
+    """The same for a commit that would be trained on in the same way again."""
+    recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
+    return hashlib.sha256(recipe.encode()).hexdigest()
+
+
+def _bare_url(url: str) -> str:
+    return url.rstrip("/").removesuffix(".git").lower()
+
+
+def _shown(value: str) -> str:
+    """Quoted, with control characters escaped, and short."""
+    return repr(value if len(value) <= 200 else value[:200] + "…")

@@ -1,0 +1,162 @@
+"""Events of other senders, turned into the Hub's `WebhookPayload`: push events become an update.
+
+Which sender it is follows from the configured proof. What is proven by a secret or by a Standard
+Webhooks signature is the Hub's own payload already and passes as it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from receiver.errors import NotAnEvent
+from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
+from receiver.verify import ProofScheme
+
+
+@dataclass(frozen=True)
+class NotAPush:
+    """An event that is acknowledged and reaches no handler."""
+
+    answer: dict[str, str | bool]
+
+
+def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
+    """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent`."""
+    if scheme == "secret" or scheme == "standard-webhooks":
+        return body
+    header, push_names = _EVENT_HEADERS[scheme]
+    name = headers.get(header)
+    if name is None:
+        raise NotAnEvent(f"{header} header not set: this handler takes {scheme} events only.")
+    if name == "ping":
+        return NotAPush({"pong": True})
+    if name not in push_names:
+        return NotAPush({"ignored": f"the {scheme} event {name!r} is no push"})
+    try:
+        push = (_GitLabPush if scheme == "gitlab" else _Push).model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise NotAnEvent(f"not a {scheme} push event: {where}: {first['msg']}") from error
+    return push.to_payload(scheme).model_dump_json().encode()
+
+
+PushSender = Literal["github", "gitea", "gitlab"]
+
+_EVENT_HEADERS: dict[PushSender, tuple[str, tuple[str, ...]]] = {
+    "github": ("x-github-event", ("push",)),
+    "gitea": ("x-gitea-event", ("push",)),
+    "gitlab": ("x-gitlab-event", ("Push Hook", "Tag Push Hook")),
+}
+
+
+class _Owner(BaseModel):
+    login: str
+
+
+class _Repository(BaseModel):
+    id: int
+    full_name: str
+    private: bool
+    html_url: str
+    clone_url: str
+    default_branch: str
+    owner: _Owner
+
+
+class _Push(BaseModel):
+    """GitHub, and Gitea, which sends the same members.
+
+    https://docs.github.com/webhooks/webhook-events-and-payloads#push
+    """
+
+    ref: str
+    before: str
+    after: str
+    repository: _Repository
+
+    def to_payload(self, sender: PushSender) -> WebhookPayload:
+        repository = self.repository
+        return _payload(
+            sender,
+            ref=UpdatedRef(
+                ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
+            ),
+            repo_id=repository.id,
+            name=repository.full_name,
+            owner=repository.owner.login,
+            private=repository.private,
+            web_url=repository.html_url,
+            clone_url=repository.clone_url,
+            default_branch=repository.default_branch,
+        )
+
+
+class _Project(BaseModel):
+    path_with_namespace: str
+    visibility_level: int
+    web_url: str
+    git_http_url: str
+    default_branch: str | None = None
+
+
+class _GitLabPush(BaseModel):
+    """https://docs.gitlab.com/user/project/integrations/webhook_events/#push-events"""
+
+    ref: str
+    before: str
+    after: str
+    project_id: int
+    project: _Project
+
+    def to_payload(self, sender: PushSender) -> WebhookPayload:
+        project = self.project
+        return _payload(
+            sender,
+            ref=UpdatedRef(
+                ref=self.ref, oldSha=_sha_or_none(self.before), newSha=_sha_or_none(self.after)
+            ),
+            repo_id=self.project_id,
+            name=project.path_with_namespace,
+            owner=project.path_with_namespace.rpartition("/")[0],
+            private=project.visibility_level < 20,
+            web_url=project.web_url,
+            clone_url=project.git_http_url,
+            default_branch=project.default_branch,
+        )
+
+
+def _payload(
+    sender: PushSender,
+    *,
+    ref: UpdatedRef,
+    repo_id: int,
+    name: str,
+    owner: str,
+    private: bool,
+    web_url: str,
+    clone_url: str,
+    default_branch: str | None,
+) -> WebhookPayload:
+    is_default = ref.ref == f"refs/heads/{default_branch}"
+    return WebhookPayload(
+        event=Event(action="update", scope="repo.content"),
+        repo=Repo(
+            type="dataset",
+            name=name,
+            id=f"{sender}:{repo_id}",
+            private=private,
+            owner=ObjectId(id=owner),
+            url=Url(web=web_url, api=clone_url),
+            headSha=ref.newSha if is_default else None,
+        ),
+        webhook=Webhook(id=sender, version=3),
+        updatedRefs=(ref,),
+    )
+
+
+def _sha_or_none(sha: str) -> str | None:
+    """A ref that is new or deleted has a side of zeros."""
+    return sha if sha.strip("0") else None

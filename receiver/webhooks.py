@@ -1,0 +1,261 @@
+"""Webhooks on a hub: create, list, get, update, enable, disable, delete.
+
+Over `huggingface_hub`, so that the endpoint is all that differs between the embedded hub and the
+Hugging Face Hub. Nothing here prints or keeps a secret.
+
+Every function takes the hub's `endpoint` (else `HF_ENDPOINT`, else huggingface.co) and a `token`
+(else the one that `huggingface_hub` finds), and raises `ValueError` for arguments that contradict
+each other, `NotAllowed`, `WebhookNotFound`, or `WebhookApiError` for whatever else the hub refused.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from receiver.errors import NotAllowed, WebhookApiError, WebhookNotFound
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+WatchedType = Literal["bucket", "dataset", "model", "org", "space", "user"]
+Domain = Literal["discussion", "repo"]
+WebhookStatus = Literal["disabled", "enabled", "suspended"]
+
+
+class WatchedItem(BaseModel):
+    """A repository, or all that an owner has."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: WatchedType
+    name: str = Field(min_length=1)
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> "WatchedItem":
+        """From `type:name`, as in `dataset:acme/answers`. Raises `ValueError`."""
+        type_, colon, name = text.partition(":")
+        valid = ", ".join(get_args(WatchedType))
+        if not colon or not name:
+            raise ValueError(
+                f"Expected format 'type:name' (e.g. 'model:bert-base-uncased'), got '{text}'."
+                f" Valid types: {valid}"
+            )
+        if type_ not in get_args(WatchedType):
+            raise ValueError(f"Invalid type '{type_}'. Valid types: {valid}")
+        return cls.model_validate({"type": type_, "name": name})
+
+
+Watched = Sequence[WatchedItem | Mapping[str, str] | str]
+"""Items as records, as `{"type": …, "name": …}`, or as `type:name`."""
+
+
+class WebhookRecord(BaseModel):
+    """A webhook as the hub has it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    url: str | None = None
+    """None for a webhook that starts a job."""
+    job: dict[str, Any] | None = None
+    """What the hub says about the job that is started; None for a webhook that posts to a URL."""
+    watched: tuple[WatchedItem, ...]
+    domains: tuple[Domain, ...]
+    status: WebhookStatus
+    """`suspended` by the hub after repeated failure; only the embedded hub tells."""
+    secret: str | None = Field(default=None, repr=False)
+    """Of the webhook that was just created; never set otherwise."""
+
+
+def create_webhook(
+    *,
+    url: str | None = None,
+    job_id: str | None = None,
+    watched: Watched,
+    domains: Sequence[Domain] | None = None,
+    secret: str | None = None,
+    secrets: Mapping[str, str] | None = None,
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> WebhookRecord:
+    """Have changes of what is `watched` posted to `url`, or start a copy of the job `job_id`.
+
+    `secrets` are environment variables of that job; `secret` is what deliveries to `url` prove.
+    """
+    _check_target(url, job_id, secrets)
+    if url is None and job_id is None:
+        raise ValueError("Missing argument for webhook: `url` or `job_id`.")
+    items = _items(watched)
+    if not items:
+        raise ValueError("A webhook needs something to watch: give `watched`, or it never fires.")
+    with _translated():
+        created = _api(endpoint, token).create_webhook(
+            url=url,
+            job_id=job_id,
+            watched=_as_dicts(items),
+            domains=None if domains is None else list(domains),
+            secret=secret,
+            secrets=None if secrets is None else dict(secrets),
+        )
+    found = get_webhook(created.id, endpoint=endpoint, token=token)
+    return found.model_copy(update={"secret": created.secret or secret})
+
+
+def list_webhooks(
+    *, endpoint: str | None = None, token: str | None = None
+) -> tuple[WebhookRecord, ...]:
+    return tuple(_record(data) for data in _read("", endpoint, token))
+
+
+def get_webhook(
+    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+) -> WebhookRecord:
+    return _record(_read(f"/{webhook_id}", endpoint, token, webhook_id)["webhook"])
+
+
+def update_webhook(
+    webhook_id: str,
+    *,
+    url: str | None = None,
+    job_id: str | None = None,
+    watched: Watched | None = None,
+    domains: Sequence[Domain] | None = None,
+    secret: str | None = None,
+    secrets: Mapping[str, str] | None = None,
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> WebhookRecord:
+    """Change what is given, leave the rest."""
+    _check_target(url, job_id, secrets)
+    # The client always sends a list, and a hub may take an empty one at its word.
+    items = (
+        get_webhook(webhook_id, endpoint=endpoint, token=token).watched
+        if watched is None
+        else _items(watched)
+    )
+    with _translated(webhook_id):
+        _api(endpoint, token).update_webhook(
+            webhook_id,
+            url=url,
+            job_id=job_id,
+            watched=_as_dicts(items),
+            domains=None if domains is None else list(domains),
+            secret=secret,
+            secrets=None if secrets is None else dict(secrets),
+        )
+    return get_webhook(webhook_id, endpoint=endpoint, token=token)
+
+
+def enable_webhook(
+    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+) -> WebhookRecord:
+    """Deliver again, also after a suspension."""
+    with _translated(webhook_id):
+        _api(endpoint, token).enable_webhook(webhook_id)
+    return get_webhook(webhook_id, endpoint=endpoint, token=token)
+
+
+def disable_webhook(
+    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+) -> WebhookRecord:
+    """Keep the webhook, and deliver nothing until it is enabled."""
+    with _translated(webhook_id):
+        _api(endpoint, token).disable_webhook(webhook_id)
+    return get_webhook(webhook_id, endpoint=endpoint, token=token)
+
+
+def delete_webhook(
+    webhook_id: str, *, endpoint: str | None = None, token: str | None = None
+) -> None:
+    """Remove it for good."""
+    with _translated(webhook_id):
+        _api(endpoint, token).delete_webhook(webhook_id)
+
+
+def _api(endpoint: str | None, token: str | None) -> "HfApi":
+    from huggingface_hub import HfApi
+
+    # huggingface_hub reads the variable when it is imported, which may be long ago.
+    return HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
+
+
+def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
+    """The hub's JSON itself: the client's own record has no place for a status."""
+    from huggingface_hub import get_session
+    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils._http import hf_raise_for_status
+
+    with _translated(webhook_id):
+        response = get_session().get(
+            f"{_api(endpoint, token).endpoint}/api/settings/webhooks{path}",
+            headers=build_hf_headers(token=token),
+        )
+        hf_raise_for_status(response)
+        return response.json()
+
+
+def _record(data: Mapping[str, Any]) -> WebhookRecord:
+    status = data.get("status") or ("disabled" if data.get("disabled") else "enabled")
+    try:
+        return WebhookRecord.model_validate({**data, "status": status, "secret": None})
+    except ValidationError as error:
+        raise WebhookApiError(f"The hub's answer is no webhook: {error}") from error
+
+
+def _check_target(url: str | None, job_id: str | None, secrets: Mapping[str, str] | None) -> None:
+    if url is not None and job_id is not None:
+        raise ValueError("Set `url` or `job_id` but not both.")
+    if secrets is not None and job_id is None:
+        raise ValueError("`secrets` can only be set together with `job_id`.")
+
+
+def _items(watched: Watched) -> tuple[WatchedItem, ...]:
+    return tuple(
+        WatchedItem.parse(item) if isinstance(item, str) else WatchedItem.model_validate(item)
+        for item in watched
+    )
+
+
+def _as_dicts(items: Sequence[WatchedItem]) -> list[Any]:
+    return [item.model_dump() for item in items]
+
+
+@contextmanager
+def _translated(webhook_id: str | None = None) -> Iterator[None]:
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise NotAllowed("There is no token: set `HF_TOKEN`, or give one.") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            reason = error.server_message or "it gave no reason"
+            raise NotAllowed(
+                f"The hub refused the token ({status}: {reason})."
+                " Set `HF_TOKEN` to one that may manage webhooks."
+            ) from error
+        if status == 404 and webhook_id is not None:
+            raise WebhookNotFound(
+                f"There is no webhook {webhook_id!r}; `pipeline webhooks ls` lists those there are."
+            ) from error
+        raise WebhookApiError(
+            f"The hub answered {status}: {error.server_message or str(error)}"
+        ) from error
+    except httpx.HTTPError as error:
+        url = error.request.url
+        raise WebhookApiError(
+            f"The hub at {url.scheme}://{url.netloc.decode()} cannot be reached ({error})."
+            " Start it, or give another `endpoint`."
+        ) from error
+    except ValueError as error:
+        # The arguments were checked before: this is an answer that is no JSON.
+        raise WebhookApiError(f"The hub's answer is no JSON: {error}") from error

@@ -1,0 +1,140 @@
+"""Fixtures of the jobs' tests: a store on each database, and a clock that stands still."""
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import JobStore
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def _postgres_bin() -> Path | None:
+    on_path = shutil.which("initdb")
+    folders = [Path(on_path).resolve().parent] if on_path else []
+    folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in folders if (folder / "initdb").exists()), None)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The URL of a throwaway cluster's `postgres` database."""
+    programs = _postgres_bin()
+    if programs is None:
+        pytest.skip("Postgres is not installed on this machine")
+    user = None
+    if os.getuid() == 0:  # Postgres refuses to run as root
+        try:
+            user = pwd.getpwnam("postgres").pw_name
+        except KeyError:
+            pytest.skip("there is no user `postgres` to run a cluster as")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = Path(tempfile.mkdtemp(prefix="hotpush-pg-"))
+    if user is not None:
+        shutil.chown(folder, user)
+    options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories='' -c fsync=off"
+
+    def call(program: str, *arguments: str) -> None:
+        subprocess.run(
+            [programs / program, *arguments],
+            user=user,
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+        )
+
+    try:
+        call("initdb", "-D", "data", "-A", "trust", "-U", "postgres", "-E", "UTF8", "--no-sync")
+        call("pg_ctl", "-D", "data", "-w", "-l", "log", "-o", options, "start")
+        try:
+            yield f"postgresql+psycopg://postgres@127.0.0.1:{port}/postgres"
+        finally:
+            call("pg_ctl", "-D", "data", "-w", "-m", "immediate", "stop")
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'jobs.db'}"
+        return
+    with new_database(request.getfixturevalue("postgres_server")) as url:
+        yield url
+
+
+class new_database:
+    """A database of its own on the cluster, dropped at the end."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._name = f"t{uuid.uuid4().hex}"
+
+    def _execute(self, statement: str) -> None:
+        engine = create_engine(self._server, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(statement))
+        engine.dispose()
+
+    def __enter__(self) -> str:
+        self._execute(f"CREATE DATABASE {self._name}")
+        return self._server.removesuffix("postgres") + self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._execute(f"DROP DATABASE {self._name} WITH (FORCE)")
+
+
+@pytest.fixture
+def store(store_url: str, clock: Clock) -> Iterator[JobStore]:
+    with JobStore.open(store_url, clock=clock) as opened:
+        yield opened
+
+
+def revisions(new: str, old: str | None = None) -> RevisionRange:
+    return RevisionRange(
+        repo="acme/faq", ref="refs/heads/main", old_sha=old, new_sha=new, delivery_ids=()
+    )
+
+
+def spec(
+    new: str | None = None,
+    old: str | None = None,
+    *,
+    pipeline: str | None = "faq",
+    make: Callable[..., JobSpec] = JobSpec,
+    **values: object,
+) -> JobSpec:
+    """A job of the pipeline `faq`, for the commits `old..new` where given."""
+    return make(
+        **{
+            "command": ("true",),
+            "pipeline": pipeline,
+            "revisions": None if new is None else revisions(new, old),
+            **values,
+        }
+    )
