@@ -112,7 +112,11 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
 
 def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     wanted = revision or pipeline.ref
     try:
@@ -126,15 +130,15 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
             f"there is no dataset {pipeline.dataset} on {hub_url}; `pipeline up` creates it"
         ) from None
     except HfHubHTTPError as error:
-        raise PipelineError(f"{hub_url} did not tell the head of {pipeline.dataset}: {error}") from error
+        raise PipelineError(
+            f"{hub_url} did not tell the head of {pipeline.dataset}: {error}"
+        ) from error
     if info.sha is None:
         raise PipelineError(f"dataset {pipeline.dataset} is empty; push a commit to it first")
     return info.sha
 
 
-def _payload(
-    hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
-) -> WebhookPayload:
+def _payload(hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange) -> WebhookPayload:
     """What the hub would have sent for this commit, so that a job's environment is always whole."""
     owner, _ = pipeline.dataset.split("/")
     url = f"{hub_url}/datasets/{pipeline.dataset}"

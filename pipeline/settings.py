@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from jobs.settings import JobsSettings
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -17,13 +18,12 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from serving.settings import ServingSettings
 
-from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
 from pipeline.retrain.settings import GateSettings, TrainSettings
 from receiver.settings import ReceiverSettings
-from serving.settings import ServingSettings
 
 SETTINGS_FILE = "pipeline.toml"
 
@@ -136,7 +136,9 @@ def load_settings() -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise PipelineError(f"{file} is not TOML: {error}") from None
     except ValidationError as error:
-        lines = [_explain(problem["loc"], problem["type"], problem["msg"]) for problem in error.errors()]
+        lines = [
+            _explain(problem["loc"], problem["type"], problem["msg"]) for problem in error.errors()
+        ]
         raise PipelineError(f"{file}: " + "; ".join(lines)) from None
 
 

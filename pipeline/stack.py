@@ -17,9 +17,9 @@ from pathlib import Path
 
 import filelock
 import httpx
+from jobs.processes import ProcessId
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from jobs.processes import ProcessId
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import Settings
@@ -222,8 +222,7 @@ class Stack:
                     url=service.url,
                 )
                 for service in self._services
-                if service.name in self._processes
-                and self._processes[service.name].poll() is None
+                if service.name in self._processes and self._processes[service.name].poll() is None
             ),
         )
         draft = self._home.stack_file.with_suffix(".draft")

@@ -1,4 +1,4 @@
-"""`tokens.json`: the secrets that the parts of one stack share. Made once, readable by its owner only."""
+"""`tokens.json`: the secrets that the parts of one stack share, readable by their owner only."""
 
 import json
 import os
@@ -36,8 +36,8 @@ def load_tokens(file: Path) -> Tokens:
     except ValidationError as error:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
-            f"{file} is not a token file ({fields or 'no JSON object'}); restore it from a backup, or "
-            "delete it to get new tokens (webhook secrets stored under the old key are then lost)"
+            f"{file} is not a token file ({fields or 'no JSON object'}); restore it from a backup, "
+            "or delete it to get new tokens (webhook secrets stored under the old key are then lost)"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:

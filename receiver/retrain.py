@@ -6,8 +6,8 @@ from typing import Any
 
 import anyio.to_thread
 from fastapi import Request
-from jobs.store import Delivery, JobStore
 
+from jobs.store import Delivery, JobStore
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 

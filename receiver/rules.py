@@ -38,12 +38,28 @@ class RetrainRule(BaseModel):
     """… but never longer than this from its first commit."""
     settings: dict[str, Any] = {}
     """Frozen into the job when it is submitted."""
+    env: dict[str, str] = {}
+    """Added to the job's environment. No secrets: specs are shown to whoever lists jobs."""
     resources: Resources = Resources()
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (
         sys.executable,
         "-m",
         "pipeline.retrain",
     )
+
+    def job_spec(self, revisions: RevisionRange) -> JobSpec:
+        """The job that retrains on these commits."""
+        return JobSpec(
+            command=self.command,
+            pipeline=self.pipeline,
+            env=self.env,
+            settings=self.settings,
+            revisions=revisions,
+            dedupe_key=_dedupe_key(self, revisions.new_sha),
+            resources=self.resources,
+            debounce_seconds=self.debounce_seconds,
+            max_wait_seconds=self.max_wait_seconds,
+        )
 
     def watches(self, payload: WebhookPayload) -> bool:
         """Is the payload's repository this rule's, by name or by either of its URLs?"""
@@ -119,17 +135,8 @@ def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
 
 def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
     assert update.newSha is not None
-    return JobSpec(
-        command=rule.command,
-        pipeline=rule.pipeline,
-        settings=rule.settings,
-        revisions=RevisionRange(
-            repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha
-        ),
-        dedupe_key=_dedupe_key(rule, update.newSha),
-        resources=rule.resources,
-        debounce_seconds=rule.debounce_seconds,
-        max_wait_seconds=rule.max_wait_seconds,
+    return rule.job_spec(
+        RevisionRange(repo=rule.dataset, ref=rule.ref, old_sha=update.oldSha, new_sha=update.newSha)
     )
 
 

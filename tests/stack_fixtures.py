@@ -68,7 +68,15 @@ class Workplace:
             for job in self.json("jobs", "ls"):
                 revisions = job["spec"]["revisions"]
                 if revisions and revisions["new_sha"] == revision:
-                    command = [sys.executable, "-m", "pipeline", "jobs", "wait", job["id"], "--json"]
+                    command = [
+                        sys.executable,
+                        "-m",
+                        "pipeline",
+                        "jobs",
+                        "wait",
+                        job["id"],
+                        "--json",
+                    ]
                     done = subprocess.run(
                         command, env=self.env, capture_output=True, timeout=timeout, check=False
                     )
@@ -86,7 +94,8 @@ class Workplace:
         """The end of every log, for the message of a test that failed."""
         return "\n".join(
             f"--- {file}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-20:])
-            for file in sorted(self.home.glob("logs/*.log")) + sorted(self.home.glob("jobs/*/log.txt"))
+            for file in sorted(self.home.glob("logs/*.log"))
+            + sorted(self.home.glob("jobs/*/log.txt"))
         )
 
 

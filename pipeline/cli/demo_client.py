@@ -43,7 +43,9 @@ def _ask(http: httpx.Client, name: str, prompt: str) -> Reply:
         "stop": "\n",
         "stream": True,
     }
-    text, fingerprints, first_token_at = [], set(), 0.0
+    text: list[str] = []
+    fingerprints: set[str] = set()
+    first_token_at = 0.0
     with http.stream("POST", "/v1/completions", json=body) as response:
         if response.is_error:
             response.read()

@@ -53,7 +53,9 @@ def run(
         str | None,
         typer.Option(metavar="REASON", help="Go past a refusing gate; the reason is logged."),
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the id and return.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Print the id and return.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run the retraining job now, or, after `--`, a command of your own.
@@ -173,11 +175,12 @@ def wait(
 @app.command(hidden=True)
 def runner(
     until_idle: Annotated[bool, typer.Option(help="End once no job is left.")] = False,
+    with_hub: Annotated[bool, typer.Option(help="Run a hub beside it.")] = False,
 ) -> None:
     """Run the jobs of this state folder (`pipeline up` starts this)."""
     from pipeline.by_hand import run_jobs
 
-    run_jobs(Home.find(), until_idle=until_idle)
+    run_jobs(Home.find(), until_idle=until_idle, with_hub=with_hub)
 
 
 def as_record(job: "Job") -> dict[str, Any]:

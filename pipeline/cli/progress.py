@@ -1,66 +1,69 @@
 """A bar that follows one retraining job: its stages and the training loss."""
 
 import time
-from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from jobs.record import Job
 from jobs.store import JobStore
-from pipeline.journal import is_over
 from pipeline.paths import Home
+from pipeline.retrain.metrics import Metric, read_metrics
 
 POLL_SECONDS = 0.1
 
 
-def follow(store: JobStore, job_id: str, home: Home, console: Console) -> Job:
-    """Show the job until it is over; returns how it ended."""
+def follow(
+    store: JobStore, job_id: str, home: Home, console: Console, deadline: float | None = None
+) -> Job:
+    """Show the job until it has ended, or until `deadline` of the monotonic clock; returns it."""
+    metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
+    offset = 0
     with Progress(
         TextColumn("{task.description:>10}"),
         BarColumn(bar_width=32),
-        TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
         console=console,
     ) as progress:
-        bars = {"waiting": progress.add_task("waiting", total=None, note=job_id)}
-        last = "waiting"
-        for job, events in _poll(store, job_id, home):
-            for event in events:
-                stage = event.stage
-                if stage not in bars:
-                    _finish(progress, bars[last])
-                    bars[stage] = progress.add_task(stage, total=None, note="")
-                    last = stage
-                if event.event == "step":
-                    progress.update(
-                        bars[stage],
-                        total=event.steps,
-                        completed=event.step,
-                        note=f"loss {event.loss:.3f}",
-                    )
-                elif event.event == "end":
-                    _finish(progress, bars[stage])
-            if is_over(job):
-                _finish(progress, bars[last])
+        stages = _Stages(progress, job_id)
+        while True:
+            # The job before its metrics: what it wrote before it ended is then never missed.
+            job = store.get(job_id)
+            metrics, offset = read_metrics(metrics_file, offset)
+            for metric in metrics:
+                stages.show(metric)
+            if job.has_ended or (deadline is not None and time.monotonic() > deadline):
+                stages.end()
                 return job
-    raise AssertionError("a job that is polled is over sooner or later")
+            time.sleep(POLL_SECONDS)
 
 
-def _poll(store: JobStore, job_id: str, home: Home) -> Iterator[tuple[Job, list]]:
-    from pipeline.retrain.metrics import read_metrics
+class _Stages:
+    """A line per stage, the current one moving."""
 
-    offset = 0
-    file = home.jobs_dir / job_id / "metrics.jsonl"
-    while True:
-        # The job before its metrics: what it wrote before it ended is then never missed.
-        job = store.get(job_id)
-        events, offset = read_metrics(file, offset)
-        yield job, events
-        time.sleep(POLL_SECONDS)
+    def __init__(self, progress: Progress, job_id: str) -> None:
+        self._progress = progress
+        self._name = "waiting"
+        self._bar: TaskID | None = progress.add_task("waiting", total=None, note=job_id)
 
+    def show(self, metric: Metric) -> None:
+        if metric.stage != self._name:
+            self.end()
+            self._name = metric.stage
+            self._bar = self._progress.add_task(metric.stage, total=None, note="")
+        if metric.event == "step" and self._bar is not None and metric.loss is not None:
+            self._progress.update(
+                self._bar,
+                total=metric.steps,
+                completed=metric.step or 0,
+                note=f"loss {metric.loss:.3f}",
+            )
+        elif metric.event == "end":
+            self.end()
 
-def _finish(progress: Progress, bar) -> None:
-    task = progress.tasks[bar]
-    progress.update(bar, total=task.total or 1, completed=task.total or 1)
-    progress.stop_task(bar)
+    def end(self) -> None:
+        if self._bar is not None:
+            self._progress.update(self._bar, total=1, completed=1)
+            self._progress.stop_task(self._bar)
+            self._bar = None

@@ -51,8 +51,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     table = Table("release", "", "dataset revision", "parent", "mode", "job", "created", box=None)
     for row in rows:
         mark = "served" if row["served"] else "pending" if row["pending"] else ""
-        columns = (row[key] for key in ("dataset_revision", "parent", "mode", "job_id"))
-        table.add_row(row["id"], mark, *(str(value or "-") for value in columns), row["created_at"])
+        columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
+        table.add_row(str(row["id"]), mark, *(str(row[key] or "-") for key in columns))
     Console(soft_wrap=True).print(table if rows else "No release yet.")
 
 
@@ -94,12 +94,11 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Check a folder, give it a manifest and an id, and keep it among the releases."""
-    from pipeline.settings import load_settings
     from serving.weights.publish import publish_folder
 
-    name = load_settings().pipeline(pipeline).name
-    release = publish_folder(Home.find().releases_dir, name, folder)
-    path = str(Home.find().releases_dir / name / release.id)
+    target = _folder(pipeline)
+    release = publish_folder(target, folder)
+    path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
 
 
@@ -187,7 +186,9 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
         print(result.model_dump_json())
     elif result.result == "live":
         total = sum(result.seconds.values())
-        print(f"{result.release} is served, instead of {result.previous or 'nothing'} ({total:.2f} s)")
+        print(
+            f"{result.release} is served, instead of {result.previous or 'nothing'} ({total:.2f} s)"
+        )
     else:
         print(f"{result.result} in {result.phase}: {'; '.join(result.reasons)}")
     if result.result != "live":

@@ -1,6 +1,5 @@
 """The parts of the stack as commands of their own: hub, receiver, server."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -20,9 +19,7 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
 
     home, settings = Home.find(), load_settings().hub
     tokens = load_tokens(home.tokens_file)
-    app = create_app(
-        settings, home.hub_dir, token=tokens.hub, secret_key=tokens.key.encode()
-    )
+    app = create_app(settings, home.hub_dir, token=tokens.hub, secret_key=tokens.key.encode())
     _listen(app, host or settings.host, port or settings.port)
 
 
@@ -56,7 +53,6 @@ def serve(
 ) -> None:
     """Serve completions from a release, port 8000."""
     from pipeline.settings import load_settings
-    from pipeline.tokens import load_tokens
 
     home, settings = Home.find(), load_settings()
     configured = settings.pipeline(pipeline)

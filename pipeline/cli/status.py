@@ -90,16 +90,10 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
                     },
                     "pending_release": pending_release(folder),
                     "queue": [
-                        line
-                        for job, line in zip(jobs, lines, strict=True)
-                        if not job.has_ended
+                        line for job, line in zip(jobs, lines, strict=True) if not job.has_ended
                     ],
                     "last_job": next(
-                        (
-                            line
-                            for job, line in zip(jobs, lines, strict=True)
-                            if job.has_ended
-                        ),
+                        (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
                 }

@@ -43,7 +43,7 @@ def up(
         stack.mark_ready()
         for pipeline in settings.pipelines:
             remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
-            print(f"{pipeline.name}: push to {remote} (after: eval \"$(pipeline env)\")")
+            print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
         journal = Journal(home)
         while True:
             for line in [*stack.tend(), *journal.news()]:

@@ -1,8 +1,8 @@
 """`pipeline webhooks`: create, list, show, change, enable, disable and delete them on a hub."""
 
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
@@ -169,7 +169,12 @@ def delete(
     print(f"Webhook {webhook_id} is deleted")
 
 
-def _hub(endpoint: str | None) -> dict[str, str | None]:
+class _Hub(TypedDict):
+    endpoint: str
+    token: str | None
+
+
+def _hub(endpoint: str | None) -> _Hub:
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
     from pipeline.settings import load_settings
@@ -191,7 +196,7 @@ def _domains(given: list[str] | None) -> Any:
     return given
 
 
-def _checked(call: Any) -> "WebhookRecord":
+def _checked(call: "Callable[[], WebhookRecord]") -> "WebhookRecord":
     try:
         return call()
     except ValueError as error:

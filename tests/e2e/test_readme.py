@@ -56,7 +56,11 @@ def test_five_minutes_on_data_of_your_own(workplace: Workplace) -> None:
         home = workplace.folder / "notes-model"
         if (home / ".pipeline" / "stack.json").exists():
             subprocess.run(
-                [sys.executable, "-m", "pipeline", "down"], cwd=home, env=env, check=True, timeout=60
+                [sys.executable, "-m", "pipeline", "down"],
+                cwd=home,
+                env=env,
+                check=True,
+                timeout=60,
             )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.search(r"^x-model-release: r000001-", done.stdout, re.MULTILINE | re.IGNORECASE)
