@@ -106,7 +106,8 @@ class Settings(BaseSettings):
     def server_port(self, pipeline: PipelineSettings) -> int:
         if pipeline.port is not None:
             return pipeline.port
-        return self.serving.port + [other.name for other in self.pipelines].index(pipeline.name)
+        names = [other.name for other in self.pipelines]
+        return self.serving.port + names.index(pipeline.name)
 
     @property
     def hub_url(self) -> str:

@@ -62,8 +62,11 @@ class StackRecord(BaseModel):
 
 
 def services_of(settings: Settings) -> tuple[Service, ...]:
-    """Everything that `pipeline up` runs. It is stopped in reverse order: the receiver first, so that
-    nothing new comes in, and the hub last, so that a job can still read from it."""
+    """Everything that `pipeline up` runs.
+
+    It is stopped in reverse order: the receiver first, so that nothing new comes in, and the hub
+    last, so that a job can still read from it.
+    """
     servers = tuple(
         Service(
             name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
@@ -265,8 +268,8 @@ def _check_port(service: Service) -> None:
             probe.bind((url.host, url.port or 80))
         except OSError as error:
             raise PipelineError(
-                f"port {url.port} for the {service.name} cannot be used ({error.strerror}); free it "
-                f"or move the {service.name}: {service.port_option} in pipeline.toml"
+                f"port {url.port} for the {service.name} cannot be used ({error.strerror}); free "
+                f"it, or move the {service.name}: {service.port_option} in pipeline.toml"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""Makes the hub deliver to the receiver: the datasets that are followed, and one webhook for them."""
+"""Makes the hub deliver to the receiver: the datasets that are followed, one webhook for all."""
 
 from urllib.parse import urlsplit
 

@@ -37,7 +37,7 @@ def load_tokens(file: Path) -> Tokens:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
             f"{file} is not a token file ({fields or 'no JSON object'}); restore it from a backup, "
-            "or delete it to get new tokens (webhook secrets stored under the old key are then lost)"
+            "or delete it to get new tokens (webhook secrets stored under its key are then lost)"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:

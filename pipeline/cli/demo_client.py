@@ -29,7 +29,7 @@ class Reply:
 
 
 def ask(server_url: str, name: str, prompt: str) -> Reply:
-    """One greedy completion, streamed. Raises httpx.HTTPError, or PipelineError for a mixed answer."""
+    """One greedy completion, streamed. Raises httpx.HTTPError; PipelineError for a mixed answer."""
     with httpx.Client(base_url=server_url, timeout=60, trust_env=False) as http:
         return _ask(http, name, prompt)
 

@@ -165,7 +165,7 @@ def wait(
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait at most.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Follow a job until it ends; the exit code is that of `jobs run`, or 124 after the time-out."""
+    """Follow a job until it ends; the exit code is that of `jobs run`, or 124 at the time-out."""
     home = Home.find()
     with _open_store(home) as store:
         found = _find(store, job, latest)

@@ -16,7 +16,7 @@ from receiver.errors import ReceiverError
 from serving.errors import ServingError
 
 app = typer.Typer(
-    help="A model that follows its data: push a dataset commit, get a retrained model on port 8000.",
+    help="A model that follows its data: push a commit to a dataset, ask the retrained model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
