@@ -1,7 +1,4 @@
-"""Errors of this package.
-
-PipelineError
-"""
+"""The pipeline's error tree starts here; each of its packages adds its own branch."""
 
 
 class PipelineError(Exception):

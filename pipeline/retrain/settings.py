@@ -13,9 +13,54 @@ class _Settings(BaseModel):
 class TrainSettings(_Settings):
     mode: Literal["auto", "delta", "full"] = "auto"
     """`delta` trains the served release on what changed plus a replay sample; `full` trains the
-    base model on every row; `auto` takes `delta` unless rows were deleted or the served release's
-    revision cannot be reached."""
+    base model on every row. `auto` takes `delta` unless there is no served release, rows were
+    deleted, or the served release's revision is not in the history of the new one (a force-push).
+    An edited row is not a deleted one: its prompt is there again with another completion, or, for
+    plain text, other rows stand in its place in the same file."""
     seed: int = 0
+    learning_rate: float | None = Field(default=None, gt=0)
+    """At the peak of the schedule. None takes 2e-3 for a preset, whose weights start at random,
+    and 5e-5 for a base model that was trained before."""
+    delta_learning_rate_ratio: float = Field(default=0.5, gt=0)
+    """A delta's peak learning rate, as a share of a full training's."""
+    warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises; a cosine takes it down to a tenth."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """On matrices; never on norms and biases."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Longer gradients are scaled down to this."""
+    max_epochs: float = Field(default=16.0, gt=0)
+    """Passes over the training rows, at most."""
+    max_tokens: int = Field(default=320_000, ge=1)
+    """Training tokens of a full training, at most: what bounds its time. A laptop's two cores
+    train the preset on about 3,000 tokens/s."""
+    delta_tokens_ratio: float = Field(default=0.25, gt=0, le=1)
+    """A delta's training tokens, at most, as a share of `max_tokens`."""
+    replay_ratio: float = Field(default=1.0, ge=0)
+    """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
+    min_replay_tokens: int = Field(default=4_096, ge=0)
+    """A delta of a few rows replays at least this much, as far as there are rows."""
+    tokens_per_step: int = Field(default=1_024, ge=1)
+    """Tokens between two updates of the weights."""
+    micro_batch_tokens: int = Field(default=8_192, ge=1)
+    """Tokens computed at once; a step of more accumulates gradients."""
+    max_length: int = Field(default=512, ge=8)
+    """Tokens that the model looks at together, at most. Longer texts are cut into pieces of this
+    length; a longer prompt loses its beginning, a longer completion its end."""
+    max_row_bytes: int = Field(default=1 << 20, ge=1)
+    """A row above this size fails the job with its file and line."""
+    held_out_ratio: float = Field(default=0.08, gt=0, lt=0.5)
+    """Share of the rows, chosen by a hash of their content, that is never trained on."""
+    min_held_out_rows: int = Field(default=4, ge=1)
+    """Held out of a small dataset, but never more than a quarter of it."""
+    evaluations: int = Field(default=8, ge=1)
+    """How often the held-out loss is measured during training; the best weights are kept."""
+    evaluation_tokens: int = Field(default=8_192, ge=1)
+    """Held-out tokens of one such measurement, at most. The gate measures all of them."""
+    patience: int = Field(default=3, ge=1)
+    """Training stops after this many measurements without a better one."""
+    checkpoint_seconds: float = Field(default=30.0, gt=0)
+    """A restarted job loses at most about this much training."""
 
 
 class GateSettings(_Settings):
@@ -23,6 +68,15 @@ class GateSettings(_Settings):
     """Held-out loss on the rows of the new range, at most this many times the served release's."""
     max_old_ratio: float = Field(default=1.02, gt=0)
     """The same for held-out rows that were known before."""
+    tolerance: float = Field(default=0.01, ge=0)
+    """In nats per token. A loss that is higher by less than this is never held against a release:
+    of two models that both know a row by heart, one is easily 2 % better at nothing."""
+    min_rows: int = Field(default=4, ge=1)
+    """With fewer held-out rows than this in the new range, or known before, all held-out rows are
+    judged together, against the larger of the two ratios."""
+    sigmas: float = Field(default=1.0, ge=0)
+    """How far above its ratio a loss must be to refuse, in standard errors of the difference row by
+    row; 0 refuses on the ratio alone."""
 
 
 class RetrainSettings(_Settings):
@@ -30,10 +84,13 @@ class RetrainSettings(_Settings):
     dataset: str
     ref: str = "refs/heads/main"
     base_model: str = "preset:tiny"
+    """`preset:tiny`, the folder of a checkpoint, or the id of a model on the hub."""
     releases_dir: Path
     """`<home>/releases`: holds one folder per pipeline."""
     bases_dir: Path
     """`<home>/bases`: the base model of each pipeline, made or fetched once."""
+    snapshots_dir: Path | None = None
+    """Where dataset revisions are downloaded to; None for `snapshots` beside the releases."""
     keep: int = Field(default=5, ge=1)
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()

@@ -1,0 +1,92 @@
+"""`Checkpoint`: where training stands, so that a killed job goes on instead of starting again.
+
+`checkpoint.json` names the file that holds the state; the file is whole before the record names it.
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from pipeline.retrain import job_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Checkpoint(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job_id: str
+    step: int
+    """Updates of the weights so far."""
+    steps: int
+    """Updates planned."""
+    tokens: int
+    """Trained on so far, without padding."""
+    best_step: int | None = None
+    best_loss: float | None = None
+    """Of the best measurement: held-out nats per token."""
+    stale: int = 0
+    """Measurements since the best one."""
+    file: str
+    """Relative to the job's folder. Weights, optimizer and random state; once finished, the best
+    weights only."""
+    finished: bool = False
+
+
+State = dict[str, Any]
+
+
+def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones once, still sharing the model's storage."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+def copy_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights_of(model).items()}
+
+
+@torch.no_grad()
+def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
+    """Copy `weights` in place, so that tied names stay tied."""
+    own = weights_of(model)
+    if own.keys() != weights.keys():
+        raise ValueError(f"these are other weights: {sorted(own.keys() ^ weights.keys())}")
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
+    """Write the state, then the record that names it, then drop what the record named before."""
+    path = job_dir / checkpoint.file
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_name(f".{path.name}")
+    with aside.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    job_folder.sync_dir(path.parent)
+    job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
+    for other in path.parent.iterdir():
+        if other != path:
+            other.unlink()
+
+
+def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
+    """The last checkpoint of this job; None where there is none that can be read."""
+    checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
+    if checkpoint is None or not (job_dir / checkpoint.file).is_file():
+        return None
+    state: State = torch.load(job_dir / checkpoint.file, weights_only=True, map_location="cpu")
+    return checkpoint, state

@@ -1,0 +1,46 @@
+"""The job's folder: one record per stage, each written whole or not at all."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Record = TypeVar("Record", bound=BaseModel)
+
+SPEC = "spec.json"
+SNAPSHOT = "snapshot.json"
+CHECKPOINT = "checkpoint.json"
+EVALUATION = "evaluation.json"
+RELEASE = "release.json"
+OUTCOME = "outcome.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS_DIR = "checkpoints"
+
+
+def write_record(path: Path, record: BaseModel) -> None:
+    """Write `record` as JSON: aside, to disk, then over `path` in one rename."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(record.model_dump_json(indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    sync_dir(path.parent)
+
+
+def read_record(path: Path, kind: type[Record]) -> Record | None:
+    """The record at `path`; None where there is none, or none that a stage could go on from."""
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def sync_dir(folder: Path) -> None:
+    """Make the renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

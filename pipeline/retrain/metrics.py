@@ -1,0 +1,85 @@
+"""`metrics.jsonl`: what a running job says about itself, one JSON object per line."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+Stage = Literal["snapshot", "data", "train", "evaluate", "export", "promote"]
+STAGES: tuple[Stage, ...] = ("snapshot", "data", "train", "evaluate", "export", "promote")
+
+
+class Metric(BaseModel):
+    """One line. Fields that do not belong to its event are None and are not written."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    time: float
+    """Seconds since the epoch."""
+    stage: Stage
+    event: Literal["start", "end", "step", "evaluation"]
+    step: int | None = None
+    """Updates of the weights so far."""
+    steps: int | None = None
+    """Updates planned; early stopping may end before."""
+    loss: float | None = None
+    """Nats per predicted token: of the step's own rows, or, for an evaluation, held out."""
+    learning_rate: float | None = None
+    tokens: int | None = None
+    """Trained on so far, without padding."""
+    tokens_per_second: float | None = None
+    """Since the step before."""
+    seconds: float | None = None
+    """What the stage took, at its end."""
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl`. A restarted job goes on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end_torn_line()
+
+    def write(
+        self,
+        stage: Stage,
+        event: Literal["start", "end", "step", "evaluation"],
+        **values: float | int | None,
+    ) -> None:
+        line = {"time": time.time(), "stage": stage, "event": event, **values}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _end_torn_line(self) -> None:
+        """A job that was killed in the middle of a line leaves it to be skipped, alone."""
+        if not self._path.exists() or self._path.stat().st_size == 0:
+            return
+        with self._path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+def read_metrics(path: Path, offset: int = 0) -> tuple[tuple[Metric, ...], int]:
+    """The whole lines from byte `offset` on, and the offset to ask from next.
+
+    A line still being written is left for the next call; a torn one is skipped. A file that is not
+    there yet holds nothing.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return (), offset
+    whole = data[: data.rfind(b"\n") + 1]
+    metrics = []
+    for line in whole.splitlines():
+        try:
+            metrics.append(Metric.model_validate_json(line))
+        except ValueError:
+            continue
+    return tuple(metrics), offset + len(whole)

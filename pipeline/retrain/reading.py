@@ -1,0 +1,233 @@
+"""Data files → rows, or an error that names the file and the line.
+
+CSV, Parquet and text go through `datasets`, as streams, so that nothing is written to its cache.
+JSON goes through `json`: the JSON reader of `datasets` guesses types (a date becomes a timestamp, an
+absent key a null), and a row must come out as the bytes that went in, or its hash means nothing.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.rows import Message, Row
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
+KNOWN_COLUMNS = "`text`, or `prompt` and `completion`, or `messages`"
+ROLES = ("system", "user", "assistant")
+
+
+def is_data_file(path: str) -> bool:
+    """Whether a path in the repository holds rows: neither a README nor hidden."""
+    parts = path.split("/")
+    if any(part.startswith(".") for part in parts) or parts[-1].upper().startswith("README"):
+        return False
+    return path.lower().endswith(SUFFIXES)
+
+
+def read_rows(folder: Path, files: Sequence[str], max_row_bytes: int) -> list[Row]:
+    """The rows of `files`, which are relative to `folder`, in their order.
+
+    Columns that nobody asks for are ignored. Raises DataError.
+    """
+    if not files:
+        raise DataError(
+            f"the dataset is empty: no data file in it; push {', '.join(SUFFIXES)} files with "
+            f"{KNOWN_COLUMNS}"
+        )
+    rows = [row for file in files for row in _read_file(folder, file, max_row_bytes)]
+    if not rows:
+        raise DataError(
+            f"the dataset is empty: no row in {', '.join(files[:5])}; push rows with "
+            f"{KNOWN_COLUMNS}"
+        )
+    return rows
+
+
+_Record = tuple[int | None, Mapping[str, object]]
+"""Line, where it is known, and the columns."""
+
+
+def _read_file(folder: Path, file: str, max_row_bytes: int) -> Iterator[Row]:
+    path, suffix = folder / file, Path(file).suffix.lower()
+    try:
+        if suffix == ".jsonl":
+            records = _jsonl(path, file, max_row_bytes)
+        elif suffix == ".json":
+            records = _json(path, file)
+        elif suffix == ".csv":
+            records = _csv(path, file)
+        elif suffix == ".parquet":
+            records = ((None, record) for record in _stream("parquet", path, file))
+        else:
+            records = _text(path, file)
+        for number, (line, record) in enumerate(records):
+            row = _row(record, file, number, line)
+            size = _size(row)
+            if size > max_row_bytes:
+                raise _too_large(file, line, number, size, max_row_bytes)
+            yield row
+    except UnicodeDecodeError as error:
+        raise DataError.at(file, None, f"not UTF-8 text ({error.reason}); save it as UTF-8") from error
+
+
+def _jsonl(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
+    with path.open("rb") as lines:
+        for line, data in enumerate(lines, start=1):
+            if not data.strip():
+                continue
+            # Escapes make a line up to six times as long as its text.
+            if len(data) > 6 * max_row_bytes + (1 << 16):
+                raise _too_large(file, line, line - 1, len(data), max_row_bytes)
+            try:
+                record = json.loads(data.decode("utf-8-sig" if line == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError.at(
+                    file, line, f"not UTF-8 text ({error.reason}); save the file as UTF-8"
+                ) from error
+            except ValueError as error:
+                raise DataError.at(
+                    file, line, f"not JSON ({error}); each line must be one JSON object"
+                ) from error
+            yield line, _object(record, file, line)
+
+
+def _json(path: Path, file: str) -> Iterator[_Record]:
+    text = path.read_text(encoding="utf-8-sig")
+    try:
+        records = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError.at(
+            file, error.lineno, f"not JSON ({error.msg}); one object per line belongs in a .jsonl"
+        ) from error
+    if not isinstance(records, list):
+        raise DataError.at(
+            file, None, f"holds {_kind(records)}, not a list of objects; make it a list of rows"
+        )
+    for record in records:
+        yield None, _object(record, file, None)
+
+
+def _object(record: object, file: str, line: int | None) -> Mapping[str, object]:
+    if not isinstance(record, dict):
+        raise DataError.at(file, line, f"holds {_kind(record)}, not an object with {KNOWN_COLUMNS}")
+    return record
+
+
+def _csv(path: Path, file: str) -> Iterator[_Record]:
+    from datasets import Features, Value
+
+    with path.open(encoding="utf-8-sig", newline="") as lines:
+        header = next(csv.reader(lines), [])
+    if not header:
+        return
+    # All columns as text: pandas would make 7 of "007" and nothing of "NA".
+    records = _stream(
+        "csv",
+        path,
+        file,
+        features=Features({name: Value("string") for name in header}),
+        encoding="utf-8-sig",
+        keep_default_na=False,
+        na_filter=False,
+    )
+    line = 2
+    for record in records:
+        yield line, record
+        line += 1 + sum(str(value).count("\n") for value in record.values())
+
+
+def _text(path: Path, file: str) -> Iterator[_Record]:
+    for record in _stream("text", path, file, sample_by="paragraph"):
+        if str(record["text"]).strip():
+            yield None, record
+
+
+def _stream(
+    reader: str, path: Path, file: str, **options: object
+) -> Iterator[Mapping[str, object]]:
+    import datasets
+
+    if path.stat().st_size == 0:
+        return
+    try:
+        yield from datasets.load_dataset(
+            reader, data_files=[str(path)], split="train", streaming=True, **options
+        )
+    except UnicodeDecodeError:
+        raise
+    except Exception as error:
+        # pandas, pyarrow and datasets each have a tree of their own for a broken file.
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise DataError.at(file, None, f"cannot be read as {reader} ({reason})") from error
+
+
+def _row(record: Mapping[str, object], file: str, number: int, line: int | None) -> Row:
+    def text(column: str) -> str:
+        value = record[column]
+        if not isinstance(value, str):
+            raise DataError.at(
+                file, line, f"{_where(number, line)}`{column}` holds {_kind(value)}, not text"
+            )
+        return value
+
+    if record.get("messages") is not None:
+        return Row(messages=_messages(record["messages"], file, number, line), file=file, number=number)
+    if "prompt" in record and "completion" in record:
+        return Row(prompt=text("prompt"), completion=text("completion"), file=file, number=number)
+    if "text" in record:
+        return Row(text=text("text"), file=file, number=number)
+    raise DataError.at(
+        file,
+        line,
+        f"nothing to learn from in the columns {', '.join(map(repr, record)) or '(none)'}; known "
+        f"are {KNOWN_COLUMNS}",
+    )
+
+
+def _messages(value: object, file: str, number: int, line: int | None) -> tuple[Message, ...]:
+    def wrong(problem: str) -> DataError:
+        return DataError.at(
+            file,
+            line,
+            f"{_where(number, line)}`messages` {problem}; it must be a list of objects with "
+            f"`role` ({', '.join(ROLES)}) and `content`, one of them the assistant's",
+        )
+
+    if not isinstance(value, list):
+        raise wrong(f"holds {_kind(value)}")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict):
+            raise wrong(f"has {_kind(message)} in it")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or not isinstance(content, str):
+            raise wrong(f"has role {role!r} with {_kind(content)} as content")
+        messages.append((role, content))
+    if not any(role == "assistant" for role, _ in messages):
+        raise wrong("has no answer to learn")
+    return tuple(messages)
+
+
+def _size(row: Row) -> int:
+    texts = [row.text, row.prompt, row.completion, *(content for _, content in row.messages or ())]
+    return sum(len(text.encode()) for text in texts if text)
+
+
+def _too_large(file: str, line: int | None, number: int, size: int, limit: int) -> DataError:
+    return DataError.at(
+        file,
+        line,
+        f"{_where(number, line)}a row of {size:,} bytes is above the limit of {limit:,}; split it, "
+        "or raise `train.max_row_bytes`",
+    )
+
+
+def _where(number: int, line: int | None) -> str:
+    return "" if line is not None else f"row {number + 1}: "
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "text", type(None): "nothing"}
+    return names.get(type(value), f"the value {value!r}")

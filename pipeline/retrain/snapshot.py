@@ -1,0 +1,190 @@
+"""`DatasetSnapshot`: the dataset at one revision on this disk, and the revision to compare it with."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.parent import Parent
+from pipeline.retrain.reading import SUFFIXES, is_data_file
+
+logger = logging.getLogger(__name__)
+
+
+class Revision(BaseModel):
+    """One commit of a dataset, downloaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha: str
+    folder: Path
+    files: tuple[str, ...]
+    """Data files, relative to `folder`, sorted."""
+
+
+class DatasetSnapshot(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dataset: str
+    """`owner/name`"""
+    ref: str
+    revision: Revision
+    base: Revision | None = None
+    """What the parent release has seen; None where that cannot be compared with."""
+    parent: str | None = None
+    """The release to go on from: the one that waits for a server, else the served one."""
+    no_delta: str | None = None
+    """Why the parent cannot be trained on; None where it can."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all files are still where they were."""
+        revisions = [self.revision] if self.base is None else [self.revision, self.base]
+        return all(
+            (revision.folder / file).is_file() for revision in revisions for file in revision.files
+        )
+
+
+class DatasetHub:
+    """One dataset on a hub, as this job reads it. `cache_dir` belongs to the job's pipeline."""
+
+    def __init__(
+        self, dataset: str, cache_dir: Path, *, endpoint: str | None, token: str | None
+    ) -> None:
+        self.dataset = dataset
+        self._cache_dir = cache_dir
+        self._endpoint = endpoint
+        self._token = token
+
+    def head(self, ref: str) -> str:
+        """The commit that `ref` points to. Raises SnapshotError."""
+        from huggingface_hub import HfApi
+
+        with _translated(f"{ref} of {self.dataset}", self._endpoint):
+            info = HfApi(endpoint=self._endpoint, token=self._token).dataset_info(
+                self.dataset, revision=ref.removeprefix("refs/heads/")
+            )
+        if info.sha is None:
+            raise SnapshotError(f"{ref} of dataset {self.dataset} has no commit yet; push one")
+        return info.sha
+
+    def download(self, sha: str) -> Revision:
+        """The data files at exactly `sha`, from the cache where they are there. Raises
+        SnapshotError."""
+        from huggingface_hub import snapshot_download
+
+        with _translated(f"revision {sha} of {self.dataset}", self._endpoint):
+            folder = Path(
+                snapshot_download(
+                    self.dataset,
+                    repo_type="dataset",
+                    revision=sha,
+                    cache_dir=self._cache_dir,
+                    endpoint=self._endpoint,
+                    token=self._token,
+                    allow_patterns=[f"*{suffix}" for suffix in SUFFIXES],
+                )
+            )
+        found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, found))))
+
+    def is_ancestor(self, old: str, new: str) -> bool:
+        """Whether `old` is in the history of `new`; asks for older commits until it is found."""
+        with _translated(f"the history of {new} in {self.dataset}", self._endpoint):
+            return any(sha == old for sha in self._history(new))
+
+    def forget_others(self, *shas: str) -> None:
+        """Remove all downloaded revisions but these."""
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+
+        try:
+            cache = scan_cache_dir(self._cache_dir)
+        except CacheNotFound:
+            return
+        others = {
+            revision.commit_hash for repo in cache.repos for revision in repo.revisions
+        }.difference(shas)
+        if others:
+            cache.delete_revisions(*others).execute()
+
+    def _history(self, sha: str) -> Iterator[str]:
+        # HfApi.list_repo_commits fetches the whole history before it returns the first commit.
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, paginate
+
+        endpoint = self._endpoint or constants.ENDPOINT
+        url = f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}"
+        for commit in paginate(url, params={}, headers=build_hf_headers(token=self._token)):
+            yield commit["id"]
+
+
+def take_snapshot(
+    hub: DatasetHub, ref: str, sha: str | None, parent: Parent | None
+) -> DatasetSnapshot:
+    """Download the revision to learn, and, where it can be compared with, the parent's.
+
+    sha: None for whatever `ref` points to now. Raises SnapshotError.
+    """
+    revision = hub.download(sha or hub.head(ref))
+    base, no_delta = _base(hub, revision, parent)
+    return DatasetSnapshot(
+        dataset=hub.dataset,
+        ref=ref,
+        revision=revision,
+        base=base,
+        parent=parent.id if parent is not None else None,
+        no_delta=no_delta,
+    )
+
+
+def _base(
+    hub: DatasetHub, revision: Revision, parent: Parent | None
+) -> tuple[Revision | None, str | None]:
+    if parent is None:
+        return None, "there is no release to go on from"
+    seen = parent.lineage.dataset_revision
+    if parent.lineage.dataset != hub.dataset or seen is None:
+        return None, f"release {parent.id} was not trained on {hub.dataset}"
+    if seen == revision.sha:
+        return revision, None
+    try:
+        base = hub.download(seen)
+    except SnapshotError as error:
+        logger.info("%s", error)
+        return None, f"revision {seen}, which release {parent.id} has seen, cannot be reached"
+    if not hub.is_ancestor(seen, revision.sha):
+        return base, f"revision {seen}, which release {parent.id} has seen, was pushed away"
+    return base, None
+
+
+class _translated:
+    """Turns what the hub's client raises into a SnapshotError about `what`."""
+
+    def __init__(self, what: str, endpoint: str | None) -> None:
+        self._what = what
+        self._endpoint = endpoint or "huggingface.co"
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        if isinstance(error, RevisionNotFoundError):
+            reason = "it has no such revision (was it pushed away?)"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "there is no such dataset, or HF_TOKEN may not read it"
+        elif isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError, OSError)):
+            reason = str(error).strip().splitlines()[0]
+        else:
+            return
+        raise SnapshotError(
+            f"{self._what} could not be fetched from {self._endpoint}: {reason}"
+        ) from error

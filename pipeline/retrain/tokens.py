@@ -1,0 +1,106 @@
+"""Rows → token sequences, with the positions that are learned from marked.
+
+Text is learned whole; of `prompt` and `completion` only the completion, of `messages` only what the
+assistant says. A prompt is tokenized by itself, as the server will do it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.rows import Message, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """Token ids of one row, or of one piece of a long one."""
+
+    token_ids: tuple[int, ...]
+    learned: tuple[bool, ...]
+    """For each token, whether the model is to predict it. Never true for the first one."""
+    row: int
+    """Index of the row that it comes from."""
+
+    @property
+    def num_learned(self) -> int:
+        return sum(self.learned)
+
+
+def sequences(
+    rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> list[Sequence]:
+    """The rows as token sequences of at most `max_length`, each with something to learn."""
+    found = []
+    for index, row in enumerate(rows):
+        if row.text is not None:
+            pieces = _text(row.text, tokenizer, max_length)
+        elif row.messages is not None:
+            pieces = [_messages(row.messages, tokenizer, max_length)]
+        else:
+            pieces = [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
+        for token_ids, learned in pieces:
+            learned[0] = False
+            if any(learned):
+                found.append(Sequence(tuple(token_ids), tuple(learned), index))
+    return found
+
+
+_Piece = tuple[list[int], list[bool]]
+
+
+def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[_Piece]:
+    token_ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    # Pieces share one token, so that every token but the first is predicted once.
+    starts = range(0, max(1, len(token_ids) - 1), max_length - 1)
+    pieces = [token_ids[start : start + max_length] for start in starts]
+    return [(piece, [True] * len(piece)) for piece in pieces]
+
+
+def _completion(
+    prompt: str, completion: str, tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> _Piece:
+    before = tokenizer(prompt)["input_ids"]
+    after = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    if not before:
+        before = [tokenizer.eos_token_id]
+    after = after[: max_length - 1]
+    before = before[-(max_length - len(after)) :]
+    return before + after, [False] * len(before) + [True] * len(after)
+
+
+def _messages(
+    messages: tuple[Message, ...], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> _Piece:
+    """Render the whole conversation once; what the assistant adds to each prompt is learned."""
+    if tokenizer.chat_template is None:
+        raise BaseModelError(
+            "the dataset has `messages`, but the base model's tokenizer has no chat template; take "
+            "a base model that has one, or rows of `prompt` and `completion`"
+        )
+    turns = [{"role": role, "content": content} for role, content in messages]
+    whole: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    spans = []
+    for number, (role, _) in enumerate(messages):
+        if role != "assistant":
+            continue
+        asked: str = tokenizer.apply_chat_template(
+            turns[:number], tokenize=False, add_generation_prompt=True
+        )
+        answered: str = tokenizer.apply_chat_template(turns[: number + 1], tokenize=False)
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            raise BaseModelError(
+                "the chat template of the base model's tokenizer writes an earlier message "
+                "differently once a later one follows, so that answers cannot be told from "
+                "prompts; take another template"
+            )
+        spans.append((len(asked), len(answered)))
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    learned = [
+        any(first <= start < last for first, last in spans) and start < end
+        for start, end in encoded["offset_mapping"]
+    ]
+    return encoded["input_ids"][-max_length:], learned[-max_length:]

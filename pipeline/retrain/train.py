@@ -1,0 +1,248 @@
+"""Token sequences → better weights: one loop, no framework.
+
+Packed blocks, fused AdamW, warm-up and cosine, clipping, early stop on the held-out loss; the best
+weights are kept. The same seed, rows, machine and number of threads give the same weights.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pipeline.retrain import checkpoint as checkpoints
+from pipeline.retrain.checkpoint import Checkpoint, State
+from pipeline.retrain.errors import TrainError
+from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+from pipeline.retrain.loss import summed_loss
+from pipeline.retrain.metrics import MetricsWriter
+from pipeline.retrain.packing import batch, block_length, epochs, pack
+from pipeline.retrain.scoring import autocast, mean_loss, predict, row_losses
+from pipeline.retrain.settings import TrainSettings
+from pipeline.retrain.tokens import Sequence as TokenSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+BETAS = (0.9, 0.95)
+FINAL_LEARNING_RATE = 0.1
+"""Of the peak, at the last step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lessons:
+    """What one training sees."""
+
+    training: Sequence[TokenSequence]
+    held_out: Sequence[Sequence[TokenSequence]]
+    """Groups that count alike in the choice of the best weights: of the new range, known before."""
+    learning_rate: float
+    """At the peak."""
+    max_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    block_length: int
+    blocks_per_step: int
+    steps: int
+
+    @classmethod
+    def of(cls, lessons: Lessons, settings: TrainSettings) -> "Plan":
+        lengths = [len(sequence.token_ids) for sequence in lessons.training]
+        length = block_length(lessons.training, settings.max_length)
+        per_step = max(1, settings.tokens_per_step // length)
+        num_blocks = len(pack(lengths, length))
+        passes = min(settings.max_epochs, lessons.max_tokens / sum(lengths))
+        return cls(
+            block_length=length,
+            blocks_per_step=per_step,
+            steps=max(1, math.ceil(passes * num_blocks / per_step)),
+        )
+
+
+def train(
+    model: "PreTrainedModel",
+    lessons: Lessons,
+    settings: TrainSettings,
+    *,
+    job_dir: Path,
+    job_id: str,
+    metrics: MetricsWriter,
+) -> Checkpoint:
+    """Train `model` in place and leave the best weights in it, and in the returned checkpoint.
+
+    Goes on from the job's last checkpoint where there is one. Raises TrainError when the loss is no
+    longer a number.
+    """
+    plan = Plan.of(lessons, settings)
+    optimizer = _optimizer(model, settings)
+    done = Checkpoint(job_id=job_id, step=0, steps=plan.steps, tokens=0, file="")
+    best: dict[str, Tensor] | None = None
+    if (found := checkpoints.load(job_dir)) is not None:
+        done, state = found
+        checkpoints.set_weights(model, state["weights"])
+        if done.finished:
+            return done
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        best = state["best"]
+    else:
+        torch.manual_seed(settings.seed)
+
+    interval = max(1, plan.steps // settings.evaluations)
+    measured = _measured(lessons.held_out, settings.evaluation_tokens)
+    blocks = _steps(lessons.training, plan, settings.seed, skip=done.step)
+    saved_at = time.monotonic()
+    model.train()
+    while done.step < plan.steps and done.stale < settings.patience:
+        started = time.monotonic()
+        rate = learning_rate(done.step, plan.steps, lessons.learning_rate, settings.warmup_ratio)
+        loss, tokens = _step(model, optimizer, lessons.training, next(blocks), rate, settings)
+        done = done.model_copy(update={"step": done.step + 1, "tokens": done.tokens + tokens})
+        metrics.write(
+            "train",
+            "step",
+            step=done.step,
+            steps=plan.steps,
+            loss=loss,
+            learning_rate=rate,
+            tokens=done.tokens,
+            tokens_per_second=tokens / (time.monotonic() - started),
+        )
+        if done.step % interval == 0 or done.step == plan.steps:
+            held_out = _balanced_loss(model, measured)
+            metrics.write("train", "evaluation", step=done.step, steps=plan.steps, loss=held_out)
+            if done.best_loss is None or not held_out >= done.best_loss:
+                best = checkpoints.copy_weights(model)
+                done = done.model_copy(
+                    update={"best_step": done.step, "best_loss": held_out, "stale": 0}
+                )
+            else:
+                done = done.model_copy(update={"stale": done.stale + 1})
+        if time.monotonic() - saved_at >= settings.checkpoint_seconds:
+            done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/step-{done.step:06d}.pt"})
+            checkpoints.save(job_dir, done, _state(model, optimizer, best))
+            saved_at = time.monotonic()
+
+    if best is None:
+        raise AssertionError("the last step is always measured")
+    checkpoints.set_weights(model, best)
+    done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/best.pt", "finished": True})
+    checkpoints.save(job_dir, done, {"weights": best})
+    return done
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
+    """A line up over the first steps, then half a cosine down to a tenth of the peak."""
+    warmup = max(1, round(warmup_ratio * steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    passed = (step - warmup) / max(1, steps - warmup)
+    return peak * (
+        FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * passed))
+    )
+
+
+def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim.AdamW:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {
+                "params": [parameter for parameter in parameters if parameter.ndim >= 2],
+                "weight_decay": settings.weight_decay,
+            },
+            {
+                "params": [parameter for parameter in parameters if parameter.ndim < 2],
+                "weight_decay": 0.0,
+            },
+        ],
+        betas=BETAS,
+        fused=True,
+    )
+
+
+def _steps(
+    sequences: Sequence[TokenSequence], plan: Plan, seed: int, skip: int
+) -> Iterator[list[list[int]]]:
+    """The blocks of each step, without end, from step `skip` on."""
+    step: list[list[int]] = []
+    number = 0
+    for passed in epochs(sequences, plan.block_length, seed):
+        for block in passed:
+            step.append(block)
+            if len(step) == plan.blocks_per_step:
+                if number >= skip:
+                    yield step
+                number += 1
+                step = []
+
+
+def _step(
+    model: "PreTrainedModel",
+    optimizer: torch.optim.Optimizer,
+    sequences: Sequence[TokenSequence],
+    blocks: Sequence[Sequence[int]],
+    rate: float,
+    settings: TrainSettings,
+) -> tuple[float, int]:
+    """One update of the weights. Returns the loss per learned token, and the tokens seen."""
+    width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
+    at_once = max(1, settings.micro_batch_tokens // width)
+    num_learned = sum(sequences[index].num_learned for block in blocks for index in block)
+    total, num_tokens = 0.0, 0
+    for start in range(0, len(blocks), at_once):
+        part = batch(sequences, blocks[start : start + at_once])
+        with autocast(model.device):
+            loss = summed_loss(*predict(model, part)) / num_learned
+        loss.backward()
+        total += float(loss.detach())
+        num_tokens += part.num_tokens
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+    if not (math.isfinite(total) and math.isfinite(float(norm))):
+        raise TrainError(
+            f"the training loss became {total} at learning rate {rate:.2g}; lower "
+            "`train.learning_rate`, or look for broken rows"
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, num_tokens
+
+
+def _measured(
+    groups: Sequence[Sequence[TokenSequence]], max_tokens: int
+) -> list[list[TokenSequence]]:
+    """Of each group the first sequences, up to its share of `max_tokens`."""
+    filled = [group for group in groups if group]
+    measured = []
+    for group in filled:
+        left = max_tokens // len(filled)
+        chosen = []
+        for sequence in group:
+            if chosen and left < len(sequence.token_ids):
+                break
+            chosen.append(sequence)
+            left -= len(sequence.token_ids)
+        measured.append(chosen)
+    return measured
+
+
+def _balanced_loss(model: "PreTrainedModel", groups: Sequence[Sequence[TokenSequence]]) -> float:
+    return sum(mean_loss(row_losses(model, group)) for group in groups) / len(groups)
+
+
+def _state(
+    model: "PreTrainedModel", optimizer: torch.optim.Optimizer, best: dict[str, Tensor] | None
+) -> State:
+    return {
+        "weights": checkpoints.weights_of(model),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "best": best,
+    }
