@@ -14,6 +14,7 @@ from jobs.record import Job
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
+from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.rules import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
@@ -92,7 +93,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     if stack is not None:
         stack.start()
     try:
-        with JobStore.open(home.jobs_database) as store:
+        with open_job_store(settings, home) as store:
             environment: Mapping[str, str] = {
                 "HF_ENDPOINT": settings.hub_url,
                 "HF_TOKEN": tokens.hub,

@@ -2,7 +2,6 @@
 
 from jobs.record import Job
 from jobs.store import JobStore
-from pipeline.paths import Home
 
 NUM_WATCHED = 100
 """Newest jobs that are looked at; more than these do not change between two looks."""
@@ -11,9 +10,9 @@ NUM_WATCHED = 100
 class Journal:
     """Reads the job store for what changed since it was last asked."""
 
-    def __init__(self, home: Home) -> None:
-        self._store = JobStore.open(home.jobs_database)
-        self._seen = {job.id: job.state for job in self._store.list(limit=NUM_WATCHED)}
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
 
     def news(self) -> list[str]:
         """A line for each job whose state changed, oldest first."""

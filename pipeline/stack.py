@@ -17,7 +17,7 @@ from pathlib import Path
 
 import filelock
 import httpx
-from jobs.processes import ProcessId
+from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipeline.errors import PipelineError
@@ -48,14 +48,14 @@ class Child(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    process: ProcessId
+    process: ProcessIdentity
     url: str | None = None
 
 
 class StackRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    process: ProcessId
+    process: ProcessIdentity
     is_ready: bool
     """Whether every child has answered and the hub knows where to deliver."""
     children: tuple[Child, ...] = ()
@@ -215,19 +215,15 @@ class Stack:
             time.sleep(0.02)
 
     def _write_record(self) -> None:
-        record = StackRecord(
-            process=ProcessId.current(),
-            is_ready=self._is_ready,
-            children=tuple(
-                Child(
-                    name=service.name,
-                    process=ProcessId.of(self._processes[service.name].pid),
-                    url=service.url,
-                )
-                for service in self._services
-                if service.name in self._processes and self._processes[service.name].poll() is None
-            ),
-        )
+        children = []
+        for service in self._services:
+            process = self._processes.get(service.name)
+            identity = identify(process.pid) if process is not None else None
+            if identity is not None:
+                children.append(Child(name=service.name, process=identity, url=service.url))
+        me = identify(os.getpid())
+        assert me is not None
+        record = StackRecord(process=me, is_ready=self._is_ready, children=tuple(children))
         draft = self._home.stack_file.with_suffix(".draft")
         draft.write_text(record.model_dump_json(indent=2))
         os.replace(draft, self._home.stack_file)
@@ -239,7 +235,7 @@ def read_stack(home: Home) -> StackRecord | None:
         record = StackRecord.model_validate_json(home.stack_file.read_bytes())
     except (FileNotFoundError, ValidationError, json.JSONDecodeError):
         return None
-    return record if record.process.is_alive() else None
+    return record if is_alive(record.process) else None
 
 
 def _end_leftovers(home: Home) -> None:
@@ -249,8 +245,15 @@ def _end_leftovers(home: Home) -> None:
     except (FileNotFoundError, ValidationError):
         return
     for child in reversed(record.children):
-        child.process.end(grace_seconds=STOP_SECONDS)
+        _end(child.process)
     home.stack_file.unlink(missing_ok=True)
+
+
+def _end(process: ProcessIdentity) -> None:
+    deadline = time.monotonic() + STOP_SECONDS
+    while is_alive(process):
+        os.kill(process.pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _end_with_parent() -> None:

@@ -64,15 +64,15 @@ class _Push:
 
 class _Demo:
     def __init__(self, checkout: Path, console: Any) -> None:
-        from jobs.store import JobStore
         from pipeline.cli.env import environment
+        from pipeline.job_store import open_job_store
         from pipeline.paths import Home
         from pipeline.settings import load_settings
         from pipeline.tokens import load_tokens
 
         settings = load_settings()
         self._home = Home.find()
-        self._store = JobStore.open(self._home.jobs_database)
+        self._store = open_job_store(settings, self._home)
         self._remote = f"{settings.hub_url}/datasets/{DATASET}"
         self._server_url = settings.server_url(settings.pipeline(NAME))
         self._checkout = checkout

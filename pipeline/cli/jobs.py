@@ -194,10 +194,10 @@ def as_record(job: "Job") -> dict[str, Any]:
 
 
 def _open_store(home: Home) -> "JobStore":
-    from jobs.store import JobStore
+    from pipeline.job_store import open_job_store
+    from pipeline.settings import load_settings
 
-    home.jobs_dir.mkdir(parents=True, exist_ok=True)
-    return JobStore.open(home.jobs_database)
+    return open_job_store(load_settings(), home)
 
 
 def _find(store: "JobStore", job_id: str | None, latest: bool) -> "Job":

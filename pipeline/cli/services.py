@@ -25,7 +25,7 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
 
 def receiver(host: HostOption = None, port: PortOption = None) -> None:
     """Serve the webhook receiver with the retrain handler, port 7860."""
-    from jobs.store import JobStore
+    from pipeline.job_store import open_job_store
     from pipeline.rules import retrain_rules
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
@@ -33,8 +33,7 @@ def receiver(host: HostOption = None, port: PortOption = None) -> None:
     from receiver.server import WebhooksServer
 
     home, settings = Home.find(), load_settings()
-    home.jobs_dir.mkdir(parents=True, exist_ok=True)
-    with JobStore.open(home.jobs_database) as store:
+    with open_job_store(settings, home) as store:
         server = WebhooksServer(
             webhook_secret=load_tokens(home.tokens_file).webhook, settings=settings.receiver
         )

@@ -48,7 +48,8 @@ def status(
 
 def gather(home: Home, settings: Any) -> dict[str, Any]:
     """The report as `--json` prints it."""
-    from jobs.store import JobStore
+    from jobs.launchers.process import is_alive
+    from pipeline.job_store import open_job_store
     from pipeline.journal import describe
     from pipeline.stack import read_stack
     from serving.weights.releases import load_release, pending_release, served_release
@@ -60,7 +61,7 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
         "services": [
             {
                 "name": child.name,
-                "state": "up" if child.process.is_alive() else "down",
+                "state": "up" if is_alive(child.process) else "down",
                 "pid": child.process.pid,
                 "url": child.url,
             }
@@ -68,8 +69,7 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
         ],
         "pipelines": [],
     }
-    home.jobs_dir.mkdir(parents=True, exist_ok=True)
-    with JobStore.open(home.jobs_database) as store:
+    with open_job_store(settings, home) as store:
         for pipeline in settings.pipelines:
             folder = home.releases_dir / pipeline.name
             served = served_release(folder)

@@ -28,6 +28,7 @@ def up(
         _detach(home)
         return
 
+    from pipeline.job_store import open_job_store
     from pipeline.journal import Journal
     from pipeline.stack import Stack, services_of
     from pipeline.subscriptions import subscribe
@@ -44,7 +45,7 @@ def up(
         for pipeline in settings.pipelines:
             remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
             print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
-        journal = Journal(home)
+        journal = Journal(open_job_store(settings, home))
         while True:
             for line in [*stack.tend(), *journal.news()]:
                 print(line, flush=True)
@@ -60,6 +61,7 @@ def up(
 
 def down() -> None:
     """Stop the stack of this state folder."""
+    from jobs.launchers.process import is_alive
     from pipeline.stack import STOP_SECONDS, read_stack
 
     home = Home.find()
@@ -68,7 +70,7 @@ def down() -> None:
         raise PipelineError(f"nothing is up in {home.root}")
     os.kill(record.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS * (len(record.children) + 1)
-    while record.process.is_alive():
+    while is_alive(record.process):
         if time.monotonic() > deadline:
             raise PipelineError(
                 f"the stack (process {record.process.pid}) has not stopped; its log: "
