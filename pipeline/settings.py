@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from jobs.settings import JobsSettings
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -18,12 +17,13 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
-from serving.settings import ServingSettings
 
+from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
 from pipeline.retrain.settings import GateSettings, TrainSettings
 from receiver.settings import ReceiverSettings
+from serving.settings import ServingSettings
 
 SETTINGS_FILE = "pipeline.toml"
 

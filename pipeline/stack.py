@@ -17,9 +17,9 @@ from pathlib import Path
 
 import filelock
 import httpx
-from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import Settings

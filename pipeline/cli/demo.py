@@ -86,14 +86,14 @@ class _Demo:
         from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
 
         say = self._console.print
-        prompts = [question.prompt for question in QUESTIONS]
+        prompts = [prompt for prompt, _, _ in QUESTIONS]
 
         say(f"\n[bold]A first commit[/] to {self._remote}")
         self._clone()
         first = self._push("What is known so far", first_commit())
         before = [ask(self._server_url, NAME, prompt) for prompt in prompts]
-        for question, reply in zip(QUESTIONS, before, strict=True):
-            self._show(question.prompt, question.before, reply)
+        for (prompt, expected, _), reply in zip(QUESTIONS, before, strict=True):
+            self._show(prompt, expected, reply)
 
         say("\n[bold]A second commit[/] changes and adds facts, while a client keeps asking")
         with Client(self._server_url, NAME, prompts) as client:
@@ -101,17 +101,17 @@ class _Demo:
             client.wait_for(second.release)
         second.moments["first new token"] = client.first_token_at(second.release)
         after = [ask(self._server_url, NAME, prompt) for prompt in prompts]
-        for question, reply in zip(QUESTIONS, after, strict=True):
-            self._show(question.prompt, question.after, reply)
+        for (prompt, _, expected), reply in zip(QUESTIONS, after, strict=True):
+            self._show(prompt, expected, reply)
 
         answers = [
             {
-                "prompt": question.prompt,
-                "before": {"expected": question.before, "answer": old.text, "release": old.release},
-                "after": {"expected": question.after, "answer": new.text, "release": new.release},
-                "ok": _says(old.text, question.before) and _says(new.text, question.after),
+                "prompt": prompt,
+                "before": {"expected": expected, "answer": old.text, "release": old.release},
+                "after": {"expected": changed, "answer": new.text, "release": new.release},
+                "ok": _says(old.text, expected) and _says(new.text, changed),
             }
-            for question, old, new in zip(QUESTIONS, before, after, strict=True)
+            for (prompt, expected, changed), old, new in zip(QUESTIONS, before, after, strict=True)
         ]
         report = {
             "ok": all(answer["ok"] for answer in answers) and not client.summary()["failed"],
