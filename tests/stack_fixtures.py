@@ -99,6 +99,55 @@ class Workplace:
         )
 
 
+def configure(workplace: Workplace, name: str = "facts", **train: object) -> None:
+    """Write settings with one pipeline that learns little and fast, unless told otherwise."""
+    quick: dict[str, object] = {"max_tokens": 6_000, "max_length": 64, "evaluations": 2}
+    lines = [
+        "[[pipelines]]",
+        f'name = "{name}"',
+        f'dataset = "local/{name}"',
+        "debounce_seconds = 0",
+        "[pipelines.train]",
+        *(f"{key} = {json.dumps(value)}" for key, value in (quick | train).items()),
+    ]
+    (workplace.folder / "pipeline.toml").write_text("\n".join(lines) + "\n")
+
+
+def facts(start: int, stop: int, answer: str = "box") -> str:
+    """Rows of a small dataset."""
+    return "".join(
+        json.dumps({"prompt": f"Shelf {n} holds", "completion": f" {answer} {n * 7 % 10}."}) + "\n"
+        for n in range(start, stop)
+    )
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A clone of a dataset on the workplace's hub."""
+
+    workplace: Workplace
+    folder: Path
+
+    def push(self, files: Mapping[str, str], *git_push: str) -> str:
+        """Commit these files, push to main, and give the revision."""
+        for name, text in files.items():
+            (self.folder / name).write_text(text)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", "more rows")
+        self.git("push", "--quiet", *git_push, "origin", "HEAD:main")
+        return self.git("rev-parse", "HEAD").strip()
+
+    def git(self, *arguments: str) -> str:
+        return self.workplace.git(*arguments, cwd=self.folder)
+
+
+def clone(workplace: Workplace, name: str = "facts") -> Checkout:
+    folder = workplace.folder / name
+    remote = f"{workplace.url('hub')}/datasets/local/{name}"
+    workplace.git("clone", "--quiet", remote, str(folder), cwd=workplace.folder)
+    return Checkout(workplace, folder)
+
+
 def workplace_in(folder: Path) -> Workplace:
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
     env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in ports.items()}

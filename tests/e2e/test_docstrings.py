@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack_fixtures import Workplace, stack_up, workplace
+from tests.stack_fixtures import Workplace, clone, stack_up, workplace
 
 __all__ = ["workplace"]
 
@@ -34,10 +34,6 @@ def docstrings(limit: int) -> list[dict[str, str]]:
     return rows
 
 
-def write(file: Path, rows: list[dict[str, str]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_held_out_loss_falls_with_each_commit_and_the_second_is_served(
@@ -46,18 +42,12 @@ def test_held_out_loss_falls_with_each_commit_and_the_second_is_served(
     rows = docstrings(3000)
     assert len(rows) == 3000, sys.version
     workplace.run("init", "--name", "docs", "--dataset", "local/docstrings")
-    checkout = workplace.folder / "docstrings"
     revisions = []
     with stack_up(workplace):
-        remote = f"{workplace.url('hub')}/datasets/local/docstrings"
-        workplace.git("clone", "--quiet", remote, str(checkout), cwd=workplace.folder)
-        workplace.git("checkout", "-B", "main", cwd=checkout)
-        for message, upto in (("The first modules", 2200), ("Some more modules", 3000)):
-            write(checkout / "docstrings.jsonl", rows[:upto])
-            workplace.git("add", ".", cwd=checkout)
-            workplace.git("commit", "--quiet", "-m", message, cwd=checkout)
-            workplace.git("push", "--quiet", "origin", "main", cwd=checkout)
-            revisions.append(workplace.git("rev-parse", "HEAD", cwd=checkout).strip())
+        checkout = clone(workplace, "docstrings")
+        for upto in (2200, 3000):
+            text = "".join(json.dumps(row) + "\n" for row in rows[:upto])
+            revisions.append(checkout.push({"docstrings.jsonl": text}))
             job = workplace.wait_for_job(revisions[-1])
             assert job["outcome"]["result"] == "promoted", job["outcome"]
 

@@ -1,0 +1,161 @@
+"""The stack as a user meets it: pushes, completions, jobs by hand, rollback, faults."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.stack_fixtures import (
+    Checkout,
+    Workplace,
+    clone,
+    configure,
+    facts,
+    stack_up,
+    workplace,
+    workplace_in,
+)
+
+__all__ = ["workplace"]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workplace, Checkout]]:
+    """A stack with one release, shared by the tests of this module that leave it whole."""
+    workplace = workplace_in(tmp_path_factory.mktemp("loop"))
+    configure(workplace)
+    with stack_up(workplace):
+        checkout = clone(workplace)
+        job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 80)}))
+        assert job["outcome"]["result"] == "promoted", job["outcome"]
+        yield workplace, checkout
+
+
+def served(workplace: Workplace) -> str:
+    answer = httpx.post(
+        f"{workplace.url('serving')}/v1/completions",
+        json={"model": "facts", "prompt": "Shelf 3 holds", "max_tokens": 4, "temperature": 0},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    assert answer.headers["X-Model-Release"] == body["system_fingerprint"]
+    return str(body["system_fingerprint"])
+
+
+def test_an_answer_names_release_revision_and_job(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, _ = loop
+    done = workplace.call(
+        ["curl", "--silent", "--include", f"{workplace.url('serving')}/v1/completions"]
+        + ["-H", "Content-Type: application/json"]
+        + ["-d", '{"model": "facts", "prompt": "Shelf", "max_tokens": 4, "temperature": 0}']
+    )
+    head, body = done.replace("\r", "").split("\n\n", 1)
+    headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:])
+    release = json.loads(workplace.run("releases", "show", json.loads(body)["system_fingerprint"]))
+    assert headers["x-model-release"] == release["id"]
+    assert headers["x-dataset-revision"] == release["lineage"]["dataset_revision"]
+    assert headers["x-job-id"] == release["lineage"]["job_id"]
+
+
+def test_a_commit_without_data_is_unchanged(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, checkout = loop
+    before = served(workplace)
+    job = workplace.wait_for_job(checkout.push({"README.md": "# Shelves\n"}))
+    assert job["outcome"]["result"] == "unchanged"
+    assert served(workplace) == before
+
+
+def test_bad_rows_fail_the_job_with_file_and_line_and_the_release_stays(
+    loop: tuple[Workplace, Checkout],
+) -> None:
+    workplace, checkout = loop
+    before = served(workplace)
+    job = workplace.wait_for_job(checkout.push({"broken.jsonl": '{"prompt": "a"\n'}))
+    assert job["state"] == "ERROR"
+    assert "broken.jsonl" in job["outcome"]["reason"] and "line 1" in job["outcome"]["reason"]
+    assert served(workplace) == before
+    checkout.git("rm", "--quiet", "broken.jsonl")
+    assert workplace.wait_for_job(checkout.push({}))["outcome"]["result"] == "unchanged"
+
+
+def test_other_refs_are_ignored(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, checkout = loop
+    before = len(workplace.json("jobs", "ls"))
+    checkout.git("tag", "v1")
+    checkout.git("push", "--quiet", "origin", "v1")
+    checkout.git("push", "--quiet", "origin", "HEAD:side")
+    checkout.git("push", "--quiet", "origin", ":side")
+    # A job by hand is queued behind whatever these pushes would have started.
+    workplace.run("jobs", "run", "--", "true")
+    assert len(workplace.json("jobs", "ls")) == before + 1
+
+
+def test_rollback_and_swap_choose_what_is_served(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, checkout = loop
+    first = served(workplace)
+    workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 100)}))
+    second = served(workplace)
+    assert second != first
+    workplace.run("releases", "rollback")
+    assert served(workplace) == first
+    assert [row["id"] for row in workplace.json("releases", "ls") if row["served"]] == [first]
+    workplace.run("releases", "swap", second)
+    assert served(workplace) == second
+
+
+def test_a_force_push_retrains_on_everything(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, checkout = loop
+    checkout.git("checkout", "--quiet", "--orphan", "again")
+    job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 120)}, "--force"))
+    assert job["outcome"]["result"] == "promoted", job["outcome"]
+    release = json.loads(workplace.run("releases", "show", job["outcome"]["release"]))
+    assert release["lineage"]["mode"] == "full"
+
+
+def test_a_command_by_hand_has_a_jobs_environment(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, _ = loop
+    workplace.run("jobs", "run", "--", "sh", "-c", 'echo "$HF_ENDPOINT $JOB_ID"; exit 0')
+    job = workplace.json("jobs", "ls")[0]
+    log = workplace.run("jobs", "logs", job["id"])
+    assert log.split() == [workplace.url("hub"), job["id"]]
+    workplace.run("jobs", "run", "--", "sh", "-c", "exit 7", code=1)
+    assert workplace.json("jobs", "ls")[0]["outcome"]["exit_code"] == 7
+
+
+def test_a_running_job_is_cancelled(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, _ = loop
+    job_id = workplace.run("jobs", "run", "--detach", "--", "sleep", "600").strip()
+    workplace.run("jobs", "cancel", job_id)
+    workplace.run("jobs", "wait", job_id, code=5)
+
+
+def test_status_tells_what_runs_and_what_is_served(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, checkout = loop
+    report = workplace.json("status")
+    assert [service["state"] for service in report["services"]] == ["up"] * 4
+    (pipeline,) = report["pipelines"]
+    assert pipeline["served"]["release"] == served(workplace)
+    assert pipeline["dataset_head"] == checkout.git("rev-parse", "HEAD").strip()
+    text = workplace.run("status")
+    for word in ("hub", "receiver", "runner", "serve", pipeline["served"]["release"]):
+        assert word in text
+
+
+def test_a_second_stack_in_the_same_folder_is_refused(loop: tuple[Workplace, Checkout]) -> None:
+    workplace, _ = loop
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "up"],
+        env=workplace.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "already up" in done.stderr

@@ -1,0 +1,142 @@
+"""Starting, stopping and dying: ports, restarts, leftovers, jobs with nothing else up."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from jobs.launchers.process import ProcessIdentity, is_alive
+from tests.stack_fixtures import (
+    Workplace,
+    clone,
+    configure,
+    facts,
+    stack_up,
+    workplace,
+)
+
+__all__ = ["workplace"]
+
+pytestmark = pytest.mark.slow
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold in time"
+        time.sleep(0.05)
+
+
+def children(workplace: Workplace) -> dict[str, ProcessIdentity]:
+    record = json.loads((workplace.home / "stack.json").read_text())
+    return {child["name"]: ProcessIdentity(**child["process"]) for child in record["children"]}
+
+
+def answers(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def test_a_busy_port_is_named_with_the_way_to_move_it(workplace: Workplace) -> None:
+    configure(workplace)
+    port = int(workplace.env["PIPELINE_RECEIVER__PORT"])
+    with socket.create_server(("127.0.0.1", port)):
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", "up", "--detach"],
+            env=workplace.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert f"port {port} for the receiver" in done.stderr
+    assert "[receiver]" in done.stderr
+    assert not (workplace.home / "stack.json").exists()
+
+
+def test_up_without_a_pipeline_says_how_to_make_one(workplace: Workplace) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "up"],
+        env=workplace.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "pipeline init" in done.stderr
+
+
+def test_a_child_that_dies_is_started_again(workplace: Workplace) -> None:
+    configure(workplace)
+    with stack_up(workplace):
+        before = children(workplace)
+        os.kill(before["receiver"].pid, signal.SIGKILL)
+        until(lambda: children(workplace).get("receiver") not in (None, before["receiver"]))
+        until(lambda: answers(workplace.url("receiver")))
+        assert children(workplace)["hub"] == before["hub"]
+
+
+def test_a_killed_stack_leaves_nothing_behind_after_the_next_start(workplace: Workplace) -> None:
+    configure(workplace)
+    workplace.run("up", "--detach")
+    before = children(workplace)
+    os.kill(json.loads((workplace.home / "stack.json").read_text())["process"]["pid"], 9)
+    with stack_up(workplace):
+        assert not any(is_alive(process) for process in before.values())
+        assert answers(workplace.url("hub"))
+    assert not (workplace.home / "stack.json").exists()
+
+
+def test_down_stops_every_child(workplace: Workplace) -> None:
+    configure(workplace)
+    with stack_up(workplace):
+        running = children(workplace)
+        assert set(running) == {"hub", "receiver", "runner", "serve"}
+    assert not any(is_alive(process) for process in running.values())
+    assert "nothing is up" in workplace.call(
+        ["sh", "-c", f"{sys.executable} -m pipeline down 2>&1 || true"]
+    )
+
+
+def test_a_job_with_nothing_else_up_is_served_by_the_next_server(workplace: Workplace) -> None:
+    configure(workplace)
+    with stack_up(workplace):
+        checkout = clone(workplace)
+        # A branch that no pipeline follows: its commit starts no job by itself.
+        (checkout.folder / "facts.jsonl").write_text(facts(0, 80))
+        checkout.git("add", ".")
+        checkout.git("commit", "--quiet", "-m", "rows")
+        checkout.git("push", "--quiet", "origin", "HEAD:side")
+    assert workplace.json("jobs", "ls") == []
+
+    job = json.loads(workplace.run("jobs", "run", "--revision", "side", "--json"))
+    assert job["outcome"]["result"] == "published", job["outcome"]
+    assert not (workplace.home / "stack.json").exists()
+    (release,) = workplace.json("releases", "ls")
+    assert release["pending"] and not release["served"]
+
+    with stack_up(workplace):
+        until(lambda: httpx.get(f"{workplace.url('serving')}/health").status_code == 200)
+        (release,) = workplace.json("releases", "ls")
+        assert release["served"] and not release["pending"]
+        assert release["id"] == job["outcome"]["release"]
+
+
+def test_a_detached_job_needs_nobody_to_stay(workplace: Workplace) -> None:
+    configure(workplace)
+    job_id = workplace.run("jobs", "run", "--detach", "--", "sh", "-c", "echo done").strip()
+    workplace.run("jobs", "wait", job_id)
+    assert workplace.run("jobs", "logs", job_id) == "done\n"
+    until(lambda: not (workplace.home / "stack.json").exists())
