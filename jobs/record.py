@@ -90,7 +90,9 @@ def delivery_ids(job: Job) -> tuple[str, ...]:
     return () if job.spec.revisions is None else job.spec.revisions.delivery_ids
 
 
-def failure(job: Job, *, stage: str, reason: str, exit_code: int | None = None) -> JobOutcome:
+def failure(
+    job: Job, *, stage: str | None, reason: str, exit_code: int | None = None
+) -> JobOutcome:
     """The outcome that a runner writes for a job that left none."""
     return JobOutcome(
         result="failed",

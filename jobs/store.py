@@ -242,13 +242,20 @@ class JobStore:
             return end(connection, job, outcome, self._now(connection))
 
     def release(self, job_id: str, owner: str) -> None:
-        """Give up the lease of a job that has not ended, so that any runner can adopt it now.
+        """Give up the lease of a job whose process this runner has stopped, or never started.
 
-        Raises LeaseLost.
+        Any runner can adopt it now, and starts a new attempt. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
-            fetch_leased(connection, job_id, owner)
-            change(connection, job_id, owner=None, lease_until=self._now(connection))
+            job = fetch_leased(connection, job_id, owner)
+            change(
+                connection,
+                job_id,
+                attempt=job.attempt + 1,
+                handle=None,
+                owner=None,
+                lease_until=self._now(connection),
+            )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
         """RUNNING jobs whose lease of another runner has ended, now leased to `owner`."""

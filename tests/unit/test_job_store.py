@@ -264,8 +264,11 @@ def test_a_released_job_is_adopted_at_once(store: JobStore) -> None:
     store.submit(spec())
     job = store.claim("me", 10)
     assert job is not None
+    store.started(job.id, "me", "pid 7")
     store.release(job.id, "me")
-    assert [adopted.id for adopted in store.adopt("other", 10)] == [job.id]
+    (adopted,) = store.adopt("other", 10)
+    assert (adopted.id, adopted.attempt, adopted.num_lost) == (job.id, 2, 0)
+    assert adopted.handle is None, "the process that it names is gone"
 
 
 def test_cancel_by_state(store: JobStore) -> None:

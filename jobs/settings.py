@@ -1,0 +1,41 @@
+"""`JobsSettings`: how jobs are run on this machine."""
+
+import os
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class JobsSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    database_url: str | None = None
+    """`postgresql+psycopg://…`; None keeps jobs in a SQLite file under the state folder."""
+    max_running: int = Field(default=1, ge=1)
+    """Jobs at a time, of different pipelines; each pipeline runs one at a time in any case."""
+    preload: tuple[str, ...] = ()
+    """Modules that the warm parent imports, so that a Python job starts with them loaded. None
+    for no warm parent."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """For jobs that do not say themselves; None leaves one core to the server."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """For jobs that do not say themselves; None for no limit."""
+    lease_seconds: float = Field(default=15.0, gt=0)
+    """A runner that was not heard of for this long is taken for dead, and its jobs are adopted."""
+    heartbeat_seconds: float = Field(default=3.0, gt=0)
+    kill_grace_seconds: float = Field(default=10.0, ge=0)
+    """Between SIGTERM and SIGKILL when a job is stopped."""
+    poll_seconds: float = Field(default=0.02, gt=0)
+    """How soon a runner sees a new job or an ended process."""
+
+    def threads(self) -> int:
+        """The default number of threads of a job."""
+        if self.num_threads is not None:
+            return self.num_threads
+        return max(1, len(_usable_cores()) - 1)
+
+
+def _usable_cores() -> set[int]:
+    try:
+        return os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS
+        return set(range(os.cpu_count() or 1))
