@@ -1,0 +1,118 @@
+"""Reads what stands in a safetensors file, and its digests, without torch.
+
+Format: 8 bytes little-endian header length, a JSON header, then the tensors without a gap
+(https://huggingface.co/docs/safetensors).
+"""
+
+import hashlib
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.errors import ReleaseError
+from serving.weights.release import FileEntry, TensorEntry
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeaderEntry:
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    """Offset of the first byte in the file."""
+    end: int
+
+
+def read_header(path: Path) -> dict[str, HeaderEntry]:
+    """Tensors of a safetensors file in the order of their bytes. Raises ReleaseError."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ReleaseError(f"{path.name}: truncated, {size} bytes hold no safetensors header")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = {
+                name: _entry(each, 8 + length)
+                for name, each in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ReleaseError(f"{path.name}: not a safetensors header: {error}") from None
+    _check_layout(path.name, entries, 8 + length, size)
+    return entries
+
+
+def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
+    """Size and sha256 of a safetensors file and of each tensor in it. Raises ReleaseError."""
+    header = read_header(path)
+    tensors = {}
+    whole = hashlib.sha256()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        data = memoryview(mapped)
+        try:
+            first = min((entry.begin for entry in header.values()), default=len(data))
+            whole.update(data[:first])
+            for name, entry in header.items():
+                with data[entry.begin : entry.end] as content:
+                    whole.update(content)
+                    tensors[name] = TensorEntry(
+                        file=path.name,
+                        dtype=entry.dtype,
+                        shape=entry.shape,
+                        sha256=hashlib.sha256(content).hexdigest(),
+                    )
+        finally:
+            data.release()
+    return FileEntry(size=path.stat().st_size, sha256=whole.hexdigest()), tensors
+
+
+def digest_file(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        return FileEntry(
+            size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
+        )
+
+
+def _entry(raw: dict[str, Any], start: int) -> HeaderEntry:
+    begin, end = raw["data_offsets"]
+    return HeaderEntry(
+        dtype=str(raw["dtype"]),
+        shape=tuple(int(dimension) for dimension in raw["shape"]),
+        begin=start + int(begin),
+        end=start + int(end),
+    )
+
+
+def _check_layout(file: str, entries: dict[str, HeaderEntry], start: int, size: int) -> None:
+    position = start
+    for name, entry in entries.items():
+        if entry.dtype not in DTYPE_BYTES:
+            raise ReleaseError(f"{file}: tensor {name}: dtype {entry.dtype} is not known")
+        num_bytes = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+        if min(entry.shape, default=0) < 0 or entry.end - entry.begin != num_bytes:
+            raise ReleaseError(
+                f"{file}: tensor {name}: {entry.end - entry.begin} bytes, "
+                f"but {entry.dtype} {list(entry.shape)} takes {num_bytes}"
+            )
+        if entry.begin != position:
+            raise ReleaseError(f"{file}: tensor {name}: starts at {entry.begin}, not {position}")
+        if entry.end > size:
+            raise ReleaseError(
+                f"{file}: truncated: tensor {name} ends at byte {entry.end} of {size}"
+            )
+        position = entry.end
+    if position != size:
+        raise ReleaseError(f"{file}: {size - position} bytes after the last tensor")

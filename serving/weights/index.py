@@ -1,0 +1,131 @@
+"""`WeightsIndex`: which shard holds which tensor. Reads and checks; never opens a shard."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from serving.errors import ReleaseError
+from serving.weights.release import FileEntry, TensorEntry
+
+WeightsFormat = Literal["safetensors", "bin"]
+
+INDEX_FILES: dict[WeightsFormat, str] = {
+    "safetensors": "model.safetensors.index.json",
+    "bin": "pytorch_model.bin.index.json",
+}
+SHARD_STEMS: dict[WeightsFormat, str] = {"safetensors": "model", "bin": "pytorch_model"}
+
+MAX_INDEX_BYTES = 64 * 2**20
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|bin)")
+_NUMBERED = re.compile(r".*-(\d+)-of-(\d+)\.(?:safetensors|bin)")
+
+
+class IndexMetadata(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    total_size: int = Field(ge=0, strict=True)
+    """Bytes of all tensors together, without headers."""
+
+
+class WeightsIndex(BaseModel):
+    """`model.safetensors.index.json`, or `pytorch_model.bin.index.json` for `.bin` shards.
+
+    `weight_map` is an allowlist: a file that it does not name is not opened.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    metadata: IndexMetadata
+    weight_map: dict[str, str] = Field(min_length=1)
+    """Tensor name → shard file name, in the index's own folder."""
+
+    @field_validator("weight_map")
+    @classmethod
+    def _shards_are_plain_files_of_one_form(cls, weight_map: dict[str, str]) -> dict[str, str]:
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            if not is_shard_name(shard):
+                raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
+        if len({Path(shard).suffix for shard in shards}) > 1:
+            raise ValueError("shards are partly .safetensors and partly .bin")
+        for shard in shards:
+            numbers = _NUMBERED.fullmatch(shard)
+            if numbers and not 1 <= int(numbers[1]) <= int(numbers[2]):
+                raise ValueError(f"shard {shard!r} counts beyond its own total")
+        return weight_map
+
+    @property
+    def format(self) -> WeightsFormat:
+        shard = next(iter(self.weight_map.values()))
+        return "safetensors" if shard.endswith(".safetensors") else "bin"
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted(set(self.weight_map.values()))
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(), indent=2) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeights:
+    """Weights that lie in a folder as shards."""
+
+    index: WeightsIndex
+    files: dict[str, FileEntry]
+    """The shards alone."""
+    tensors: dict[str, TensorEntry]
+    tied: dict[str, str]
+    """Names that share the storage of another and are not stored: alias → stored name."""
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether `name` may be opened: a file of the folder itself, with no way out of it."""
+    return _SHARD.fullmatch(name) is not None and ".." not in name
+
+
+def shard_name(number: int, total: int, format: WeightsFormat) -> str:
+    """`model-00001-of-00003.safetensors`; `number` counts from 1."""
+    return f"{SHARD_STEMS[format]}-{number:05d}-of-{total:05d}.{format}"
+
+
+def parse_index(text: str | bytes, name: str) -> WeightsIndex:
+    """Raises ReleaseError that names `name`; a tensor that is listed twice is an error too."""
+    try:
+        content = json.loads(text, object_pairs_hook=_no_duplicates)
+        return WeightsIndex.model_validate(content)
+    except ValidationError as error:
+        reasons = [
+            f"{name}: {'.'.join(str(part) for part in each['loc'])}: {each['msg']}"
+            for each in error.errors()
+        ]
+        raise ReleaseError(*reasons) from None
+    except (ValueError, RecursionError) as error:
+        raise ReleaseError(f"{name}: {error}") from None
+
+
+def read_index(folder: Path) -> WeightsIndex | None:
+    """The index of a release or checkpoint folder, safetensors first; None when there is none.
+
+    Raises ReleaseError when there is one that does not hold.
+    """
+    for name in INDEX_FILES.values():
+        path = folder / name
+        if path.is_file():
+            if path.stat().st_size > MAX_INDEX_BYTES:
+                raise ReleaseError(f"{name}: larger than {MAX_INDEX_BYTES} bytes")
+            return parse_index(path.read_bytes(), name)
+    return None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"named twice: {', '.join(twice)}")
+    return found

@@ -1,0 +1,204 @@
+"""Publishes a release: whole, or not at all.
+
+Order: shards and files, each fsynced → index → manifest → folder → rename → parent. A reader sees
+a release folder only after the rename; a publisher that was killed leaves a folder that the next
+one sweeps. Everything is copied, never linked: the source may be written again, a release may not.
+"""
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import NotEnoughSpace, ReleaseError
+from serving.weights.checkpoint_folder import (
+    checkpoint_weight_map,
+    companions,
+    digest_weights,
+    files_digest,
+    tied_head,
+    utc_now,
+)
+from serving.weights.headers import digest_file
+from serving.weights.index import INDEX_FILES, StoredWeights, WeightsFormat, shard_name
+from serving.weights.release import RELEASE_FILE, FileEntry, Lineage, Probe, Release
+from serving.weights.releases import (
+    UNFINISHED,
+    fsync_dir,
+    next_number,
+    release_lock,
+    sweep_locked,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+SPARE_BYTES = 64 * 2**20
+"""Left free on the disk after a release, for the job store and the logs beside it."""
+
+
+def publish_state_dict(
+    pipeline_dir: Path,
+    tensors: "Mapping[str, torch.Tensor]",
+    *,
+    files_dir: Path,
+    lineage: Lineage | None = None,
+    evaluation: dict[str, Any] | None = None,
+    probe: Probe | None = None,
+    max_shard_bytes: int | None = None,
+    format: WeightsFormat = "safetensors",
+) -> Release:
+    """Publish weights from memory with the config and tokenizer files of `files_dir`.
+
+    `pipeline_dir` is `<home>/releases/<pipeline>`, made if need be; the release's folder is
+    `pipeline_dir / release.id`. Memory: `tensors` and no more (one shard more for `bin`).
+    Raises ReleaseError, and NotEnoughSpace before or while writing; then nothing is left behind.
+    """
+    from serving.weights import shards
+
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+
+    def write(folder: Path) -> StoredWeights:
+        return shards.write_shards(
+            tensors,
+            folder,
+            max_shard_bytes=max_shard_bytes or shards.MAX_SHARD_BYTES,
+            format=format,
+        )
+
+    return _publish(pipeline_dir, files_dir, num_bytes, write, lineage, evaluation, probe)
+
+
+def publish_folder(
+    pipeline_dir: Path,
+    source: Path,
+    *,
+    lineage: Lineage | None = None,
+    evaluation: dict[str, Any] | None = None,
+    probe: Probe | None = None,
+    max_shard_bytes: int | None = None,
+    format: WeightsFormat | None = None,
+) -> Release:
+    """Publish a checkpoint folder as `save_pretrained` writes it, `.safetensors` or `.bin`.
+
+    The shards are copied as they are, unless `max_shard_bytes` or `format` asks for others.
+    Raises ReleaseError with every reason; then nothing is left behind.
+    """
+    weight_map = checkpoint_weight_map(source)
+    num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
+    if max_shard_bytes is not None or format is not None:
+        from serving.weights import shards
+
+        tensors = shards.read_tensors(source, weight_map)
+        kept: WeightsFormat = (
+            "bin" if next(iter(weight_map.values())).endswith(".bin") else "safetensors"
+        )
+        return publish_state_dict(
+            pipeline_dir,
+            tensors,
+            files_dir=source,
+            lineage=lineage,
+            evaluation=evaluation,
+            probe=probe,
+            max_shard_bytes=max_shard_bytes,
+            format=format or kept,
+        )
+
+    def write(folder: Path) -> StoredWeights:
+        return _copy_weights(source, weight_map, folder)
+
+    return _publish(pipeline_dir, source, num_bytes, write, lineage, evaluation, probe)
+
+
+def _publish(
+    pipeline_dir: Path,
+    files_dir: Path,
+    num_weight_bytes: int,
+    write_weights: Callable[[Path], StoredWeights],
+    lineage: Lineage | None,
+    evaluation: dict[str, Any] | None,
+    probe: Probe | None,
+) -> Release:
+    beside = companions(files_dir)
+    if not any(path.name == "config.json" for path in beside):
+        raise ReleaseError(f"{files_dir} has no config.json, so nothing could load the weights")
+    pipeline_dir.mkdir(parents=True, exist_ok=True)
+    with release_lock(pipeline_dir):
+        sweep_locked(pipeline_dir)
+        needed = num_weight_bytes + sum(path.stat().st_size for path in beside)
+        free = shutil.disk_usage(pipeline_dir).free
+        if free < needed + SPARE_BYTES:
+            raise NotEnoughSpace(
+                f"{pipeline_dir}: a release of {needed:,} bytes does not fit into {free:,} free "
+                f"bytes (and {SPARE_BYTES:,} to spare); prune releases or move the state folder"
+            )
+        with _unfinished_folder(pipeline_dir) as folder:
+            weights = write_weights(folder)
+            files = dict(weights.files)
+            for path in beside:
+                files[path.name] = _copy(path, folder / path.name)
+            index_file = INDEX_FILES[weights.index.format]
+            files[index_file] = _write(folder / index_file, weights.index.to_json())
+            number = next_number(pipeline_dir)
+            release = Release(
+                id=f"r{number:06d}-{files_digest(files)}",
+                pipeline=pipeline_dir.name,
+                created_at=utc_now(),
+                lineage=lineage or Lineage(),
+                evaluation=evaluation,
+                files=files,
+                tensors=weights.tensors,
+                tied=weights.tied or tied_head(weights.tensors),
+                probe=probe,
+            )
+            _write(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
+            fsync_dir(folder)
+            os.rename(folder, pipeline_dir / release.id)
+            fsync_dir(pipeline_dir)
+    return release
+
+
+@contextmanager
+def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
+    folder = pipeline_dir / f"{UNFINISHED}{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    try:
+        yield folder
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NotEnoughSpace(
+                f"{pipeline_dir}: the disk filled up while the release was written; nothing of it "
+                "was kept; prune releases or move the state folder"
+            ) from error
+        raise
+
+
+def _copy_weights(source: Path, weight_map: dict[str, str], folder: Path) -> StoredWeights:
+    sources = sorted(set(weight_map.values()))
+    renamed = dict(zip(sources, sources, strict=True))
+    if sources == ["model.safetensors"] or sources == ["pytorch_model.bin"]:
+        format: WeightsFormat = "bin" if sources[0].endswith(".bin") else "safetensors"
+        renamed[sources[0]] = shard_name(1, 1, format)
+    for shard, name in renamed.items():
+        _copy(source / shard, folder / name)
+    return digest_weights(folder, {name: renamed[shard] for name, shard in weight_map.items()})
+
+
+def _copy(source: Path, target: Path) -> FileEntry:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+    return digest_file(target)
+
+
+def _write(path: Path, text: str) -> FileEntry:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest_file(path)

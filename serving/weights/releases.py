@@ -1,0 +1,211 @@
+"""The releases of one pipeline on disk: list, load, what is served, what is pending, prune.
+
+A pipeline's folder is `<home>/releases/<pipeline>`, called `pipeline_dir` here:
+
+    r000042-1f3ac9d2/   a release, immutable
+    current             a link to the served release; only the server writes it, after the probe
+    pending             the id of a release that the next server to start swaps in
+    counter             the last number given to a release, never given again
+"""
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from serving.errors import ReleaseError
+from serving.weights.release import RELEASE_FILE, Release
+
+logger = logging.getLogger(__name__)
+
+CURRENT = "current"
+PENDING = "pending"
+COUNTER = "counter"
+UNFINISHED = ".unfinished-"
+"""Prefix of folders that are being written or removed; without the lock held they are leftovers."""
+
+_RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
+
+
+def release_number(release_id: str) -> int:
+    """The counter in an id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError."""
+    match = _RELEASE_ID.fullmatch(release_id)
+    if match is None:
+        raise ReleaseError(f"{release_id!r} is not a release id, which reads r000042-1f3ac9d2")
+    return int(match[1])
+
+
+def load_release(folder: Path) -> Release:
+    """The manifest of a release folder; nothing else of it is looked at. Raises ReleaseError."""
+    path = folder / RELEASE_FILE
+    try:
+        return Release.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ReleaseError(f"{folder} is no release: it has no {RELEASE_FILE}") from None
+    except ValidationError as error:
+        raise ReleaseError(
+            *(
+                f"{path}: {'.'.join(str(part) for part in each['loc'])}: {each['msg']}"
+                for each in error.errors()
+            )
+        ) from None
+
+
+def list_releases(pipeline_dir: Path) -> list[Release]:
+    """Every release, oldest first. One whose manifest cannot be read is logged and left out."""
+    releases = []
+    for release_id in release_ids(pipeline_dir):
+        try:
+            releases.append(load_release(pipeline_dir / release_id))
+        except ReleaseError as error:
+            logger.warning("left out of the list: %s", error)
+    return releases
+
+
+def release_ids(pipeline_dir: Path) -> list[str]:
+    """The ids of all release folders, oldest first."""
+    if not pipeline_dir.is_dir():
+        return []
+    found = [
+        entry.name
+        for entry in os.scandir(pipeline_dir)
+        if _RELEASE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
+    return sorted(found, key=release_number)
+
+
+def served_release(pipeline_dir: Path) -> Path | None:
+    """The folder that `current` names, read once: hold on to it, the link may move.
+
+    None before the first release. The folder may be gone; `load_release` says so.
+    """
+    try:
+        target = os.readlink(pipeline_dir / CURRENT)
+    except FileNotFoundError:
+        return None
+    release_number(target)
+    return pipeline_dir / target
+
+
+def set_current(pipeline_dir: Path, release_id: str) -> None:
+    """Point `current` at a release, in one step. For the server alone."""
+    release_number(release_id)
+    link = pipeline_dir / f"{UNFINISHED}{uuid.uuid4().hex[:8]}"
+    os.symlink(release_id, link)
+    os.replace(link, pipeline_dir / CURRENT)
+    fsync_dir(pipeline_dir)
+
+
+def pending_release(pipeline_dir: Path) -> str | None:
+    """The id that the next server to start must swap in."""
+    try:
+        text = (pipeline_dir / PENDING).read_text().strip()
+    except FileNotFoundError:
+        return None
+    release_number(text)
+    return text
+
+
+def set_pending(pipeline_dir: Path, release_id: str) -> None:
+    """Leave a release for the next server to start. Written before a server is looked for, so
+    that one which starts in between finds it."""
+    release_number(release_id)
+    write_durably(pipeline_dir / PENDING, release_id + "\n")
+
+
+def clear_pending(pipeline_dir: Path, release_id: str) -> None:
+    """Remove the marker when it names `release_id` or an older release."""
+    try:
+        pending = pending_release(pipeline_dir)
+    except ReleaseError:
+        pending = release_id  # unreadable: it would be tried again at every start
+    if pending is not None and release_number(pending) <= release_number(release_id):
+        (pipeline_dir / PENDING).unlink(missing_ok=True)
+        fsync_dir(pipeline_dir)
+
+
+def prune(pipeline_dir: Path, keep: int, pinned: Collection[str] = ()) -> list[str]:
+    """Remove all but the newest `keep` releases; returns the ids that went, oldest first.
+
+    The served, the pending and the `pinned` ones stay in any case.
+    """
+    if keep < 0:
+        raise ReleaseError(f"keep must be at least 0, not {keep}")
+    with release_lock(pipeline_dir):
+        ids = release_ids(pipeline_dir)
+        served = served_release(pipeline_dir)
+        stays = {*ids[len(ids) - keep :], *pinned, pending_release(pipeline_dir)}
+        if served is not None:
+            stays.add(served.name)
+        removed = [release_id for release_id in ids if release_id not in stays]
+        for release_id in removed:
+            # Renamed first: a reader never meets half a release.
+            doomed = pipeline_dir / f"{UNFINISHED}{release_id}"
+            os.rename(pipeline_dir / release_id, doomed)
+            shutil.rmtree(doomed)
+    return removed
+
+
+def sweep(pipeline_dir: Path) -> list[str]:
+    """Remove what a killed publisher or prune left behind; nothing while one is at work."""
+    if not pipeline_dir.is_dir():
+        return []
+    try:
+        with release_lock(pipeline_dir, timeout_seconds=0):
+            return sweep_locked(pipeline_dir)
+    except Timeout:
+        return []
+
+
+def sweep_locked(pipeline_dir: Path) -> list[str]:
+    """The same for one who holds the lock."""
+    leftovers = [entry for entry in pipeline_dir.iterdir() if entry.name.startswith(UNFINISHED)]
+    for entry in leftovers:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    return sorted(entry.name for entry in leftovers)
+
+
+def next_number(pipeline_dir: Path) -> int:
+    """Count one further, durably, before the number is used. For one who holds the lock."""
+    counter = pipeline_dir / COUNTER
+    last = int(counter.read_text()) if counter.exists() else 0
+    present = [release_number(release_id) for release_id in release_ids(pipeline_dir)]
+    number = max([last, *present]) + 1
+    write_durably(counter, f"{number}\n")
+    return number
+
+
+@contextmanager
+def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
+    """One publisher or prune at a time, across processes; the kernel frees it on a kill."""
+    with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
+        yield
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file in one step that survives a power cut."""
+    temp = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
+    with temp.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temp, path)
+    fsync_dir(path.parent)
+
+
+def fsync_dir(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,258 @@
+"""Tensors to shards and back, with torch. Reads are memory-mapped; writes hold one shard at most.
+
+A safetensors shard is written by hand, so that a tensor is hashed while it is written and is not
+copied first; the format is the one in `headers.py`.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, BinaryIO, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from serving.errors import ReleaseError
+from serving.weights.index import (
+    IndexMetadata,
+    StoredWeights,
+    WeightsFormat,
+    WeightsIndex,
+    shard_name,
+)
+from serving.weights.release import FileEntry, TensorEntry
+
+MAX_SHARD_BYTES = 2 * 10**9
+
+DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int16: "I16", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int32: "I32", torch.float32: "F32",
+    torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+"""torch dtype → how safetensors spells it."""
+
+
+def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Names that are the very same memory as an earlier name: alias → that name."""
+    seen: dict[tuple[object, ...], str] = {}
+    tied = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0:
+            continue
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if place in seen:
+            tied[name] = seen[place]
+        else:
+            seen[place] = name
+    return tied
+
+
+def write_shards(
+    tensors: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    format: WeightsFormat = "safetensors",
+) -> StoredWeights:
+    """Write a state dict into `folder` as shards in its own order, each fsynced.
+
+    A tensor larger than `max_shard_bytes` gets a shard of its own. Raises ReleaseError for a tensor
+    that cannot be stored, OSError from the disk.
+    """
+    if not tensors:
+        raise ReleaseError("there is no tensor to write")
+    if max_shard_bytes < 1:
+        raise ReleaseError(f"max_shard_bytes must be at least 1, not {max_shard_bytes}")
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            raise ReleaseError(
+                f"tensor {name}: {tensor.dtype}, {tensor.layout}, on {tensor.device} "
+                "cannot be stored"
+            )
+    tied = find_tied(tensors)
+    stored = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    groups = list(_split(stored, max_shard_bytes))
+    files: dict[str, FileEntry] = {}
+    entries: dict[str, TensorEntry] = {}
+    for number, names in enumerate(groups, start=1):
+        file = shard_name(number, len(groups), format)
+        with (folder / file).open("wb") as raw:
+            out = _HashingFile(raw)
+            shard = {name: stored[name].detach() for name in names}
+            if format == "safetensors":
+                digests = _write_safetensors(shard, out)
+            else:
+                digests = _write_bin(shard, out)
+            raw.flush()
+            os.fsync(raw.fileno())
+        files[file] = FileEntry(size=out.size, sha256=out.hash.hexdigest())
+        for name in names:
+            entries[name] = TensorEntry(
+                file=file,
+                dtype=DTYPES[stored[name].dtype],
+                shape=tuple(stored[name].shape),
+                sha256=digests[name],
+            )
+    index = WeightsIndex(
+        metadata=IndexMetadata(total_size=sum(tensor.nbytes for tensor in stored.values())),
+        weight_map={name: entry.file for name, entry in entries.items()},
+    )
+    return StoredWeights(index=index, files=files, tensors=entries, tied=tied)
+
+
+def read_tensors(
+    folder: Path, weight_map: Mapping[str, str], names: Iterable[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors called `names` (all of `weight_map` by default), memory-mapped, on the CPU.
+
+    Private mappings: writing to one copies the page and never reaches the file. No pickle runs.
+    Raises ReleaseError that names file and tensor.
+    """
+    wanted = list(weight_map) if names is None else list(names)
+    by_shard: dict[str, list[str]] = {}
+    for name in wanted:
+        if name not in weight_map:
+            raise ReleaseError(f"tensor {name}: not in the index")
+        by_shard.setdefault(weight_map[name], []).append(name)
+    found: dict[str, torch.Tensor] = {}
+    with ExitStack() as stack:
+        for file, in_file in by_shard.items():
+            shard = _open_shard(folder / file, stack)
+            for name in in_file:
+                if name not in shard:
+                    raise ReleaseError(f"{file}: tensor {name}: missing from the shard")
+                found[name] = shard[name]
+    return {name: found[name] for name in wanted}
+
+
+def digest_bin(path: Path) -> dict[str, TensorEntry]:
+    """What stands in a `.bin` shard. Raises ReleaseError."""
+    with ExitStack() as stack:
+        return {
+            name: TensorEntry(
+                file=path.name,
+                dtype=DTYPES[tensor.dtype],
+                shape=tuple(tensor.shape),
+                sha256=hashlib.sha256(_bytes(tensor)).hexdigest(),
+            )
+            for name, tensor in _open_shard(path, stack).items()
+        }
+
+
+def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > max_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
+
+
+def _write_safetensors(tensors: dict[str, torch.Tensor], out: "_HashingFile") -> dict[str, str]:
+    # Widest dtype first: then every tensor is aligned to its own element size, as readers expect.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name in names:
+        tensor = tensors[name]
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + tensor.nbytes],
+        }
+        position += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    out.write(len(encoded).to_bytes(8, "little"))
+    out.write(encoded)
+    digests = {}
+    for name in names:
+        content = _bytes(tensors[name])
+        out.write(content)
+        digests[name] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def _write_bin(tensors: dict[str, torch.Tensor], out: "_HashingFile") -> dict[str, str]:
+    # torch.save writes the whole storage behind a view, so a view is copied first.
+    whole = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    torch.save(whole, cast(IO[bytes], out))
+    return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in whole.items()}
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return _SafetensorsShard(stack.enter_context(safe_open(path, framework="pt")))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ReleaseError(f"{path.name}: missing") from None
+    except pickle.UnpicklingError as error:
+        raise ReleaseError(
+            f"{path.name}: refused, it holds more than tensors: {_first_line(error)}"
+        ) from None
+    # torch has half a dozen ways to say that a file is no checkpoint.
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
+        for name, tensor in content.items()
+    ):
+        raise ReleaseError(f"{path.name}: not a dict from names to tensors")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+class _SafetensorsShard(Mapping[str, torch.Tensor]):
+    def __init__(self, opened: safe_open) -> None:
+        self._opened = opened
+        self._names = set(opened.keys())  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._opened.get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _HashingFile:
+    """Hashes what is written, in the same pass."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self.hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        self.hash.update(content)
+        self.size += memoryview(content).nbytes
+        return self._raw.write(content)
+
+    def flush(self) -> None:
+        self._raw.flush()

@@ -1,0 +1,250 @@
+"""Publishing real checkpoints: transformers reads what was published, broken ones are refused."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from serving.errors import NotEnoughSpace, ReleaseError
+from serving.weights import publish, shards
+from serving.weights.index import WeightsFormat, read_index
+from serving.weights.publish import publish_folder, publish_state_dict
+from serving.weights.release import Lineage, Release
+from serving.weights.releases import list_releases, load_release
+from serving.weights.verify import verify_release
+from tests.serving_fixtures import save_config, tiny_llama
+
+
+def published(
+    tmp_path: Path, *, tied: bool = True, format: WeightsFormat = "safetensors", seed: int = 0
+) -> tuple[Path, Release]:
+    model = tiny_llama(tied=tied, seed=seed)
+    release = publish_state_dict(
+        tmp_path / "releases" / "answers",
+        model.state_dict(),
+        files_dir=save_config(model, tmp_path / "files"),
+        lineage=Lineage(dataset="me/facts", job_id="j1"),
+        max_shard_bytes=8_000,
+        format=format,
+    )
+    return tmp_path / "releases" / "answers" / release.id, release
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_transformers_loads_what_was_published(
+    tmp_path: Path, tied: bool, format: WeightsFormat
+) -> None:
+    folder, release = published(tmp_path, tied=tied, format=format)
+    original = tiny_llama(tied=tied)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, original(tokens).logits)
+    assert verify_release(folder) == ()
+    assert load_release(folder) == release
+    index = read_index(folder)
+    assert index is not None and len(index.shards) > 1
+    assert index.metadata.total_size == sum(
+        tensor.nbytes for name, tensor in original.state_dict().items() if name not in release.tied
+    )
+    assert release.tied == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("format", [None, "bin", "safetensors"])
+def test_a_save_pretrained_folder_is_published(
+    tmp_path: Path, tied: bool, format: WeightsFormat | None
+) -> None:
+    model = tiny_llama(tied=tied)
+    source = tmp_path / "checkpoint"
+    model.save_pretrained(source, max_shard_size="8KB")
+    (source / "training_args.bin").write_bytes(b"a pickle that nobody asked for")
+    (source / "modeling.py").write_text("raise SystemExit")
+    release = publish_folder(tmp_path / "releases" / "answers", source, format=format)
+    folder = tmp_path / "releases" / "answers" / release.id
+    assert {path.name for path in folder.iterdir()} == {*release.files, "release.json"}
+    assert "training_args.bin" not in release.files and "modeling.py" not in release.files
+    assert verify_release(folder) == ()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_a_single_shard_gets_an_index_too(tmp_path: Path, format: WeightsFormat) -> None:
+    model = tiny_llama()
+    source = save_config(model, tmp_path / "checkpoint")
+    state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    if format == "bin":
+        torch.save(state, source / "pytorch_model.bin")
+    else:
+        model.save_pretrained(source)
+    release = publish_folder(tmp_path / "releases" / "answers", source)
+    folder = tmp_path / "releases" / "answers" / release.id
+    index = read_index(folder)
+    assert index is not None and index.format == format
+    assert [shard.split("-", 1)[1] for shard in index.shards] == [f"00001-of-00001.{format}"]
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_digests_of_equal_tensors_are_equal_whatever_the_form(tmp_path: Path) -> None:
+    _, first = published(tmp_path, format="safetensors")
+    _, second = published(tmp_path, format="bin")
+    third = publish_folder(
+        tmp_path / "releases" / "answers",
+        tmp_path / "releases" / "answers" / first.id,
+        max_shard_bytes=10**6,
+    )
+    for other in (second, third):
+        assert {n: e.sha256 for n, e in other.tensors.items()} == {
+            n: e.sha256 for n, e in first.tensors.items()
+        }
+    assert [each.id[:7] for each in list_releases(tmp_path / "releases" / "answers")] == [
+        "r000001",
+        "r000002",
+        "r000003",
+    ]
+
+
+def test_a_pickle_in_a_bin_shard_does_not_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "trap"),)
+
+    source = save_config(tiny_llama(), tmp_path / "checkpoint")
+    torch.save({"model.embed_tokens.weight": Trap()}, source / "pytorch_model.bin")
+    with pytest.raises(ReleaseError, match=r"pytorch_model\.bin: refused"):
+        publish_folder(tmp_path / "releases" / "answers", source)
+    assert not (tmp_path / "trap").exists()
+    assert list_releases(tmp_path / "releases" / "answers") == []
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 16)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "truncated"),
+        (Path.unlink, "missing"),
+        (flip_a_byte, "sha256"),
+    ],
+)
+@pytest.mark.parametrize("format", ["safetensors", "bin"])
+def test_damage_is_named_with_its_file(
+    tmp_path: Path, damage: object, reason: str, format: WeightsFormat
+) -> None:
+    folder, release = published(tmp_path, format=format)
+    shard = release.tensors["model.norm.weight"].file
+    damage(folder / shard)  # type: ignore[operator]
+    reasons = verify_release(folder)
+    assert len(reasons) == 1 and reasons[0].startswith(f"{shard}: {reason}"), reasons
+
+
+def reseal(folder: Path, **changes: object) -> None:
+    """Rewrite the manifest so that only the inconsistency under test is left."""
+    release = load_release(folder)
+    files = {name: publish.digest_file(folder / name) for name in release.files}
+    digest = publish.files_digest(files)
+    sealed = release.model_copy(
+        update={"files": files, "id": f"{release.id.split('-')[0]}-{digest}", **changes}
+    )
+    (folder / "release.json").write_text(sealed.model_dump_json())
+
+
+def test_every_disagreement_names_file_and_tensor(tmp_path: Path) -> None:
+    folder, release = published(tmp_path, tied=False)
+    name = "model.norm.weight"
+    shard = release.tensors[name].file
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"][name]
+    index["weight_map"]["model.surplus.weight"] = shard
+    path.write_text(json.dumps(index))
+    reseal(folder)
+    reasons = verify_release(folder)
+    assert len(reasons) == 2
+    assert any(name in reason and "missing from the index" in reason for reason in reasons)
+    assert any("model.surplus.weight" in reason for reason in reasons)
+
+
+def test_a_surplus_tensor_in_a_shard_is_refused(tmp_path: Path) -> None:
+    folder, release = published(tmp_path, tied=False)
+    tensors = dict(release.tensors)
+    gone = tensors.pop("model.layers.1.input_layernorm.weight")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.layers.1.input_layernorm.weight"]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    reseal(folder, tensors=tensors)
+    (reason,) = verify_release(folder)
+    assert reason.startswith(f"{gone.file}: tensor model.layers.1.input_layernorm.weight: surplus")
+
+
+def test_shapes_must_fit_the_config_and_ties_must_hold(tmp_path: Path) -> None:
+    folder, _ = published(tmp_path, tied=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "intermediate_size": 48, "tie_word_embeddings": True})
+    )
+    reseal(folder)
+    reasons = verify_release(folder)
+    assert sum("mlp" in reason for reason in reasons) == 6
+    assert any("lm_head.weight" in reason and "ties" in reason for reason in reasons)
+    assert all(reason.split(":")[0].endswith(".safetensors") for reason in reasons)
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    folder, release = published(tmp_path)
+    shutil.copy(folder / "config.json", tmp_path / "releases" / "answers" / "secret.json")
+    files = {**release.files, "../secret.json": release.files["config.json"]}
+    (folder / "release.json").write_text(
+        release.model_copy(update={"files": files}).model_dump_json()
+    )
+    assert any("plain file name" in reason for reason in verify_release(folder))
+
+
+def test_too_small_a_disk_is_seen_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
+    with pytest.raises(NotEnoughSpace, match="10 free bytes"):
+        published(tmp_path)
+    assert [p.name for p in (tmp_path / "releases" / "answers").iterdir()] == [".lock"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shards._HashingFile.write
+
+    def full(self: shards._HashingFile, content: bytes) -> int:
+        if self.size > 4_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, content)
+
+    monkeypatch.setattr(shards._HashingFile, "write", full)
+    with pytest.raises(NotEnoughSpace, match="filled up"):
+        published(tmp_path)
+    assert [p.name for p in (tmp_path / "releases" / "answers").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path, missing: str) -> None:
+    source = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(source)
+    (source / missing).unlink()
+    with pytest.raises(ReleaseError, match=r"config\.json|no weights"):
+        publish_folder(tmp_path / "releases" / "answers", source)

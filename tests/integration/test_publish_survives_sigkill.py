@@ -1,0 +1,54 @@
+"""A publisher killed at any moment leaves no half release, and its number is not given again."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from serving.weights.releases import list_releases, release_number, sweep
+from serving.weights.verify import verify_release
+from tests.serving_fixtures import tiny_llama
+
+KILLS = int(os.environ.get("SERVING_KILLS", "8"))
+
+PUBLISH_FOREVER = """
+import sys
+from pathlib import Path
+from serving.weights.publish import publish_folder
+pipeline_dir, source = map(Path, sys.argv[1:])
+print("ready", flush=True)
+while True:
+    print(publish_folder(pipeline_dir, source).id, flush=True)
+"""
+
+
+def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(source, max_shard_size="4KB")
+    pipeline_dir = tmp_path / "releases" / "answers"
+    chance = random.Random(0)
+    announced: list[str] = []
+    for _ in range(KILLS):
+        process = subprocess.Popen(
+            [sys.executable, "-c", PUBLISH_FOREVER, str(pipeline_dir), str(source)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0, 0.1))  # the moment of the kill is what varies here
+        process.send_signal(signal.SIGKILL)
+        rest, _ = process.communicate()
+        announced += [line for line in rest.splitlines() if len(line) == len("r000001-12345678")]
+        releases = list_releases(pipeline_dir)
+        assert {release.id for release in releases} >= set(announced)
+        for release in releases:
+            assert verify_release(pipeline_dir / release.id) == ()
+        sweep(pipeline_dir)
+        left = {path.name for path in pipeline_dir.iterdir() if path.name.startswith(".unfinished")}
+        assert left == set()
+    numbers = [release_number(release.id) for release in list_releases(pipeline_dir)]
+    assert announced and len(numbers) == len(set(numbers))

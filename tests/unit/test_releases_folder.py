@@ -1,0 +1,95 @@
+"""What lies in a pipeline's folder beside the weights: current, pending, counter, leftovers."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ReleaseError
+from serving.weights import releases
+from serving.weights.release import FileEntry, Release
+
+
+def put(pipeline_dir: Path, release_id: str) -> str:
+    folder = pipeline_dir / release_id
+    folder.mkdir(parents=True)
+    manifest = Release(
+        id=release_id,
+        pipeline="answers",
+        created_at="2026-01-01T00:00:00+00:00",
+        files={"config.json": FileEntry(size=0, sha256="")},
+        tensors={},
+    )
+    (folder / "release.json").write_text(manifest.model_dump_json())
+    return release_id
+
+
+def test_releases_are_listed_by_number_and_broken_ones_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert releases.list_releases(tmp_path / "nowhere") == []
+    for release_id in ("r1000000-00000000", "r000002-ffffffff", "r000001-aaaaaaaa"):
+        put(tmp_path, release_id)
+    (tmp_path / "r000003-00000000").mkdir()
+    (tmp_path / "notes").mkdir()
+    releases.set_current(tmp_path, "r000001-aaaaaaaa")
+    found = [release.id for release in releases.list_releases(tmp_path)]
+    assert found == ["r000001-aaaaaaaa", "r000002-ffffffff", "r1000000-00000000"]
+    assert "r000003-00000000" in caplog.text
+
+
+def test_current_moves_in_one_step(tmp_path: Path) -> None:
+    assert releases.served_release(tmp_path) is None
+    releases.set_current(tmp_path, "r000001-aaaaaaaa")
+    releases.set_current(tmp_path, "r000002-ffffffff")
+    assert releases.served_release(tmp_path) == tmp_path / "r000002-ffffffff"
+    assert [path.name for path in tmp_path.iterdir()] == ["current"]
+
+
+@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])
+def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -> None:
+    (tmp_path / "current").symlink_to(target)
+    with pytest.raises(ReleaseError, match="not a release id"):
+        releases.served_release(tmp_path)
+
+
+def test_pending_is_cleared_by_itself_or_a_newer_one(tmp_path: Path) -> None:
+    releases.clear_pending(tmp_path, "r000001-aaaaaaaa")
+    releases.set_pending(tmp_path, "r000002-bbbbbbbb")
+    releases.clear_pending(tmp_path, "r000001-aaaaaaaa")
+    assert releases.pending_release(tmp_path) == "r000002-bbbbbbbb"
+    releases.clear_pending(tmp_path, "r000003-cccccccc")
+    assert releases.pending_release(tmp_path) is None
+
+
+def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 8)]
+    releases.set_current(tmp_path, ids[0])
+    releases.set_pending(tmp_path, ids[1])
+    assert releases.prune(tmp_path, keep=2, pinned=[ids[2]]) == [ids[3], ids[4]]
+    assert releases.release_ids(tmp_path) == [*ids[:3], *ids[5:]]
+    assert releases.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
+    with pytest.raises(ReleaseError, match="keep"):
+        releases.prune(tmp_path, keep=-1)
+
+
+def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
+    assert releases.next_number(tmp_path) == 1
+    put(tmp_path, "r000007-00000000")
+    assert releases.next_number(tmp_path) == 8
+    releases.prune(tmp_path, keep=0)
+    assert releases.next_number(tmp_path) == 9
+    (tmp_path / "counter").unlink()
+    put(tmp_path, "r000020-00000000")
+    assert releases.next_number(tmp_path) == 21
+
+
+def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:
+    put(tmp_path, "r000001-00000000")
+    (tmp_path / ".unfinished-1").mkdir()
+    (tmp_path / ".unfinished-1" / "model.safetensors").write_bytes(b"half")
+    os.symlink("r000001-00000000", tmp_path / ".unfinished-2")
+    with releases.release_lock(tmp_path):
+        assert releases.sweep(tmp_path) == []
+    assert releases.sweep(tmp_path) == [".unfinished-1", ".unfinished-2"]
+    assert releases.release_ids(tmp_path) == ["r000001-00000000"]

@@ -1,0 +1,90 @@
+"""The weights index: both forms are read, and nothing in it leads out of its folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ReleaseError
+from serving.weights.index import parse_index, read_index, shard_name
+
+SPECIFIED = {
+    "metadata": {"total_size": 13476839424},
+    "weight_map": {
+        "model.embed_tokens.weight": "pytorch_model-00001-of-00002.bin",
+        "model.layers.0.self_attn.q_proj.weight": "pytorch_model-00001-of-00002.bin",
+        "model.layers.0.mlp.up_proj.weight": "pytorch_model-00002-of-00002.bin",
+        "model.norm.weight": "pytorch_model-00002-of-00002.bin",
+        "lm_head.weight": "pytorch_model-00002-of-00002.bin",
+    },
+}
+
+
+def test_the_bin_form_of_the_specification_is_read(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(SPECIFIED))
+    index = read_index(tmp_path)
+    assert index is not None
+    assert index.format == "bin"
+    assert index.metadata.total_size == 13476839424
+    assert index.shards == ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    assert index.weight_map == SPECIFIED["weight_map"]
+    assert parse_index(index.to_json(), "again") == index
+
+
+def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
+    assert read_index(tmp_path) is None
+
+
+def test_shard_names_count_from_one() -> None:
+    assert shard_name(1, 3, "bin") == "pytorch_model-00001-of-00003.bin"
+    assert shard_name(2, 3, "safetensors") == "model-00002-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        "../model.safetensors",
+        "/etc/model.safetensors",
+        "sub/model.safetensors",
+        "sub\\model.safetensors",
+        "..safetensors",
+        ".hidden.safetensors",
+        "model.pkl",
+        "model.safetensors\n",
+        "model\0.safetensors",
+        "",
+        "model-00004-of-00003.safetensors",
+        "model-00000-of-00003.safetensors",
+    ],
+)
+def test_a_shard_is_a_plain_file_of_the_folder(shard: str) -> None:
+    content = {"metadata": {"total_size": 4}, "weight_map": {"a": shard}}
+    with pytest.raises(ReleaseError, match="weight_map"):
+        parse_index(json.dumps(content), "model.safetensors.index.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting"),
+        ("[]", "valid dictionary"),
+        ('{"weight_map": {"a": "m.safetensors"}}', "metadata"),
+        ('{"metadata": {}, "weight_map": {"a": "m.safetensors"}}', "total_size"),
+        ('{"metadata": {"total_size": -1}, "weight_map": {"a": "m.safetensors"}}', "total_size"),
+        ('{"metadata": {"total_size": 1}, "weight_map": {}}', "weight_map"),
+        ('{"metadata": {"total_size": 1}, "weight_map": {"a": 1}}', "weight_map"),
+        (
+            '{"metadata": {"total_size": 1}, "weight_map": {"a": "m.bin", "b": "m.safetensors"}}',
+            "partly",
+        ),
+        (
+            '{"metadata": {"total_size": 1}, "weight_map": {"a": "m.bin", "a": "n.bin"}}',
+            "named twice: a",
+        ),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_an_index_that_does_not_hold_is_an_error_that_says_why(text: str, reason: str) -> None:
+    with pytest.raises(ReleaseError, match=reason) as caught:
+        parse_index(text, "model.safetensors.index.json")
+    assert all(each.startswith("model.safetensors.index.json: ") for each in caught.value.reasons)
