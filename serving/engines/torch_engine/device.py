@@ -31,7 +31,7 @@ def choose_dtype(
 
 
 def _cpu_is_fast_in_bfloat16() -> bool:
-    return bool(torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported())
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -55,9 +55,7 @@ def _cgroup_free() -> int | None:
     try:
         limit = (_CGROUP_V2 / "memory.max").read_text().strip()
         used = int((_CGROUP_V2 / "memory.current").read_text())
-        stat = dict(
-            line.split() for line in (_CGROUP_V2 / "memory.stat").read_text().splitlines()
-        )
+        stat = dict(line.split() for line in (_CGROUP_V2 / "memory.stat").read_text().splitlines())
     except FileNotFoundError:
         return None
     if limit == "max":

@@ -22,9 +22,7 @@ def build_network(folder: Path) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     try:
-        config = AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with no_init_weights():
             network: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             network.tie_weights()  # type: ignore[operator]
@@ -97,10 +95,7 @@ class TransformersRunner:
         self._caches[target], self._caches[source] = self._caches[source], None
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = [
-            self._read(slot, [token_id])
-            for slot, token_id in enumerate(batch.token_ids)
-        ]
+        rows = [self._read(slot, [token_id]) for slot, token_id in enumerate(batch.token_ids)]
         for chunk in batch.chunks:
             if chunk.start == 0:
                 self._caches[chunk.slot] = None

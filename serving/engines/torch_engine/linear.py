@@ -22,7 +22,7 @@ class Linear:
         """`weight` is [out, in] and `bias` [out], both on the device and in the dtype to use."""
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self._bias = bias
-        self._is_packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._is_packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         if self._is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._weight = weight

@@ -135,7 +135,6 @@ class LlamaRunner:
         *,
         num_slots: int,
         context: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.num_slots = num_slots
@@ -143,7 +142,6 @@ class LlamaRunner:
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self._slots = slots
-        self._dtype = dtype
         self._device = device
         self._rotations = rope.rotations(shape.rope, shape.head_dim, context).to(device)[:, None]
         self._embedding = _tensor(built["embedding"])
@@ -177,7 +175,7 @@ class LlamaRunner:
         heads = shape.num_heads + shape.num_kv_heads
         rotated = qkv[:, : heads * shape.head_dim].view(-1, heads, shape.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
-            of_queries, of_keys = rotated.split((shape.num_heads, shape.num_kv_heads), dim=1)
+            of_queries, of_keys = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
             of_queries.copy_(self._normalise(of_queries, layer.query_norm))
             of_keys.copy_(self._normalise(of_keys, layer.key_norm))
         _rotate(rotated, rotation)

@@ -43,7 +43,7 @@ def _frequencies(parameters: dict[str, Any], head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies: Tensor = 1.0 / (parameters["rope_theta"] ** exponents)
     if parameters["rope_type"] == "linear":
-        return frequencies / parameters["factor"]
+        return frequencies / float(parameters["factor"])
     if parameters["rope_type"] == "llama3":
         return _llama3(frequencies, parameters)
     return frequencies
@@ -51,7 +51,7 @@ def _frequencies(parameters: dict[str, Any], head_dim: int) -> Tensor:
 
 def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
     """Long waves are stretched by `factor`, short ones kept, those between are blended."""
-    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
-    turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    turns = frequencies * (parameters["original_max_position_embeddings"] / (2 * math.pi))
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / parameters["factor"]
+    return kept * frequencies + (1.0 - kept) * frequencies / float(parameters["factor"])

@@ -32,7 +32,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if generation.num_prompt_logprobs is None else []
         )
-        self.stop_ids = frozenset(generation.stop_token_ids)
+        self.stop_ids = frozenset(id for id in generation.stop_token_ids if id < vocab_size)
         self.generator: torch.Generator | None = None
         if generation.seed is not None:
             # torch takes 64 bits, and reads negative numbers as their complement.

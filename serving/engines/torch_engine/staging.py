@@ -100,7 +100,6 @@ def _load_llama(
         slots,
         num_slots=num_slots,
         context=context,
-        dtype=loader.dtype,
         device=loader.device,
     )
     return runner, loaded.read_bytes, loaded.shared_bytes

@@ -34,9 +34,7 @@ class StepLoop:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._submitted) or any(
-            not lane.is_idle for lane in list(self._lanes.values())
-        )
+        return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
 
     def add(self, release_id: str, lane: Lane) -> None:
         with self._changed:
@@ -59,7 +57,7 @@ class StepLoop:
         with self._changed:
             if self._death is not None:
                 raise self._death
-            if sequence.release_id not in self._lanes:
+            if sequence.release_id not in self._lanes or sequence.release_id in self._leaving:
                 raise EngineError(f"release {sequence.release_id} is not resident")
             self._submitted.append(sequence)
             self._changed.notify()
@@ -118,12 +116,11 @@ class StepLoop:
         with self._changed:
             # A sequence that was handed in since keeps its lane.
             wanted = {sequence.release_id for sequence in self._submitted}
-            gone = [
-                self._leaving.pop(release_id)
-                for release_id in list(self._leaving)
-                if release_id not in wanted and self._lanes[release_id].is_idle
-                and self._lanes.pop(release_id)
-            ]
+            gone = []
+            for release_id in list(self._leaving):
+                if release_id not in wanted and self._lanes[release_id].is_idle:
+                    del self._lanes[release_id]
+                    gone.append(self._leaving.pop(release_id))
         for on_gone in gone:
             on_gone()
 
