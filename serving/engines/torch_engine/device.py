@@ -1,0 +1,72 @@
+"""Which device and dtype an engine computes in, and how much memory is left there."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from serving.engines.torch_engine.settings import TorchEngineSettings
+
+_CGROUP_V2 = Path("/sys/fs/cgroup")
+
+
+def choose_device(settings: TorchEngineSettings) -> torch.device:
+    if settings.device is not None:
+        return torch.device(settings.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(
+    settings: TorchEngineSettings, device: torch.device, stored: str | None
+) -> torch.dtype:
+    """`stored` is the dtype that the release's configuration names, None where it names none."""
+    if settings.dtype == "float32":
+        return torch.float32
+    if stored == "bfloat16" and (device.type == "cuda" or _cpu_is_fast_in_bfloat16()):
+        return torch.bfloat16
+    if stored == "float16" and device.type == "cuda":
+        return torch.float16
+    return torch.float32
+
+
+def _cpu_is_fast_in_bfloat16() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that may still be taken, None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if sys.platform != "linux":
+        return None
+    bounds = [_meminfo_available(), _cgroup_free()]
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _meminfo_available() -> int | None:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_free() -> int | None:
+    try:
+        limit = (_CGROUP_V2 / "memory.max").read_text().strip()
+        used = int((_CGROUP_V2 / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP_V2 / "memory.stat").read_text().splitlines())
+    except FileNotFoundError:
+        return None
+    if limit == "max":
+        return None
+    # File pages count as used and are given back under pressure.
+    return int(limit) - used + int(stat.get("inactive_file", 0))
+
+
+def yield_the_cores() -> None:
+    """Make the calling thread one that only takes what the step loop leaves."""
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        # On Linux a nice value is a thread's own; 0 is the calling thread.
+        os.setpriority(os.PRIO_PROCESS, 0, 19)

@@ -1,0 +1,262 @@
+"""`TorchEngine`: holds up to two releases, and generates under either of them."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal, Self
+
+from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.torch_engine.device import choose_device
+from serving.engines.torch_engine.lane import Lane
+from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
+from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.staging import Staged, load_runner
+from serving.engines.torch_engine.step_loop import StepLoop
+from serving.weights.release import Release
+
+_MAX_RESIDENT = 2
+
+# While requests run, staging rests this long per second it works: on two cores it then costs them
+# less than it does to lose a core at times.
+_PAUSE_SHARE_BESIDE_REQUESTS = 1.0
+
+
+def create_engine(
+    *,
+    dtype: Literal["float32", "auto"] = "auto",
+    device: str | None = None,
+    num_threads: int | None = None,
+    max_batch: int = 16,
+    max_batch_tokens: int = 512,
+    max_context: int | None = None,
+    kv_cache_bytes: int = 2 << 30,
+) -> "TorchEngine":
+    """An engine with no release yet. `TorchEngineSettings` says what the arguments mean."""
+    return TorchEngine(
+        TorchEngineSettings(
+            dtype=dtype,
+            device=device,
+            num_threads=num_threads,
+            max_batch=max_batch,
+            max_batch_tokens=max_batch_tokens,
+            max_context=max_context,
+            kv_cache_bytes=kv_cache_bytes,
+        )
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Resident:
+    vocab_size: int
+    context: int
+    read_bytes: int
+    shared_bytes: int
+    is_committed: bool = False
+    is_leaving: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentRelease:
+    """What is known of a release in memory."""
+
+    is_committed: bool
+    context: int
+    """Tokens of a sequence, prompt included."""
+    read_bytes: int
+    """Read from shards when it was staged."""
+    shared_bytes: int
+    """Not read, since another resident release held the same tensors."""
+
+
+class TorchEngine:
+    """Called on one event loop; computes on a thread of its own and loads on another."""
+
+    holds_two = True
+
+    def __init__(self, settings: TorchEngineSettings) -> None:
+        self._settings = settings
+        self._device = choose_device(settings)
+        self._pool = UnitPool()
+        self._sampler = Sampler(self._device)
+        self._residents: dict[str, _Resident] = {}
+        self._staging = asyncio.Lock()
+        self._one_left = asyncio.Event()
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
+        self._stop_staging = threading.Event()
+        self._is_closed = False
+        self._steps = StepLoop(num_threads=settings.num_threads)
+
+    async def stage(self, release: Release, folder: Path) -> None:
+        async with self._staging:
+            if self._take_back(release.id):
+                return
+            await self._wait_for_room(release.id)
+            staged = await self._load(release, folder)
+            if self._is_closed:
+                raise StageError(f"release {release.id}: the engine was closed while it was staged")
+            self._residents[release.id] = _Resident(
+                vocab_size=staged.runner.vocab_size,
+                context=staged.runner.context,
+                read_bytes=staged.read_bytes,
+                shared_bytes=staged.shared_bytes,
+            )
+            self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
+
+    async def commit(self, release_id: str) -> None:
+        """Raises EngineError for a release that is not staged."""
+        self._find(release_id).is_committed = True
+
+    async def unload(self, release_id: str) -> None:
+        """A release that is not there, or leaves already, is no error."""
+        resident = self._residents.get(release_id)
+        if resident is None or resident.is_leaving:
+            return
+        resident.is_leaving = True
+        loop = asyncio.get_running_loop()
+
+        def on_gone() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._forget, release_id)
+
+        self._steps.retire(release_id, on_gone)
+
+    def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
+        """The sequence is on its way when this returns, and keeps its release until it ends."""
+        resident = self._find(release_id)
+        if not resident.is_committed or resident.is_leaving:
+            raise EngineError(f"release {release_id} is not live: commit it first")
+        _check_fits(generation, resident)
+        sequence = Sequence(
+            release_id,
+            generation,
+            asyncio.get_running_loop(),
+            device=self._device,
+            vocab_size=resident.vocab_size,
+        )
+        self._steps.submit(sequence)
+        return Stream(sequence)
+
+    def resident_releases(self) -> dict[str, ResidentRelease]:
+        """Releases in memory by id, those that end their last sequences included."""
+        return {
+            release_id: ResidentRelease(
+                is_committed=resident.is_committed,
+                context=resident.context,
+                read_bytes=resident.read_bytes,
+                shared_bytes=resident.shared_bytes,
+            )
+            for release_id, resident in self._residents.items()
+        }
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._stop_staging.set()
+        self._one_left.set()
+        self._steps.stop()
+        await asyncio.to_thread(self._steps.join)
+        await asyncio.to_thread(self._loader.shutdown)
+        self._residents.clear()
+
+    def _find(self, release_id: str) -> _Resident:
+        try:
+            return self._residents[release_id]
+        except KeyError:
+            raise EngineError(f"release {release_id} is not resident") from None
+
+    def _take_back(self, release_id: str) -> bool:
+        """Keep a release that is resident still, as a rollback soon after a swap finds it."""
+        resident = self._residents.get(release_id)
+        if resident is None or not self._steps.keep(release_id):
+            return False
+        resident.is_leaving = False
+        return True
+
+    def _forget(self, release_id: str) -> None:
+        self._residents.pop(release_id, None)
+        self._one_left.set()
+
+    async def _wait_for_room(self, release_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._settings.stage_wait_seconds):
+                while len(self._residents) >= _MAX_RESIDENT and not self._is_closed:
+                    self._one_left.clear()
+                    await self._one_left.wait()
+        except TimeoutError:
+            raise StageError(
+                f"release {release_id}: no room, {' and '.join(self._residents)} are resident "
+                f"and neither ended within {self._settings.stage_wait_seconds:g} s"
+            ) from None
+        if self._is_closed:
+            raise StageError(f"release {release_id}: the engine was closed")
+
+    async def _load(self, release: Release, folder: Path) -> Staged:
+        is_unwanted = threading.Event()
+        work = partial(
+            load_runner,
+            release,
+            folder,
+            pool=self._pool,
+            settings=self._settings,
+            device=self._device,
+            is_cancelled=lambda: is_unwanted.is_set() or self._stop_staging.is_set(),
+            pause_share=lambda: _PAUSE_SHARE_BESIDE_REQUESTS if self._steps.is_busy else 0.0,
+        )
+        loading = asyncio.get_running_loop().run_in_executor(self._loader, work)
+        try:
+            return await asyncio.shield(loading)
+        except StagingCancelled:
+            raise StageError(f"release {release.id}: the engine was closed") from None
+        except asyncio.CancelledError:
+            is_unwanted.set()
+            # The next release is staged on the same thread, after this one stopped.
+            loading.add_done_callback(lambda done: done.exception())
+            raise
+
+
+class Stream(AsyncIterator[Step]):
+    """Steps of one sequence. Closing it, or dropping it, frees the slot within a step."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._is_done = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Step:
+        if self._is_done:
+            raise StopAsyncIteration
+        event = await self._sequence.events.get()
+        if isinstance(event, EngineError):
+            self._is_done = True
+            raise event
+        self._is_done = event.finish_reason is not None
+        return event
+
+    async def aclose(self) -> None:
+        self._is_done = True
+        self._sequence.is_cancelled = True
+
+    def __del__(self) -> None:
+        self._sequence.is_cancelled = True
+
+
+def _check_fits(generation: Generation, resident: _Resident) -> None:
+    """Refuse what would fail a step, and so everybody in it."""
+    if not 0 < len(generation.prompt) <= resident.context:
+        raise EngineError(
+            f"a prompt of {len(generation.prompt)} tokens does not fit; "
+            f"the release takes 1 to {resident.context}"
+        )
+    named = (*generation.prompt, *generation.logit_bias)
+    strange = [token_id for token_id in named if not 0 <= token_id < resident.vocab_size]
+    if strange:
+        raise EngineError(
+            f"token id {strange[0]} is not in the vocabulary of {resident.vocab_size} tokens"
+        )

@@ -1,0 +1,312 @@
+"""Llama and its kin (Mistral, Qwen2, Qwen3) as few, large torch operations; no module tree."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from serving.engines.torch_engine import rope
+from serving.engines.torch_engine.architecture import LlamaShape
+from serving.engines.torch_engine.linear import Linear
+from serving.engines.torch_engine.runner import Batch, Chunk
+from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.engines.torch_engine.units import Built, Part, Unit
+
+# oneDNN makes a kernel per number of rows, at about a millisecond each: prompts are rounded up.
+_ROWS_ROUNDED_ABOVE = 16
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def units(shape: LlamaShape) -> dict[str, Unit]:
+    """Every unit of the network, by its place in it."""
+    found = {
+        "embedding": _plain(EMBEDDING, (shape.vocab_size, shape.hidden_size)),
+        "norm": _plain("model.norm.weight", (shape.hidden_size,)),
+        "head": _linear(
+            {EMBEDDING if shape.is_tied else HEAD: shape.vocab_size}, shape.hidden_size, False
+        ),
+    }
+    for layer in range(shape.num_layers):
+        found.update(_layer_units(shape, layer))
+    return found
+
+
+def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:
+    at = f"model.layers.{layer}."
+    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads
+    queries, keys = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention, mlp = at + "self_attn.", at + "mlp."
+    found = {
+        "input_norm": _plain(at + "input_layernorm.weight", (hidden,)),
+        "mlp_norm": _plain(at + "post_attention_layernorm.weight", (hidden,)),
+        "qkv": _linear(
+            {
+                attention + "q_proj.weight": queries,
+                attention + "k_proj.weight": keys,
+                attention + "v_proj.weight": keys,
+            },
+            hidden,
+            shape.qkv_bias,
+            rotated=(heads, shape.num_kv_heads, shape.head_dim),
+        ),
+        "output": _linear({attention + "o_proj.weight": hidden}, queries, shape.output_bias),
+        "gate_up": _linear(
+            {mlp + "gate_proj.weight": inner, mlp + "up_proj.weight": inner}, hidden, shape.mlp_bias
+        ),
+        "down": _linear({mlp + "down_proj.weight": hidden}, inner, shape.mlp_bias),
+    }
+    if shape.has_head_norms:
+        found["query_norm"] = _head_norm(attention + "q_norm.weight", shape.head_dim)
+        found["key_norm"] = _head_norm(attention + "k_norm.weight", shape.head_dim)
+    return {f"{layer}.{name}": unit for name, unit in found.items()}
+
+
+def _plain(name: str, shape: tuple[int, ...]) -> Unit:
+    return Unit(kind="plain", parts=(Part(name=name, shape=shape),), build=lambda parts: parts[0])
+
+
+def _head_norm(name: str, head_dim: int) -> Unit:
+    order = rope.interleave(1, head_dim)
+    return Unit(
+        kind="head norm",
+        parts=(Part(name=name, shape=(head_dim,)),),
+        build=lambda parts: parts[0][order.to(parts[0].device)],
+    )
+
+
+def _linear(
+    rows_by_weight: dict[str, int],
+    columns: int,
+    has_bias: bool,
+    *,
+    rotated: tuple[int, int, int] | None = None,
+) -> Unit:
+    """Weights on top of each other; with `rotated` (query heads, kv heads, head dim) the rows of
+    the first two, queries and keys, in the order that `rope.interleave` gives."""
+    weights = [Part(name=name, shape=(rows, columns)) for name, rows in rows_by_weight.items()]
+    biases = [
+        Part(name=name.removesuffix("weight") + "bias", shape=(rows,))
+        for name, rows in rows_by_weight.items()
+        if has_bias
+    ]
+
+    def build(parts: list[Tensor]) -> Linear:
+        weight = _stack(parts[: len(weights)])
+        bias = _stack(parts[len(weights) :]) if biases else None
+        return Linear(weight, bias)
+
+    def _stack(blocks: list[Tensor]) -> Tensor:
+        if rotated is not None:
+            heads, kv_heads, head_dim = rotated
+            for i, count in enumerate((heads, kv_heads)):
+                order = rope.interleave(count, head_dim).to(blocks[i].device)
+                blocks[i] = blocks[i][order]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+
+    kind = "linear" if rotated is None else f"linear rotated {rotated}"
+    return Unit(kind=kind, parts=(*weights, *biases), build=build)
+
+
+class LlamaRunner:
+    """The forward pass of one release, over slots of its own."""
+
+    def __init__(
+        self,
+        shape: LlamaShape,
+        built: Mapping[str, Built],
+        slots: KeyValueSlots,
+        *,
+        num_slots: int,
+        context: int,
+        device: torch.device,
+    ) -> None:
+        self.num_slots = num_slots
+        self.context = context
+        self.vocab_size = shape.vocab_size
+        self._shape = shape
+        self._slots = slots
+        self._device = device
+        self._rotations = rope.rotations(shape.rope, shape.head_dim, context).to(device)[:, None]
+        self._embedding = _tensor(built["embedding"])
+        self._norm = _tensor(built["norm"])
+        self._head = _matrix(built["head"])
+        self._layers = [_assemble(shape, built, layer) for layer in range(shape.num_layers)]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._slots.move(source, target, length)
+
+    def forward(self, batch: Batch) -> Tensor:
+        rows = _Rows(batch, self._device)
+        x = F.embedding(rows.token_ids, self._embedding)
+        rotation = self._rotations[rows.positions]
+        for index, layer in enumerate(self._layers):
+            x = self._layer(index, layer, x, rotation, rows)
+        if rows.wanted is not None:
+            x = x[rows.wanted]
+        if not len(x):
+            return torch.empty(0, self.vocab_size, device=self._device)
+        logits = self._head(self._normalise(x, self._norm))
+        return logits.float()
+
+    def _layer(
+        self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, rows: "_Rows"
+    ) -> Tensor:
+        shape = self._shape
+        num_queries = shape.num_heads * shape.head_dim
+        qkv = layer.qkv(self._normalise(x, layer.input_norm))
+        # Queries and keys are rotated where they stand, so that keys and values leave as one block.
+        heads = shape.num_heads + shape.num_kv_heads
+        rotated = qkv[:, : heads * shape.head_dim].view(-1, heads, shape.head_dim)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            of_queries, of_keys = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
+            of_queries.copy_(self._normalise(of_queries, layer.query_norm))
+            of_keys.copy_(self._normalise(of_keys, layer.key_norm))
+        _rotate(rotated, rotation)
+        count = rows.count
+        self._slots.write(
+            index,
+            rows.slots,
+            rows.positions[:count],
+            qkv[:count, num_queries:].view(count, 2, shape.num_kv_heads, shape.head_dim),
+        )
+        attended = self._attend(index, qkv[:, :num_queries], rows)
+        x = x + layer.output(attended)
+        gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
+        return x + layer.down(F.silu(gate).mul_(up))
+
+    def _attend(self, index: int, queries: Tensor, rows: "_Rows") -> Tensor:
+        parts = []
+        if rows.num_decoding:
+            parts.append(self._attend_decoding(index, queries[: rows.num_decoding], rows))
+        first = rows.num_decoding
+        for chunk, mask in rows.chunks:
+            end = first + len(chunk.token_ids)
+            parts.append(self._attend_chunk(index, queries[first:end], chunk, mask))
+            first = end
+        if first < len(queries):
+            parts.append(queries[first:])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_decoding(self, index: int, queries: Tensor, rows: "_Rows") -> Tensor:
+        shape, count = self._shape, rows.num_decoding
+        keys, values = self._slots.read(index, 0, count, rows.longest)
+        # The heads that share keys stand where SDPA has query positions: nothing is repeated.
+        grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask)
+        return attended.reshape(count, -1)
+
+    def _attend_chunk(
+        self, index: int, queries: Tensor, chunk: Chunk, mask: Tensor | None
+    ) -> Tensor:
+        shape, count = self._shape, len(chunk.token_ids)
+        keys, values = self._slots.read(index, chunk.slot, chunk.slot + 1, chunk.start + count)
+        by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return attended.transpose(1, 2).reshape(count, -1)
+
+    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self._shape.norm_eps)
+
+
+class _Rows:
+    """A batch as tensors: one row per token, decoding slots first."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.num_decoding = len(batch.token_ids)
+        token_ids = list(batch.token_ids)
+        positions = list(batch.lengths)
+        slots = list(range(self.num_decoding))
+        wanted = list(slots)
+        for chunk in batch.chunks:
+            end = len(token_ids) + len(chunk.token_ids)
+            if chunk.wants == "all":
+                wanted.extend(range(len(token_ids), end))
+            elif chunk.wants == "last":
+                wanted.append(end - 1)
+            token_ids.extend(chunk.token_ids)
+            positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
+            slots.extend([chunk.slot] * len(chunk.token_ids))
+        self.count = len(token_ids)
+        if self.count > _ROWS_ROUNDED_ABOVE:
+            padding = [0] * (-self.count % _ROWS_ROUNDED_ABOVE)
+            token_ids.extend(padding)
+            positions.extend(padding)
+        self.token_ids = torch.tensor(token_ids, device=device)
+        self.positions = torch.tensor(positions, device=device)
+        self.slots = torch.tensor(slots, device=device)
+        self.wanted: Tensor | None = None
+        if len(wanted) < len(token_ids):
+            self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
+        self.longest = max(batch.lengths, default=0) + 1
+        self.mask = _length_mask(batch.lengths, self.longest, device)
+        self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
+
+
+def _length_mask(lengths: Seq[int], longest: int, device: torch.device) -> Tensor | None:
+    """True where a decoding row may look, [rows, 1, 1, longest]; None where all are as long."""
+    ends = torch.tensor(lengths, device=device)
+    if ends.numel() < 2 or bool((ends == longest - 1).all()):
+        return None
+    return (torch.arange(longest, device=device) <= ends[:, None])[:, None, None]
+
+
+def _chunk_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
+    """True where a chunk's row may look, [rows, keys]; None for a prompt's beginning."""
+    if chunk.start == 0:
+        return None
+    end = chunk.start + len(chunk.token_ids)
+    keys = torch.arange(end, device=device)
+    return keys <= torch.arange(chunk.start, end, device=device)[:, None]
+
+
+def _rotate(pairs: Tensor, rotation: Tensor) -> None:
+    """Turn [rows, heads, head dim] in place by [rows, 1, head dim / 2] complex numbers."""
+    wide = pairs.float()
+    turned = torch.view_as_complex(wide.view(*wide.shape[:-1], -1, 2)).mul_(rotation)
+    if wide.dtype != pairs.dtype:
+        pairs.copy_(torch.view_as_real(turned).flatten(2))
+
+
+def _assemble(shape: LlamaShape, built: Mapping[str, Built], layer: int) -> _Layer:
+    def norm(name: str) -> Tensor | None:
+        return _tensor(built[f"{layer}.{name}"]) if shape.has_head_norms else None
+
+    return _Layer(
+        input_norm=_tensor(built[f"{layer}.input_norm"]),
+        qkv=_matrix(built[f"{layer}.qkv"]),
+        query_norm=norm("query_norm"),
+        key_norm=norm("key_norm"),
+        output=_matrix(built[f"{layer}.output"]),
+        mlp_norm=_tensor(built[f"{layer}.mlp_norm"]),
+        gate_up=_matrix(built[f"{layer}.gate_up"]),
+        down=_matrix(built[f"{layer}.down"]),
+    )
+
+
+def _tensor(unit: Built) -> Tensor:
+    assert isinstance(unit, Tensor)
+    return unit
+
+
+def _matrix(unit: Built) -> Linear:
+    assert isinstance(unit, Linear)
+    return unit

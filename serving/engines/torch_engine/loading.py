@@ -1,0 +1,167 @@
+"""From a release's shards to built units: checked, converted, fused, and shared where equal."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from serving.engine import StageError
+from serving.engines.torch_engine.units import Built, Part, Unit
+from serving.errors import ReleaseError
+from serving.weights.release import Release
+from serving.weights.shards import DTYPES, read_tensors
+
+# Elements handled in one go: some milliseconds of one core, during which nobody else waits for it.
+_BLOCK_ELEMENTS = 1 << 20
+
+UnitKey = tuple[str, torch.dtype, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    units: dict[str, Built]
+    read_bytes: int
+    """Of tensors read from shards."""
+    shared_bytes: int
+    """Of tensors that a resident release already held in the same form."""
+
+
+class UnitPool:
+    """What resident releases are built of. It keeps nothing alive: a unit goes with the last
+    release that uses it."""
+
+    def __init__(self) -> None:
+        self._units: WeakValueDictionary[UnitKey, Built] = WeakValueDictionary()
+
+    def find(self, key: UnitKey) -> Built | None:
+        return self._units.get(key)
+
+    def keep(self, key: UnitKey, unit: Built) -> None:
+        self._units[key] = unit
+
+
+class StagingCancelled(Exception):
+    """Whoever asked for the release no longer wants it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loader:
+    """Loads one release."""
+
+    release: Release
+    folder: Path
+    pool: UnitPool
+    dtype: torch.dtype
+    device: torch.device
+    is_cancelled: Callable[[], bool]
+    pause_share: Callable[[], float]
+    """Seconds to rest per second worked, so that running requests keep the memory's bandwidth."""
+
+    def check(self, units: Mapping[str, Unit]) -> None:
+        """Raise StageError with everything that the manifest does not have as the network needs it.
+
+        Nothing is read.
+        """
+        entries = self.release.tensors
+        reasons = []
+        needed: set[str] = set()
+        for part in _parts(units):
+            name = self._stored(part.name)
+            needed.add(name)
+            entry = entries.get(name)
+            if entry is None:
+                reasons.append(f"tensor {part.name}: in no shard of the release")
+            elif entry.shape != part.shape:
+                reasons.append(
+                    f"{entry.file}: tensor {name}: has shape {list(entry.shape)}, "
+                    f"config.json asks for {list(part.shape)}"
+                )
+            elif entry.dtype not in ("F32", "F16", "BF16", "F64"):
+                reasons.append(
+                    f"{entry.file}: tensor {name}: has dtype {entry.dtype}, "
+                    "the network computes with floating-point numbers"
+                )
+        reasons.extend(
+            f"{entries[name].file}: tensor {name}: the network of config.json has no such tensor"
+            for name in sorted(set(entries) - needed)
+            if not name.endswith("rotary_emb.inv_freq")
+        )
+        if reasons:
+            raise StageError(*dict.fromkeys(reasons))
+
+    def missing_bytes(self, units: Mapping[str, Unit]) -> int:
+        """Memory that `load` will take for good."""
+        fresh = {self._key(unit): unit.numel for unit in units.values()}
+        return sum(
+            numel * self.dtype.itemsize
+            for key, numel in fresh.items()
+            if self.pool.find(key) is None
+        )
+
+    def load(self, units: Mapping[str, Unit]) -> Loaded:
+        """Raises StageError, StagingCancelled."""
+        built: dict[str, Built] = {}
+        read: set[str] = set()
+        used: set[str] = set()
+        for place, unit in units.items():
+            used.update(self._stored(part.name) for part in unit.parts)
+            key = self._key(unit)
+            found = self.pool.find(key)
+            if found is None:
+                found = unit.build([self._read(part) for part in unit.parts])
+                self.pool.keep(key, found)
+                read.update(self._stored(part.name) for part in unit.parts)
+            built[place] = found
+        return Loaded(
+            units=built,
+            read_bytes=self._stored_bytes(read),
+            shared_bytes=self._stored_bytes(used - read),
+        )
+
+    def _stored(self, name: str) -> str:
+        return name if name in self.release.tensors else self.release.tied.get(name, name)
+
+    def _key(self, unit: Unit) -> UnitKey:
+        digests = [self.release.tensors[self._stored(part.name)].sha256 for part in unit.parts]
+        return unit.kind, self.dtype, tuple(digests)
+
+    def _stored_bytes(self, names: set[str]) -> int:
+        sizes = {spelled: dtype.itemsize for dtype, spelled in DTYPES.items()}
+        entries = [self.release.tensors[name] for name in names]
+        return sum(torch.Size(entry.shape).numel() * sizes[entry.dtype] for entry in entries)
+
+    def _read(self, part: Part) -> Tensor:
+        """A tensor's values in memory of its own, every one of them finite."""
+        name = self._stored(part.name)
+        entry = self.release.tensors[name]
+        try:
+            mapped = read_tensors(self.folder, {name: entry.file}, [name])[name]
+        except ReleaseError as error:
+            raise StageError(*error.reasons) from error
+        if tuple(mapped.shape) != entry.shape or DTYPES[mapped.dtype] != entry.dtype:
+            raise StageError(
+                f"{entry.file}: tensor {name}: is {DTYPES[mapped.dtype]} {list(mapped.shape)}, "
+                f"release.json says {entry.dtype} {list(entry.shape)}"
+            )
+        values = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+        source, target = mapped.reshape(-1), values.view(-1)
+        for start in range(0, source.numel(), _BLOCK_ELEMENTS):
+            if self.is_cancelled():
+                raise StagingCancelled
+            started = time.perf_counter()
+            block = source[start : start + _BLOCK_ELEMENTS]
+            low, high = torch.aminmax(block)
+            # A NaN anywhere makes both of them NaN.
+            if not (low.isfinite() and high.isfinite()):
+                raise StageError(f"{entry.file}: tensor {name}: holds NaN or infinity")
+            target[start : start + _BLOCK_ELEMENTS] = block
+            time.sleep(self.pause_share() * (time.perf_counter() - started))
+        return values
+
+
+def _parts(units: Mapping[str, Unit]) -> list[Part]:
+    return [part for unit in units.values() for part in unit.parts]

@@ -1,0 +1,149 @@
+"""From a release's folder to a runner that holds it. It runs on a thread that yields to others."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from serving.engine import StageError
+from serving.engines.torch_engine import architecture, generic, llama
+from serving.engines.torch_engine.architecture import LlamaShape
+from serving.engines.torch_engine.device import choose_dtype, free_bytes, yield_the_cores
+from serving.engines.torch_engine.loading import Loader, UnitPool
+from serving.engines.torch_engine.runner import Runner
+from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.weights.release import Release
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Staged:
+    runner: Runner
+    read_bytes: int
+    shared_bytes: int
+    seconds: float
+
+
+def load_runner(
+    release: Release,
+    folder: Path,
+    *,
+    pool: UnitPool,
+    settings: TorchEngineSettings,
+    device: torch.device,
+    is_cancelled: Callable[[], bool],
+    pause_share: Callable[[], float],
+) -> Staged:
+    """Raises StageError, StagingCancelled. Blocks; the calling thread is made a low-priority one.
+
+    Manifest and memory are checked before anything is read.
+    """
+    yield_the_cores()
+    started = time.perf_counter()
+    config = architecture.read_config(folder)
+    loader = Loader(
+        release=release,
+        folder=folder,
+        pool=pool,
+        dtype=choose_dtype(settings, device, architecture.stored_dtype(config)),
+        device=device,
+        is_cancelled=is_cancelled,
+        pause_share=pause_share,
+    )
+    shape = architecture.llama_shape(config)
+    with torch.inference_mode():
+        load = _load_generic if shape is None else lambda *args: _load_llama(shape, *args)
+        runner, read_bytes, shared_bytes = load(loader, settings)
+    staged = Staged(
+        runner=runner,
+        read_bytes=read_bytes,
+        shared_bytes=shared_bytes,
+        seconds=time.perf_counter() - started,
+    )
+    _log.info(
+        "staged %s in %.2f s: read %d bytes, shared %d bytes",
+        release.id,
+        staged.seconds,
+        read_bytes,
+        shared_bytes,
+    )
+    return staged
+
+
+def _load_llama(
+    shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
+) -> tuple[Runner, int, int]:
+    units = llama.units(shape)
+    loader.check(units)
+    context = min(shape.context, settings.max_context or shape.context)
+    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize
+    num_slots = _num_slots(settings, context, token_bytes)
+    _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
+    loaded = loader.load(units)
+    slots = KeyValueSlots(
+        num_layers=shape.num_layers,
+        num_slots=num_slots,
+        num_kv_heads=shape.num_kv_heads,
+        context=context,
+        head_dim=shape.head_dim,
+        dtype=loader.dtype,
+        device=loader.device,
+    )
+    runner = llama.LlamaRunner(
+        shape,
+        loaded.units,
+        slots,
+        num_slots=num_slots,
+        context=context,
+        device=loader.device,
+    )
+    return runner, loaded.read_bytes, loaded.shared_bytes
+
+
+def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
+    network = generic.build_network(loader.folder)
+    units = generic.units(network, loader.release.tensors)
+    loader.check(units)
+    context = generic.context(network)
+    context = min(context, settings.max_context or context)
+    token_bytes = generic.token_bytes(network, loader.dtype)
+    num_slots = _num_slots(settings, context, token_bytes)
+    _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
+    loaded = loader.load(units)
+    runner = generic.TransformersRunner(
+        network,
+        loaded.units,
+        num_slots=num_slots,
+        context=context,
+        device=loader.device,
+    )
+    return runner, loaded.read_bytes, loaded.shared_bytes
+
+
+def _num_slots(settings: TorchEngineSettings, context: int, token_bytes: int) -> int:
+    fitting = settings.kv_cache_bytes // (context * token_bytes)
+    if fitting < 1:
+        raise StageError(
+            f"one sequence of {context} tokens needs {context * token_bytes} bytes of keys and "
+            f"values, kv_cache_bytes is {settings.kv_cache_bytes}; raise it or lower max_context"
+        )
+    return min(settings.max_batch, fitting)
+
+
+def _check_memory(
+    loader: Loader, settings: TorchEngineSettings, weight_bytes: int, kv_bytes: int
+) -> None:
+    free = free_bytes(loader.device)
+    needed = weight_bytes + kv_bytes + settings.memory_reserve_bytes
+    if free is not None and needed > free:
+        raise StageError(
+            f"too little memory on {loader.device}: {loader.release.id} needs {weight_bytes} bytes "
+            f"for weights and {kv_bytes} for keys and values, with "
+            f"{settings.memory_reserve_bytes} to spare; {free} are free. "
+            "Lower max_batch, max_context or kv_cache_bytes"
+        )

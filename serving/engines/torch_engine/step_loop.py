@@ -1,0 +1,154 @@
+"""`StepLoop`: the one thread that computes. Everything else hands it sequences and gets steps."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from serving.engine import EngineError, Step
+from serving.engines.torch_engine.lane import Event, Lane
+from serving.engines.torch_engine.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Its methods may be called from any thread, and return at once.
+
+    Lanes take turns, a step each, so an old release ends its sequences beside the new one's.
+    """
+
+    def __init__(self, *, num_threads: int | None) -> None:
+        self._num_threads = num_threads
+        self._changed = threading.Condition()
+        self._submitted: deque[Sequence] = deque()
+        self._lanes: dict[str, Lane] = {}
+        self._leaving: dict[str, Callable[[], None]] = {}
+        self._is_stopping = False
+        self._death: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
+
+    def add(self, release_id: str, lane: Lane) -> None:
+        with self._changed:
+            self._lanes[release_id] = lane
+
+    def retire(self, release_id: str, on_gone: Callable[[], None]) -> None:
+        """Let a lane go once it is idle; `on_gone` is then called on this loop's thread."""
+        with self._changed:
+            self._leaving[release_id] = on_gone
+            self._changed.notify()
+
+    def keep(self, release_id: str) -> bool:
+        """Take `retire` back. False where the lane is gone already."""
+        with self._changed:
+            self._leaving.pop(release_id, None)
+            return release_id in self._lanes
+
+    def submit(self, sequence: Sequence) -> None:
+        """Raises EngineError where the thread is no more, or never had the release."""
+        with self._changed:
+            if self._death is not None:
+                raise self._death
+            if sequence.release_id not in self._lanes or sequence.release_id in self._leaving:
+                raise EngineError(f"release {sequence.release_id} is not resident")
+            self._submitted.append(sequence)
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End every sequence with EngineError and every lane. `join` waits for it."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        reason = "the engine was closed"
+        try:
+            if self._num_threads is not None:
+                torch.set_num_threads(self._num_threads)
+            with torch.inference_mode():
+                while self._wait_for_work():
+                    self._step_every_lane()
+                    self._let_go()
+        except BaseException as error:
+            reason = f"the engine's thread died: {error!r}"
+            _log.critical(reason, exc_info=True)
+        finally:
+            self._end(EngineError(reason))
+
+    def _wait_for_work(self) -> bool:
+        """False when there is to be no more."""
+        with self._changed:
+            while not (self._is_stopping or self._submitted or self._leaving or self._is_running()):
+                self._changed.wait()
+            while self._submitted:
+                sequence = self._submitted.popleft()
+                self._lanes[sequence.release_id].submit(sequence)
+            return not self._is_stopping
+
+    def _is_running(self) -> bool:
+        return any(not lane.is_idle for lane in self._lanes.values())
+
+    def _step_every_lane(self) -> None:
+        with self._changed:
+            lanes = list(self._lanes.items())
+        events: list[Event] = []
+        for release_id, lane in lanes:
+            try:
+                events.extend(lane.step())
+            except Exception as error:
+                _log.exception("a step of release %s failed", release_id)
+                failure = EngineError(f"a step of release {release_id} failed: {error}")
+                events.extend(lane.fail(failure))
+        _deliver(events)
+
+    def _let_go(self) -> None:
+        with self._changed:
+            # A sequence that was handed in since keeps its lane.
+            wanted = {sequence.release_id for sequence in self._submitted}
+            gone = []
+            for release_id in list(self._leaving):
+                if release_id not in wanted and self._lanes[release_id].is_idle:
+                    del self._lanes[release_id]
+                    gone.append(self._leaving.pop(release_id))
+        for on_gone in gone:
+            on_gone()
+
+    def _end(self, error: EngineError) -> None:
+        with self._changed:
+            self._death = error
+            events: list[Event] = [(sequence, error) for sequence in self._submitted]
+            for lane in self._lanes.values():
+                events.extend(lane.fail(error))
+            self._submitted.clear()
+            self._lanes.clear()
+            gone = list(self._leaving.values())
+            self._leaving.clear()
+        _deliver(events)
+        for on_gone in gone:
+            on_gone()
+
+
+def _deliver(events: list[Event]) -> None:
+    """Hand events over, once per event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
+    for event in events:
+        by_loop.setdefault(event[0].loop, []).append(event)
+    for loop, its_events in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_put, its_events)
+
+
+def _put(events: list[tuple[Sequence, Step | EngineError]]) -> None:
+    for sequence, event in events:
+        sequence.events.put_nowait(event)

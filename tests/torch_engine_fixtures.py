@@ -1,0 +1,130 @@
+"""Tiny networks with clear greedy choices, published as real releases, and ways to ask an engine."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+from serving.engine import Generation, Step
+from serving.engines.torch_engine.engine import TorchEngine
+from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.weights.publish import publish_state_dict
+from serving.weights.release import Release
+
+VOCAB = 211
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    network: Any
+    release: Release
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        return self.release.id
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def build(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    network: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    # Biases and norms start as constants, which would hide that they are applied wrongly.
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+                assert name
+    return network
+
+
+def publish(network: Any, home: Path, **options: Any) -> Published:
+    files = home / "files"
+    files.mkdir(parents=True, exist_ok=True)
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(files)
+    release = publish_state_dict(
+        home / "releases", network.state_dict(keep_vars=True), files_dir=files, **options
+    )
+    return Published(network=network, release=release, folder=home / "releases" / release.id)
+
+
+@asynccontextmanager
+async def engine_with(*published: Published, **settings: Any) -> AsyncIterator[TorchEngine]:
+    settings.setdefault("num_threads", 1)
+    settings.setdefault("kv_cache_bytes", 64 << 20)
+    engine = TorchEngine(TorchEngineSettings(**settings))
+    try:
+        for one in published:
+            await engine.stage(one.release, one.folder)
+            await engine.commit(one.id)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def greedy(prompt: Iterable[int], max_tokens: int = 12, **changes: Any) -> Generation:
+    return Generation(
+        prompt=tuple(prompt), max_tokens=max_tokens, **{"temperature": 0.0, **changes}
+    )
+
+
+async def ask(engine: TorchEngine, release_id: str, generation: Generation) -> list[Step]:
+    return [step async for step in engine.generate(release_id, generation)]
+
+
+async def ask_all(
+    engine: TorchEngine, release_id: str, generations: Iterable[Generation]
+) -> list[list[int]]:
+    answers = await asyncio.gather(*(ask(engine, release_id, g) for g in generations))
+    return [tokens(steps) for steps in answers]
+
+
+def tokens(steps: list[Step]) -> list[int]:
+    return [token_id for step in steps for token_id in step.token_ids]
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist())
+
+
+@torch.inference_mode()
+def expected(network: Any, prompt: tuple[int, ...], max_tokens: int = 12) -> list[int]:
+    """What `transformers` generates, checked to be clear: no choice hangs on the last bits."""
+    answer = network.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    for scores in answer.scores:
+        best = scores[0].topk(2).values
+        assert best[0] - best[1] > 1e-3, "the fixture's choice is too close"
+    found: list[int] = answer.sequences[0, len(prompt) :].tolist()
+    return found
