@@ -82,7 +82,7 @@ class Runner:
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
         self._jobs_dir.mkdir(parents=True, exist_ok=True)
         launcher = self._launcher or LocalLauncher(
-            self._jobs_dir, preload=self._settings.preload, environment=self._environment
+            self._jobs_dir, preload=self._settings.preload or (), environment=self._environment
         )
         try:
             while True:

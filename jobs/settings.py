@@ -12,9 +12,9 @@ class JobsSettings(BaseModel):
     """`postgresql+psycopg://…`; None keeps jobs in a SQLite file under the state folder."""
     max_running: int = Field(default=1, ge=1)
     """Jobs at a time, of different pipelines; each pipeline runs one at a time in any case."""
-    preload: tuple[str, ...] = ()
-    """Modules that the warm parent imports, so that a Python job starts with them loaded. None
-    for no warm parent."""
+    preload: tuple[str, ...] | None = None
+    """Modules that the warm parent imports, so that a Python job starts with them loaded; an empty
+    list for no warm parent. Unset, those that the jobs of the stack need."""
     num_threads: int | None = Field(default=None, ge=1)
     """For jobs that do not say themselves; None leaves one core to the server."""
     timeout_seconds: float | None = Field(default=None, gt=0)

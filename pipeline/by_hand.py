@@ -6,11 +6,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from jobs.record import Job
+from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
@@ -21,6 +22,9 @@ from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack import RUNNER, Stack, hub_service, read_stack
 from pipeline.tokens import load_tokens
 from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
+
+PRELOAD = ("torch", "transformers", "datasets", "pipeline.retrain.run")
+"""What a retraining imports: seconds that every job would otherwise begin with."""
 
 
 @contextmanager
@@ -94,14 +98,19 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
         stack.start()
     try:
         with open_job_store(settings, home) as store:
-            environment: Mapping[str, str] = {
-                "HF_ENDPOINT": settings.hub_url,
-                "HF_TOKEN": tokens.hub,
-                "PIPELINE_HOME": str(home.root),
-                "PIPELINE_ADMIN_TOKEN": tokens.admin,
-                "WEBHOOK_SECRET": tokens.webhook,
-            }
-            runner = Runner(store, home.jobs_dir, settings.jobs, environment)
+            runner = Runner(
+                store,
+                home.jobs_dir,
+                _with_preload(settings.jobs),
+                {
+                    **os.environ,
+                    "HF_ENDPOINT": settings.hub_url,
+                    "HF_TOKEN": tokens.hub,
+                    "PIPELINE_HOME": str(home.root),
+                    "PIPELINE_ADMIN_TOKEN": tokens.admin,
+                    "WEBHOOK_SECRET": tokens.webhook,
+                },
+            )
             if until_idle:
                 runner.run_until_idle(stop)
             else:
@@ -109,6 +118,12 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     finally:
         if stack is not None:
             stack.stop()
+
+
+def _with_preload(settings: JobsSettings) -> JobsSettings:
+    if settings.preload is not None:
+        return settings
+    return settings.model_copy(update={"preload": PRELOAD})
 
 
 def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:

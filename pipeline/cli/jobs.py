@@ -142,10 +142,13 @@ def logs(
         job_id = _find(store, job, latest).id
         if follow:
             for text in follow_log(store, home.jobs_dir, job_id):
-                sys.stdout.write(text)
+                sys.stdout.buffer.write(text)
                 sys.stdout.flush()
         else:
-            sys.stdout.write(read_log(home.jobs_dir, job_id))
+            offset = 0
+            while text := read_log(home.jobs_dir, job_id, offset):
+                sys.stdout.buffer.write(text)
+                offset += len(text)
 
 
 @app.command()
