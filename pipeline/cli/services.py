@@ -1,11 +1,16 @@
 """The parts of the stack as commands of their own: hub, receiver, server."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+    from serving.settings import ServingSettings
 
 HostOption = Annotated[str | None, typer.Option(help="In place of the settings'.")]
 PortOption = Annotated[int | None, typer.Option(help="In place of the settings'.")]
@@ -14,13 +19,17 @@ PortOption = Annotated[int | None, typer.Option(help="In place of the settings'.
 def hub(host: HostOption = None, port: PortOption = None) -> None:
     """Serve the embedded hub: git repositories and webhooks, port 8070."""
     from pipeline.hub.app import create_app
+    from pipeline.hub.server import serve
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
 
-    home, settings = Home.find(), load_settings().hub
+    home = Home.find()
+    settings = load_settings().hub.model_copy(update=_given(host=host, port=port))
     tokens = load_tokens(home.tokens_file)
-    app = create_app(settings, home.hub_dir, token=tokens.hub, secret_key=tokens.key.encode())
-    _listen(app, host or settings.host, port or settings.port)
+    serve(
+        create_app(settings, home.hub_dir, token=tokens.hub, secret_key=tokens.key.encode()),
+        settings,
+    )
 
 
 def receiver(host: HostOption = None, port: PortOption = None) -> None:
@@ -44,20 +53,58 @@ def receiver(host: HostOption = None, port: PortOption = None) -> None:
 def serve(
     release: Annotated[
         str | None,
-        typer.Argument(help="A release id or any checkpoint folder; by default the served one."),
+        typer.Argument(help="A release id, or any checkpoint folder; else what is current."),
     ] = None,
     pipeline: Annotated[str | None, typer.Option(help="Which one, of several.")] = None,
+    engine: Annotated[str | None, typer.Option(help="torch or echo.")] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
-    """Serve completions from a release, port 8000."""
+    """Serve completions, port 8000: of the current release, and of each one swapped in."""
     from pipeline.settings import load_settings
+    from pipeline.tokens import load_tokens
+    from serving.app import create_app
+    from serving.server import serve as serve_app
 
     home, settings = Home.find(), load_settings()
-    configured = settings.pipeline(pipeline)
+    folder = Path(release) if release is not None and Path(release).is_dir() else None
+    if folder is not None and not settings.pipelines:
+        # A folder can be served without a pipeline; requests then call it by its name.
+        name, own_port = folder.resolve().name, settings.serving.port
+    else:
+        configured = settings.pipeline(pipeline)
+        name, own_port = configured.name, settings.server_port(configured)
+    serving = settings.serving.model_copy(
+        update=_given(host=host, port=port or own_port, engine=engine)
+    )
+    releases_dir = home.releases_dir / name
+    if release is not None and folder is None:
+        folder = releases_dir / release
+    releases_dir.mkdir(parents=True, exist_ok=True)
+    app = create_app(
+        engine=_engine(serving),
+        settings=serving,
+        releases_dir=releases_dir,
+        pipeline=name,
+        admin_token=load_tokens(home.tokens_file).admin,
+        folder=folder,
+    )
+    serve_app(app, serving)
+
+
+def _engine(settings: "ServingSettings") -> "Engine":
+    if settings.engine == "echo":
+        from serving.engines.echo_engine import EchoEngine
+
+        return EchoEngine()
     try:
-        from serving.engines.torch_engine import create_engine
+        from serving.engines.torch_engine.engine import create_engine
     except ModuleNotFoundError as error:
         raise PipelineError(
-            f"serving needs {error.name}; install the extra: pip install 'hotpush[torch]'"
+            f"serving needs {error.name}; install it with the extra: pip install 'hotpush[torch]'"
         ) from None
+    return create_engine(dtype="float32" if settings.dtype == "float32" else "auto")
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

@@ -87,7 +87,9 @@ class DatasetHub:
                     allow_patterns=[f"*{suffix}" for suffix in SUFFIXES],
                 )
             )
-        found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        found = (
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        )
         return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, found))))
 
     def is_ancestor(self, old: str, new: str) -> bool:
