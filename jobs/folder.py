@@ -21,29 +21,41 @@ LOCK = ".lock"
 """Held by the leading process, so that two attempts of a job can never run side by side."""
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write beside and rename, so that a reader sees the old file or the new one. Durable."""
+def write_whole(path: Path, content: str, *, durable: bool = False) -> None:
+    """Write beside and rename, so that a reader sees the old file or the new one.
+
+    Only what cannot be written again has to be `durable`, that is, to survive a power cut.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with aside.open("w", encoding="utf-8") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    if durable:
+        _sync_folder(path.parent)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that `write_whole` wrote; None where there is no such file."""
+    """The JSON object in a file that `write_whole` wrote.
+
+    None where there is no such file, or where a power cut took what was in it.
+    """
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, json.JSONDecodeError):
         return None
     return record
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -86,7 +86,7 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     error = _read_all(errors)
     _end_the_rest()
     record = {"attempt": request.attempt, "exit_code": code, "error": error or None}
-    write_whole(job_dir / EXIT, json.dumps(record))
+    write_whole(job_dir / EXIT, json.dumps(record), durable=True)
     os._exit(0)
 
 
@@ -140,7 +140,8 @@ def _become(request: Request, report: int, in_place: bool) -> None:
     try:
         os.execvpe(request.command[0], request.command, request.env)
     except (OSError, ValueError) as error:
-        message = f"{request.command[0]} could not be started: {error}"
+        cause = error.strerror if isinstance(error, OSError) else error
+        message = f"{request.command[0]} could not be started: {cause}."
         print(message, file=sys.stderr, flush=True)
         os.write(report, message.encode())
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)

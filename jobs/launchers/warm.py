@@ -5,6 +5,7 @@ own. It reads requests from standard input, a line of JSON each, and ends when t
 Started by `jobs/launchers/warm_parent.py` with one-thread pools.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from jobs.launchers.supervise import Request, supervise
 
@@ -23,7 +25,8 @@ def main(modules: list[str]) -> None:
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    ready = {"num_threads": num_threads(), "seconds": time.monotonic() - began}
+    gc.freeze()  # what was imported lives for ever: a collection in a child would copy its pages
+    ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")
     signal.signal(signal.SIGCHLD, _reap)
     for line in sys.stdin:
@@ -38,12 +41,15 @@ def main(modules: list[str]) -> None:
     become()
 
 
-def num_threads() -> int:
-    """Of this process, in any language: a fork copies one thread and the locks of all others."""
+def other_threads() -> list[str]:
+    """Threads of any language beside this one: a fork copies the locks that they hold, not them."""
     try:
-        return len(os.listdir("/proc/self/task"))
+        tasks = [
+            task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())
+        ]
     except FileNotFoundError:
-        return threading.active_count()
+        return [thread.name for thread in threading.enumerate()[1:]]
+    return [(task / "comm").read_text().strip() for task in tasks]
 
 
 def _reap(*_: object) -> None:

@@ -15,6 +15,9 @@ from jobs.launchers.supervise import Request
 
 logger = logging.getLogger(__name__)
 
+_NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""pyarrow's allocator has one otherwise, from its import on."""
+
 _MAX_DEATHS_BEFORE_READY = 3
 
 
@@ -28,7 +31,11 @@ class WarmParent:
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
         # One-thread pools: a pool with threads, forked, waits for ever for those it left behind.
-        self._environment = {**environment_for_jobs_package(environment), **thread_variables(1)}
+        self._environment = {
+            **environment_for_jobs_package(environment),
+            **thread_variables(1),
+            **_NO_BACKGROUND_THREADS,
+        }
         self._log = log
         self._deaths = 0
         self.generation = 0
@@ -75,8 +82,8 @@ class WarmParent:
         if not line:
             return
         ready = json.loads(line)
-        if ready["num_threads"] != 1:
-            self._give_up(f"its modules began {ready['num_threads'] - 1} threads when imported")
+        if ready["threads"]:
+            self._give_up(f"its modules began threads when imported: {', '.join(ready['threads'])}")
             self.close()
             return
         logger.info("The warm parent is ready after %.1f s.", ready["seconds"])
