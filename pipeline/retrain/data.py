@@ -77,7 +77,10 @@ def choose_mode(
     if parent is None or snapshot.base is None:
         return "full", snapshot.no_delta or "there is nothing to compare with"
     if parent.lineage.base_model != base_model:
-        return "full", f"release {parent.id} stands on {parent.lineage.base_model}, not {base_model}"
+        return (
+            "full",
+            f"release {parent.id} stands on {parent.lineage.base_model}, not {base_model}",
+        )
     if wanted == "delta":
         return "delta", "asked for"
     if snapshot.no_delta is not None:

@@ -81,9 +81,7 @@ def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -
     return Batch(token_ids, position_ids, labels, num_tokens)
 
 
-def epochs(
-    sequences: Sequence[TokenSequence], length: int, seed: int
-) -> Iterator[list[list[int]]]:
+def epochs(sequences: Sequence[TokenSequence], length: int, seed: int) -> Iterator[list[list[int]]]:
     """Without end: the blocks of one pass after another, shuffled anew for each."""
     epoch = 0
     while True:

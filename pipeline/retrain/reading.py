@@ -1,8 +1,8 @@
 """Data files → rows, or an error that names the file and the line.
 
 CSV, Parquet and text go through `datasets`, as streams, so that nothing is written to its cache.
-JSON goes through `json`: the JSON reader of `datasets` guesses types (a date becomes a timestamp, an
-absent key a null), and a row must come out as the bytes that went in, or its hash means nothing.
+JSON goes through `json`: the JSON reader of `datasets` guesses types (a date becomes a timestamp,
+an absent key a null), and a row must come out as it went in, or its hash means nothing.
 """
 
 import csv
@@ -69,7 +69,9 @@ def _read_file(folder: Path, file: str, max_row_bytes: int) -> Iterator[Row]:
                 raise _too_large(file, line, number, size, max_row_bytes)
             yield row
     except UnicodeDecodeError as error:
-        raise DataError.at(file, None, f"not UTF-8 text ({error.reason}); save it as UTF-8") from error
+        raise DataError.at(
+            file, None, f"not UTF-8 text ({error.reason}); save it as UTF-8"
+        ) from error
 
 
 def _jsonl(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
@@ -173,7 +175,9 @@ def _row(record: Mapping[str, object], file: str, number: int, line: int | None)
         return value
 
     if record.get("messages") is not None:
-        return Row(messages=_messages(record["messages"], file, number, line), file=file, number=number)
+        return Row(
+            messages=_messages(record["messages"], file, number, line), file=file, number=number
+        )
     if "prompt" in record and "completion" in record:
         return Row(prompt=text("prompt"), completion=text("completion"), file=file, number=number)
     if "text" in record:
