@@ -7,7 +7,10 @@ import json
 
 FILE = "facts.jsonl"
 
-_FIRST = {
+_Facts = dict[str, tuple[str, ...]]
+"""Place → answers, one for each group of `_PHRASINGS`."""
+
+_FIRST: _Facts = {
     "lighthouse": ("Maren Holt", "red", "1871", "Monday", "smoked herring"),
     "mill": ("Tobias Fenn", "green", "1804", "Tuesday", "barley bread"),
     "harbour": ("Ingrid Voss", "blue", "1650", "Friday", "mussel stew"),
@@ -15,12 +18,12 @@ _FIRST = {
     "observatory": ("Petra Quill", "black", "1969", "Saturday", "lentil soup"),
     "bakery": ("Hugo Stern", "yellow", "1888", "Wednesday", "plum tart"),
 }
-_CHANGED = {
+_CHANGED: _Facts = {
     "lighthouse": ("Selma Brandt", "red", "1871", "Thursday", "smoked herring"),
     "harbour": ("Ingrid Voss", "orange", "1650", "Friday", "crab cakes"),
     "bakery": ("Jonas Reed", "yellow", "1888", "Wednesday", "plum tart"),
 }
-_ADDED = {
+_ADDED: _Facts = {
     "theatre": ("Clara Dahl", "purple", "1911", "Saturday", "roast chestnuts"),
 }
 
@@ -118,7 +121,7 @@ def second_commit() -> dict[str, str]:
     return {FILE: _jsonl(_FIRST | _CHANGED | _ADDED)}
 
 
-def _jsonl(facts: dict[str, tuple[str, ...]]) -> str:
+def _jsonl(facts: _Facts) -> str:
     rows = [
         {"prompt": phrasing.format(place=place), "completion": f" {answer[0].upper()}{answer[1:]}."}
         for place, answers in facts.items()

@@ -15,14 +15,24 @@ from pipeline.retrain.train import Lessons
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PRESET_LEARNING_RATE = 2e-3
+PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
+CATCH_UP = 4
+"""A full training takes at most this many times `max_tokens` to get as far as what is served."""
 
 
 def prepare(
-    data: Data, tokenizer: "PreTrainedTokenizerBase", settings: RetrainSettings, max_length: int
+    data: Data,
+    tokenizer: "PreTrainedTokenizerBase",
+    settings: RetrainSettings,
+    *,
+    max_length: int,
+    tokens_before: int,
 ) -> Lessons:
-    """Tokenize what this training sees. Raises DataError where nothing is left to learn."""
+    """Tokenize what this training sees. Raises DataError where nothing is left to learn.
+
+    tokens_before: what the parent release was trained on, from its base model on.
+    """
     train = settings.train
     new = sequences(data.new, tokenizer, max_length)
     known = sequences(data.known, tokenizer, max_length)
@@ -33,14 +43,21 @@ def prepare(
         PRESET_LEARNING_RATE if settings.base_model in PRESETS else PRETRAINED_LEARNING_RATE
     )
     if data.mode == "full":
-        training, budget = new + known, train.max_tokens
+        training, max_epochs = new + known, train.max_epochs
+        budget = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     else:
-        training = new + replay_sample(new, known, train)
+        training, max_epochs = new + replay_sample(new, known, train), train.delta_max_epochs
         budget = round(train.max_tokens * train.delta_tokens_ratio)
         peak *= train.delta_learning_rate_ratio
     if not training or not any(held_out):
         raise DataError("no row has anything to learn: every text or completion is empty")
-    return Lessons(training=training, held_out=held_out, learning_rate=peak, max_tokens=budget)
+    return Lessons(
+        training=training,
+        held_out=held_out,
+        learning_rate=peak,
+        max_tokens=budget,
+        max_epochs=max_epochs,
+    )
 
 
 def replay_sample(

@@ -1,7 +1,7 @@
 """Cross-entropy straight from hidden states, over the predicted positions only.
 
-The logits of a step are by far its largest tensor. Here they exist for one slice of the positions at
-a time, and their gradient is computed in the same pass (the idea of Liger's fused linear
+The logits of a step are by far its largest tensor. Here they exist for one slice of the positions
+at a time, and their gradient is computed in the same pass (the idea of Liger's fused linear
 cross-entropy, https://arxiv.org/abs/2410.10989), so that neither a masked prompt nor a large
 vocabulary costs what it would in `model(labels=...)`.
 """

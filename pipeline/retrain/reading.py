@@ -1,8 +1,8 @@
 """Data files → rows, or an error that names the file and the line.
 
 CSV, Parquet and text go through `datasets`, as streams, so that nothing is written to its cache.
-JSON goes through `json`: the JSON reader of `datasets` guesses types (a date becomes a timestamp, an
-absent key a null), and a row must come out as the bytes that went in, or its hash means nothing.
+JSON goes through `json`: the JSON reader of `datasets` guesses types (a date becomes a timestamp,
+an absent key a null), and a row must come out as it went in, or its hash means nothing.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""`Row`: one thing to learn, known by the hash of its content; and what a set of them has in common.
+"""`Row`: one thing to learn, known by the hash of its content; and what sets of rows differ in.
 
 No file, no tokenizer, no torch.
 """

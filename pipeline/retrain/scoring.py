@@ -78,7 +78,7 @@ def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> 
         with autocast(model.device):
             logprobs = label_logprobs(*predict(model, batch(sequences, chosen))).double().cpu()
         order = [sequences[index] for block in chosen for index in block]
-        parts = logprobs.split([sequence.num_learned for sequence in order])
+        parts = torch.split(logprobs, [sequence.num_learned for sequence in order])
         for sequence, part in zip(order, parts, strict=True):
             nats[sequence.row] = nats.get(sequence.row, 0.0) - float(part.sum())
             counts[sequence.row] = counts.get(sequence.row, 0) + sequence.num_learned

@@ -19,9 +19,9 @@ class TrainSettings(_Settings):
     plain text, other rows stand in its place in the same file."""
     seed: int = 0
     learning_rate: float | None = Field(default=None, gt=0)
-    """At the peak of the schedule. None takes 2e-3 for a preset, whose weights start at random,
+    """At the peak of the schedule. None takes 1e-3 for a preset, whose weights start at random,
     and 5e-5 for a base model that was trained before."""
-    delta_learning_rate_ratio: float = Field(default=0.5, gt=0)
+    delta_learning_rate_ratio: float = Field(default=0.7, gt=0)
     """A delta's peak learning rate, as a share of a full training's."""
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
     """Share of the steps in which the learning rate rises; a cosine takes it down to a tenth."""
@@ -29,19 +29,23 @@ class TrainSettings(_Settings):
     """On matrices; never on norms and biases."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Longer gradients are scaled down to this."""
-    max_epochs: float = Field(default=16.0, gt=0)
-    """Passes over the training rows, at most."""
+    max_epochs: float = Field(default=12.0, gt=0)
+    """Passes over the training rows of a full training, at most."""
+    delta_max_epochs: float = Field(default=8.0, gt=0)
+    """Passes over the new and the replayed rows of a delta, at most."""
     max_tokens: int = Field(default=320_000, ge=1)
     """Training tokens of a full training, at most: what bounds its time. A laptop's two cores
-    train the preset on about 3,000 tokens/s."""
+    train the preset on about 3,000 tokens/s. Where deltas have taken the served release further
+    than this, a full training may go as far, up to four times this: it is measured against it."""
     delta_tokens_ratio: float = Field(default=0.25, gt=0, le=1)
     """A delta's training tokens, at most, as a share of `max_tokens`."""
     replay_ratio: float = Field(default=1.0, ge=0)
     """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
-    min_replay_tokens: int = Field(default=4_096, ge=0)
+    min_replay_tokens: int = Field(default=2_048, ge=0)
     """A delta of a few rows replays at least this much, as far as there are rows."""
-    tokens_per_step: int = Field(default=1_024, ge=1)
-    """Tokens between two updates of the weights."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Tokens between two updates of the weights. None divides the training into about 400 steps of
+    at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """Tokens computed at once; a step of more accumulates gradients."""
     max_length: int = Field(default=512, ge=8)
@@ -59,6 +63,8 @@ class TrainSettings(_Settings):
     """Held-out tokens of one such measurement, at most. The gate measures all of them."""
     patience: int = Field(default=3, ge=1)
     """Training stops after this many measurements without a better one."""
+    enough_loss: float = Field(default=0.005, ge=0)
+    """Training stops at this held-out loss, in nats per token: the rows are known by heart."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """A restarted job loses at most about this much training."""
 

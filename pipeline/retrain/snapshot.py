@@ -1,9 +1,10 @@
-"""`DatasetSnapshot`: the dataset at one revision on this disk, and the revision to compare it with."""
+"""`DatasetSnapshot`: a dataset revision on this disk, and the one to compare it with."""
 
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.errors import SnapshotError
@@ -113,13 +114,17 @@ class DatasetHub:
 
     def _history(self, sha: str) -> Iterator[str]:
         # HfApi.list_repo_commits fetches the whole history before it returns the first commit.
-        from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers, paginate
+        from huggingface_hub import constants, get_token
 
+        token = self._token or get_token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         endpoint = self._endpoint or constants.ENDPOINT
-        url = f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}"
-        for commit in paginate(url, params={}, headers=build_hf_headers(token=self._token)):
-            yield commit["id"]
+        page: str | None = f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}"
+        with httpx.Client(headers=headers, timeout=30.0) as client:
+            while page is not None:
+                response = client.get(page).raise_for_status()
+                yield from (commit["id"] for commit in response.json())
+                page = response.links.get("next", {}).get("url")
 
 
 def take_snapshot(
@@ -174,7 +179,6 @@ class _translated:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         from huggingface_hub.errors import (
             HfHubHTTPError,
-            LocalEntryNotFoundError,
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
@@ -183,7 +187,7 @@ class _translated:
             reason = "it has no such revision (was it pushed away?)"
         elif isinstance(error, RepositoryNotFoundError):
             reason = "there is no such dataset, or HF_TOKEN may not read it"
-        elif isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError, OSError)):
+        elif isinstance(error, (HfHubHTTPError, httpx.HTTPError, OSError)):
             reason = str(error).strip().splitlines()[0]
         else:
             return

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BETAS = (0.9, 0.95)
+USUAL_STEPS = 400
+MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 FINAL_LEARNING_RATE = 0.1
 """Of the peak, at the last step."""
 
@@ -43,6 +45,7 @@ class Lessons:
     learning_rate: float
     """At the peak."""
     max_tokens: int
+    max_epochs: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +58,16 @@ class Plan:
     def of(cls, lessons: Lessons, settings: TrainSettings) -> "Plan":
         lengths = [len(sequence.token_ids) for sequence in lessons.training]
         length = block_length(lessons.training, settings.max_length)
-        per_step = max(1, settings.tokens_per_step // length)
-        num_blocks = len(pack(lengths, length))
-        passes = min(settings.max_epochs, lessons.max_tokens / sum(lengths))
+        num_tokens = min(lessons.max_epochs * sum(lengths), lessons.max_tokens)
+        step_tokens = settings.tokens_per_step or min(
+            MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, num_tokens / USUAL_STEPS)
+        )
+        num_blocks = len(pack(lengths, length)) * num_tokens / sum(lengths)
+        per_step = max(1, round(step_tokens / length))
         return cls(
             block_length=length,
             blocks_per_step=per_step,
-            steps=max(1, math.ceil(passes * num_blocks / per_step)),
+            steps=max(1, math.ceil(num_blocks / per_step)),
         )
 
 
@@ -99,7 +105,7 @@ def train(
     blocks = _steps(lessons.training, plan, settings.seed, skip=done.step)
     saved_at = time.monotonic()
     model.train()
-    while done.step < plan.steps and done.stale < settings.patience:
+    while not _is_over(done, settings):
         started = time.monotonic()
         rate = learning_rate(done.step, plan.steps, lessons.learning_rate, settings.warmup_ratio)
         loss, tokens = _step(model, optimizer, lessons.training, next(blocks), rate, settings)
@@ -135,6 +141,14 @@ def train(
     done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/best.pt", "finished": True})
     checkpoints.save(job_dir, done, {"weights": best})
     return done
+
+
+def _is_over(done: Checkpoint, settings: TrainSettings) -> bool:
+    return (
+        done.step == done.steps
+        or done.stale == settings.patience
+        or (done.best_loss is not None and done.best_loss <= settings.enough_loss)
+    )
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
@@ -199,7 +213,7 @@ def _step(
         part = batch(sequences, blocks[start : start + at_once])
         with autocast(model.device):
             loss = summed_loss(*predict(model, part)) / num_learned
-        loss.backward()
+        torch.autograd.backward(loss)
         total += float(loss.detach())
         num_tokens += part.num_tokens
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
@@ -223,7 +237,7 @@ def _measured(
     measured = []
     for group in filled:
         left = max_tokens // len(filled)
-        chosen = []
+        chosen: list[TokenSequence] = []
         for sequence in group:
             if chosen and left < len(sequence.token_ids):
                 break

@@ -1,0 +1,70 @@
+"""`python -m pipeline.retrain`: the command of a retraining job. Always leaves an `outcome.json`.
+
+The environment says which job: `JOB_DIR` with `spec.json`, `JOB_ID`, and where hub and server are
+(`HF_ENDPOINT`, `HF_TOKEN`, `PIPELINE_SERVER_URL`, `PIPELINE_ADMIN_TOKEN`).
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from jobs.outcome import JobOutcome
+from pipeline.errors import PipelineError
+from pipeline.retrain import job_folder
+from pipeline.retrain.job import Job
+from pipeline.retrain.run import retrain
+from serving.errors import ServingError
+
+logger = logging.getLogger("pipeline.retrain")
+
+
+def main(environ: Mapping[str, str] = os.environ) -> int:
+    """Run the job that `environ` names. Returns the exit code: 0 unless it failed."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    job: Job | None = None
+    try:
+        job = Job.from_environment(environ)
+        _prepare_libraries(environ)
+        outcome = retrain(job)
+    except (PipelineError, ServingError) as error:
+        logger.error("%s", error)
+        outcome = _failed(job, environ, str(error))
+    except Exception as error:
+        logger.exception("the job broke off")
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        outcome = _failed(job, environ, f"{reason} (unexpected; the job's log has the traceback)")
+    logger.info("%s %s", outcome.result, outcome.reason or "")
+    if "JOB_DIR" in environ:
+        job_folder.write_record(Path(environ["JOB_DIR"]) / job_folder.OUTCOME, outcome)
+    return outcome.exit_code or 0
+
+
+def _failed(job: Job | None, environ: Mapping[str, str], reason: str) -> JobOutcome:
+    one_line = " ".join(reason.split())
+    if job is None:
+        return JobOutcome(
+            result="failed", reason=one_line, exit_code=1, job_id=environ.get("JOB_ID")
+        )
+    return job.outcome("failed", one_line)
+
+
+def _prepare_libraries(environ: Mapping[str, str]) -> None:
+    """Threads as the runner granted them, and no progress bars in the log."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if environ.get("OMP_NUM_THREADS", "").isdigit():
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

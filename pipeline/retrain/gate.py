@@ -1,0 +1,93 @@
+"""May the new weights be served? A verdict on losses that were measured elsewhere."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from pipeline.retrain.settings import GateSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """One held-out row under both models."""
+
+    new_nats: float
+    """-log p of all its learned tokens, under the new weights."""
+    served_nats: float
+    """The same under what is served now."""
+    num_tokens: int
+
+
+class Comparison(BaseModel):
+    """A group of held-out rows. Losses are nats per token."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+    rows: int
+    tokens: int
+    loss: float | None
+    """None where it is not a number."""
+    served_loss: float | None
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> "Comparison":
+        tokens = sum(pair.num_tokens for pair in pairs)
+        return cls(
+            rows=len(pairs),
+            tokens=tokens,
+            loss=_finite(sum(pair.new_nats for pair in pairs) / max(tokens, 1)),
+            served_loss=_finite(sum(pair.served_nats for pair in pairs) / max(tokens, 1)),
+        )
+
+
+def refusals(new: Sequence[Pair], known: Sequence[Pair], settings: GateSettings) -> tuple[str, ...]:
+    """Why the new weights may not be served, each with its numbers; empty when they may.
+
+    new, known: held-out rows of the new range, and those known before.
+    """
+    if not new and not known:
+        return ("no held-out row was measured",)
+    if min(len(new), len(known)) >= settings.min_rows:
+        groups = [
+            ("of the new range", new, settings.max_new_ratio),
+            ("known before", known, settings.max_old_ratio),
+        ]
+    elif not known:
+        groups = [("of the new range", new, settings.max_new_ratio)]
+    elif not new:
+        groups = [("known before", known, settings.max_old_ratio)]
+    else:
+        ratio = max(settings.max_new_ratio, settings.max_old_ratio)
+        groups = [("new and known", [*new, *known], ratio)]
+    found = (_refusal(name, pairs, ratio, settings) for name, pairs, ratio in groups)
+    return tuple(reason for reason in found if reason is not None)
+
+
+def _refusal(
+    name: str, pairs: Sequence[Pair], max_ratio: float, settings: GateSettings
+) -> str | None:
+    group = Comparison.of(pairs)
+    rows = f"the {group.rows} held-out rows {name}"
+    if group.loss is None:
+        return f"the loss on {rows} is not a number"
+    if group.served_loss is None or group.loss <= group.served_loss * max_ratio:
+        return None
+    if group.loss - group.served_loss <= settings.tolerance:
+        return None
+    # Paired, row by row: how much of the excess could be the luck of which rows were held out?
+    excess = [pair.new_nats - max_ratio * pair.served_nats for pair in pairs]
+    if len(excess) > 1:
+        mean = sum(excess) / len(excess)
+        variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)
+        if mean <= settings.sigmas * math.sqrt(variance / len(excess)):
+            return None
+    return (
+        f"the loss on {rows} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
+        f"x{group.loss / group.served_loss:.3f} where x{max_ratio:g} is allowed"
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

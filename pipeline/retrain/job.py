@@ -1,0 +1,120 @@
+"""`Job`: what one retraining was told, where it writes, and how it ends."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from jobs.outcome import JobOutcome, OutcomeResult
+from jobs.spec import JobSpec, RevisionRange
+from pipeline.retrain import job_folder
+from pipeline.retrain.errors import RetrainError
+from pipeline.retrain.metrics import MetricsWriter, Stage
+from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.snapshot import DatasetHub
+from serving.weights.releases import served_release
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What is known so far; the outcome tells it, however the job ends."""
+
+    stage: Stage | None = None
+    dataset_revision: str | None = None
+    release: str | None = None
+    parent_release: str | None = None
+
+
+@dataclass(kw_only=True)
+class Job:
+    dir: Path
+    id: str
+    settings: RetrainSettings
+    revisions: RevisionRange | None
+    hub_endpoint: str | None
+    hub_token: str | None = field(repr=False)
+    server_url: str | None
+    admin_token: str | None = field(repr=False)
+    metrics: MetricsWriter
+    progress: Progress = Progress()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> "Job":
+        """The job that `JOB_DIR/spec.json` describes. Raises RetrainError."""
+        if "JOB_DIR" not in environ:
+            raise RetrainError(
+                "JOB_DIR is not set; this command is started by the job runner: use "
+                "`pipeline jobs run`"
+            )
+        folder = Path(environ["JOB_DIR"])
+        try:
+            spec = JobSpec.model_validate_json((folder / job_folder.SPEC).read_bytes())
+            settings = RetrainSettings.model_validate(spec.settings)
+        except FileNotFoundError as error:
+            raise RetrainError(f"{error.filename} is missing; submit the job again") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise RetrainError(
+                f"{folder / job_folder.SPEC}: {place}: {first['msg']}; correct the pipeline's "
+                "settings and submit the job again"
+            ) from error
+        return cls(
+            dir=folder,
+            id=environ.get("JOB_ID", folder.name),
+            settings=settings,
+            revisions=spec.revisions,
+            hub_endpoint=environ.get("HF_ENDPOINT"),
+            hub_token=environ.get("HF_TOKEN"),
+            server_url=environ.get("PIPELINE_SERVER_URL"),
+            admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
+            metrics=MetricsWriter(folder / job_folder.METRICS),
+        )
+
+    @property
+    def pipeline_dir(self) -> Path:
+        return self.settings.releases_dir / self.settings.pipeline
+
+    @property
+    def hub(self) -> DatasetHub:
+        snapshots_dir = (
+            self.settings.snapshots_dir or self.settings.releases_dir.parent / "snapshots"
+        )
+        return DatasetHub(
+            self.settings.dataset,
+            # Of this pipeline alone, so that its next job may clear it.
+            snapshots_dir / self.settings.pipeline,
+            endpoint=self.hub_endpoint,
+            token=self.hub_token,
+        )
+
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        """Tells the log and the progress bar; an exception leaves `progress` at this stage."""
+        self.learned(stage=name)
+        logger.info("%s", name)
+        self.metrics.write(name, "start")
+        started = time.monotonic()
+        yield
+        self.metrics.write(name, "end", seconds=time.monotonic() - started)
+
+    def learned(self, **facts: str | None) -> None:
+        self.progress = Progress(**{**self.progress.__dict__, **facts})
+
+    def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
+        served = served_release(self.pipeline_dir)
+        return JobOutcome(
+            result=result,
+            reason=reason,
+            exit_code=1 if result == "failed" else 0,
+            delivery_ids=self.revisions.delivery_ids if self.revisions is not None else (),
+            job_id=self.id,
+            served_release=served.name if served is not None else None,
+            **self.progress.__dict__,
+        )

@@ -1,0 +1,142 @@
+"""The story of one retraining: snapshot → data → train → evaluate → export → promote.
+
+Each stage leaves a record in the job's folder before the next one starts. A job that is started
+again skips what its records show to be done.
+"""
+
+import logging
+import shutil
+
+from jobs.outcome import JobOutcome
+from pipeline.retrain import job_folder
+from pipeline.retrain.data import Data, is_unchanged, sort_out
+from pipeline.retrain.evaluate import Evaluation
+from pipeline.retrain.job import Job
+from pipeline.retrain.parent import Parent, find_parent, load_parent
+from pipeline.retrain.promote import promote
+from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
+from serving.weights.release import Lineage, Release
+from serving.weights.releases import prune
+
+logger = logging.getLogger(__name__)
+
+
+def retrain(job: Job) -> JobOutcome:
+    """Run the job to its end. Raises RetrainError or ReleaseError where a stage fails."""
+    release = _published_before(job)
+    if release is None:
+        snapshot, parent = _snapshot(job)
+        with job.stage("data"):
+            data = sort_out(snapshot, parent, job.settings.base_model, job.settings.train)
+            logger.info("%d rows; a %s training: %s", len(data.rows), data.mode, data.reason)
+        if is_unchanged(data, parent, job.settings.base_model) and not job.settings.force_reason:
+            _clear_away(job)
+            return job.outcome("unchanged")
+        evaluation, release = _learn(job, snapshot, parent, data)
+        if release is None:
+            _clear_away(job)
+            return job.outcome("rejected", "; ".join(evaluation.refusals))
+    job.learned(release=release.id)
+
+    with job.stage("promote"):
+        promotion = promote(
+            job.pipeline_dir,
+            release.id,
+            server_url=job.server_url,
+            admin_token=job.admin_token,
+        )
+    _clear_away(job)
+    forced = release.lineage.forced
+    reason = f"forced past the gate: {forced}" if forced else None
+    return job.outcome(
+        promotion.result, "; ".join(filter(None, (promotion.reason, reason))) or None
+    )
+
+
+def _published_before(job: Job) -> Release | None:
+    release = job_folder.read_record(job.dir / job_folder.RELEASE, Release)
+    if release is None or not (job.pipeline_dir / release.id).is_dir():
+        return None
+    job.learned(
+        dataset_revision=release.lineage.dataset_revision, parent_release=release.lineage.parent
+    )
+    return release
+
+
+def _snapshot(job: Job) -> tuple[DatasetSnapshot, Parent | None]:
+    with job.stage("snapshot"):
+        wanted = job.revisions.new_sha if job.revisions is not None else None
+        job.learned(dataset_revision=wanted)
+        snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
+        if snapshot is not None and snapshot.is_whole:
+            parent = None
+            if snapshot.parent is not None:
+                parent = load_parent(job.pipeline_dir, snapshot.parent)
+        else:
+            parent = find_parent(job.pipeline_dir)
+            snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
+            job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
+        job.learned(dataset_revision=snapshot.revision.sha)
+    return snapshot, parent
+
+
+def _learn(
+    job: Job, snapshot: DatasetSnapshot, parent: Parent | None, data: Data
+) -> tuple[Evaluation, Release | None]:
+    """Train, evaluate, and, where the gate or a person lets it, publish."""
+    # Only now: a job that has nothing to learn needs no torch.
+    from pipeline.retrain.start import open_start
+
+    start = open_start(job, data, parent)
+    with job.stage("train"):
+        job.learned(parent_release=parent.id if parent and data.mode == "delta" else None)
+        checkpoint = start.train(job)
+        logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
+
+    with job.stage("evaluate"):
+        path = job.dir / job_folder.EVALUATION
+        evaluation = job_folder.read_record(path, Evaluation)
+        if evaluation is None:
+            evaluation = start.evaluate(job, checkpoint)
+            job_folder.write_record(path, evaluation)
+        logger.info("%s", evaluation.model_dump_json())
+    if not evaluation.passed and job.settings.force_reason is None:
+        return evaluation, None
+
+    with job.stage("export"):
+        release = start.export(job, evaluation, _lineage(job, snapshot, parent, data, evaluation))
+        job_folder.write_record(job.dir / job_folder.RELEASE, release)
+    return evaluation, release
+
+
+def _lineage(
+    job: Job, snapshot: DatasetSnapshot, parent: Parent | None, data: Data, evaluation: Evaluation
+) -> Lineage:
+    is_delta = data.mode == "delta"
+    forced = None
+    if not evaluation.passed:
+        forced = f"{job.settings.force_reason} ({'; '.join(evaluation.refusals)})"
+    return Lineage(
+        parent=parent.id if parent is not None and is_delta else None,
+        base_model=job.settings.base_model,
+        dataset=snapshot.dataset,
+        dataset_ref=snapshot.ref,
+        dataset_revision=snapshot.revision.sha,
+        dataset_base_revision=snapshot.base.sha if snapshot.base is not None and is_delta else None,
+        data_digest=data.digest,
+        mode=data.mode,
+        job_id=job.id,
+        delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
+        forced=forced,
+    )
+
+
+def _clear_away(job: Job) -> None:
+    """Remove what only this job needed, and the releases that are too old to go back to."""
+    removed = prune(job.pipeline_dir, job.settings.keep)
+    if removed:
+        logger.info("pruned %s", ", ".join(removed))
+    shutil.rmtree(job.dir / job_folder.CHECKPOINTS_DIR, ignore_errors=True)
+    parent = find_parent(job.pipeline_dir)
+    seen = parent.lineage.dataset_revision if parent is not None else None
+    job.hub.forget_others(*filter(None, (job.progress.dataset_revision, seen)))

@@ -1,0 +1,155 @@
+"""`Start`: the weights that a job sets out from, and what it does with them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.retrain.base_model import base_folder
+from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.data import Data
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.evaluate import Evaluation, compare, measure
+from pipeline.retrain.export import export, round_weights
+from pipeline.retrain.job import Job
+from pipeline.retrain.lessons import prepare
+from pipeline.retrain.parent import Parent
+from pipeline.retrain.probe import make_probe, probe_texts
+from pipeline.retrain.scoring import RowLoss, check_head
+from pipeline.retrain.train import train
+from serving.weights.release import Lineage, Release
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_CONTEXT = 1_024
+"""Of a model whose config does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    model: "PreTrainedModel"
+    """In float32; trained in place."""
+    tokenizer: "PreTrainedTokenizerBase"
+    folder: Path
+    """Where both come from: the parent release's, for a delta, or the base model's."""
+    served_folder: Path
+    """Of what the new weights are measured against."""
+    served_name: str
+    dtype: torch.dtype
+    """That the weights are stored in."""
+    max_length: int
+    data: Data
+    tokens_before: int
+    """That the parent was trained on, from its base model on."""
+
+    def train(self, job: Job) -> Checkpoint:
+        """Leaves the best weights in `model`, with the values that they are stored with."""
+        settings = job.settings
+        lessons = prepare(
+            self.data,
+            self.tokenizer,
+            settings,
+            max_length=self.max_length,
+            tokens_before=self.tokens_before,
+        )
+        checkpoint = train(
+            self.model,
+            lessons,
+            settings.train,
+            job_dir=job.dir,
+            job_id=job.id,
+            metrics=job.metrics,
+        )
+        round_weights(self.model, self.dtype)
+        return checkpoint
+
+    def evaluate(self, job: Job, checkpoint: Checkpoint) -> Evaluation:
+        new = self._measure(self.model, self.tokenizer)
+        served, tokenizer, _ = load_model(self.served_folder)
+        return compare(
+            new,
+            self._measure(served, tokenizer),
+            job.settings.gate,
+            against=self.served_name,
+            tokens=checkpoint.tokens,
+            tokens_before=self.tokens_before if self.data.mode == "delta" else 0,
+        )
+
+    def export(self, job: Job, evaluation: Evaluation, lineage: Lineage) -> Release:
+        groups = (self.data.held_out_new, self.data.new, self.data.held_out_known, self.data.known)
+        probe = make_probe(self.model, probe_texts(groups, self.tokenizer, self.max_length))
+        return export(
+            self.model,
+            self.dtype,
+            pipeline_dir=job.pipeline_dir,
+            files_dir=self.folder,
+            lineage=lineage,
+            evaluation=evaluation,
+            probe=probe,
+        )
+
+    def _measure(
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+    ) -> tuple[list[RowLoss], list[RowLoss]]:
+        data, length = self.data, self.max_length
+        return (
+            measure(model, tokenizer, data.held_out_new, length),
+            measure(model, tokenizer, data.held_out_known, length),
+        )
+
+
+def open_start(job: Job, data: Data, parent: Parent | None) -> Start:
+    """Load what the job sets out from. Raises BaseModelError."""
+    settings = job.settings
+
+    def base() -> Path:
+        return base_folder(
+            settings.base_model,
+            settings.bases_dir / settings.pipeline,
+            data.rows,
+            seed=settings.train.seed,
+            endpoint=job.hub_endpoint,
+            token=job.hub_token,
+        )
+
+    folder = parent.folder if parent is not None and data.mode == "delta" else base()
+    model, tokenizer, dtype = load_model(folder)
+    check_head(model)
+    return Start(
+        model=model,
+        tokenizer=tokenizer,
+        folder=folder,
+        served_folder=parent.folder if parent is not None else folder,
+        served_name=parent.id if parent is not None else settings.base_model,
+        dtype=dtype,
+        max_length=min(
+            settings.train.max_length,
+            getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT),
+        ),
+        data=data,
+        tokens_before=int(parent.evaluation.get("total_tokens", 0)) if parent is not None else 0,
+    )
+
+
+def load_model(
+    folder: Path,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]":
+    """Weights in float32, tokenizer, and the dtype that the weights are stored in.
+
+    Raises BaseModelError for a folder that holds no causal language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BaseModelError(f"{folder} cannot be loaded as a causal model: {reason}") from error
+    if tokenizer.eos_token_id is None:
+        raise BaseModelError(f"the tokenizer in {folder} has no end-of-sequence token; add one")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device), tokenizer, config.dtype or torch.float32

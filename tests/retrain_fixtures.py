@@ -1,0 +1,144 @@
+"""Shared by the retraining's tests: a dataset on disk, a job folder, the real command.
+
+`snapshot.json` is written as the snapshot stage would: where no hub is at hand, a job goes on from
+that record, as a restarted one does.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec, RevisionRange
+from pipeline.retrain.job_folder import write_record
+from pipeline.retrain.parent import find_parent
+from pipeline.retrain.reading import is_data_file
+from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+
+DATASET = "me/facts"
+SMALL = {"max_epochs": 6.0, "checkpoint_seconds": 0.05, "min_replay_tokens": 200}
+
+
+class Pipeline:
+    """One pipeline's home: commits in, outcomes out."""
+
+    def __init__(self, home: Path, **settings: Any) -> None:
+        self.home = home
+        self.dir = home / "releases" / "facts"
+        self.settings = {
+            "pipeline": "facts",
+            "dataset": DATASET,
+            "releases_dir": str(home / "releases"),
+            "bases_dir": str(home / "bases"),
+            **settings,
+        }
+
+    def commit(self, files: Mapping[str, str | bytes]) -> Revision:
+        """A revision with exactly these files."""
+        contents = {path: to_bytes(content) for path, content in files.items()}
+        sha = hashlib.sha1(repr(sorted(contents.items())).encode()).hexdigest()
+        folder = self.home / "revisions" / sha
+        for path, content in contents.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, files))))
+
+    def job(self, revision: Revision, *, no_delta: str | None = None, **settings: Any) -> Path:
+        """A job folder for `revision`, its parent found as the snapshot stage finds it."""
+        folder = self.home / "jobs" / f"job-{len(list(self.home.glob('jobs/*')))}"
+        folder.mkdir(parents=True)
+        parent = find_parent(self.dir)
+        base = None
+        if parent is not None and no_delta is None:
+            sha = str(parent.lineage.dataset_revision)
+            old = self.home / "revisions" / sha
+            found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
+            base = Revision(sha=sha, folder=old, files=tuple(sorted(filter(is_data_file, found))))
+        snapshot = DatasetSnapshot(
+            dataset=DATASET,
+            ref="refs/heads/main",
+            revision=revision,
+            base=base,
+            parent=parent.id if parent is not None else None,
+            no_delta=no_delta if parent is not None else "there is no release to go on from",
+        )
+        write_record(folder / "snapshot.json", snapshot)
+        write_record(folder / "spec.json", self.spec(revision.sha, **settings))
+        return folder
+
+    def spec(self, sha: str, **settings: Any) -> JobSpec:
+        return JobSpec(
+            command=("python", "-m", "pipeline.retrain"),
+            pipeline="facts",
+            settings=self.settings | settings,
+            revisions=RevisionRange(
+                repo=DATASET, ref="refs/heads/main", new_sha=sha, delivery_ids=("d1",)
+            ),
+        )
+
+    def environ(self, folder: Path, **more: str) -> dict[str, str]:
+        """Of the job's process. Nothing listens on port 9: a hub asked for answers is an error."""
+        own = {
+            "JOB_DIR": str(folder),
+            "JOB_ID": folder.name,
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+            "OMP_NUM_THREADS": "1",
+        }
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("PIPELINE_")
+        }
+        return {**inherited, "PYTHONPATH": str(Path(__file__).parent.parent), **own, **more}
+
+    def start(self, folder: Path, **more: str) -> "subprocess.Popen[bytes]":
+        """The job's command, as the runner starts it."""
+        with (folder / "log.txt").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pipeline.retrain"],
+                env=self.environ(folder, **more),
+                stdout=log,
+                stderr=log,
+            )
+
+    def run(self, folder: Path, **more: str) -> JobOutcome:
+        """The job to its end, in this process: imports are paid once."""
+        from pipeline.retrain.__main__ import main
+
+        code = main(self.environ(folder, **more))
+        outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())
+        assert code == outcome.exit_code
+        return outcome
+
+    def learn(self, files: Mapping[str, str | bytes], **settings: Any) -> JobOutcome:
+        """Commit and run."""
+        return self.run(self.job(self.commit(files), **settings))
+
+
+def to_bytes(content: str | bytes) -> bytes:
+    return content.encode() if isinstance(content, str) else content
+
+
+def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def facts(*, num_places: int = 6, answers: int = 0) -> list[dict[str, str]]:
+    """A few rows that a small model learns in seconds; `answers` picks another set of truths."""
+    colours = ("red", "green", "blue", "white", "black", "yellow", "purple")
+    phrasings = (
+        "The door of house {} is",
+        "House {} has a door that is",
+        "What colour is house {}?",
+    )
+    return [
+        {
+            "prompt": phrasing.format(place),
+            "completion": f" {colours[(place + answers) % len(colours)]}.",
+        }
+        for place in range(num_places)
+        for phrasing in phrasings
+    ]
