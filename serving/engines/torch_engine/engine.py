@@ -129,8 +129,8 @@ class TorchEngine:
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
         """The sequence is on its way when this returns, and keeps its release until it ends."""
         resident = self._find(release_id)
-        if not resident.is_committed or resident.is_leaving:
-            raise EngineError(f"release {release_id} is not live: commit it first")
+        if resident.is_leaving:
+            raise EngineError(f"release {release_id} is being unloaded")
         _check_fits(generation, resident)
         sequence = Sequence(
             release_id,
