@@ -58,7 +58,7 @@ def _create(file: Path) -> None:
         webhook=secrets.token_urlsafe(32),
         key=Fernet.generate_key().decode(),
     )
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as stream:
         json.dump(tokens.model_dump(), stream, indent=2)
