@@ -75,7 +75,7 @@ async def describe(
         return {
             **_facts(repository),
             "sha": commit,
-            "lastModified": newest.date,
+            "lastModified": iso_time(newest.committed_at),
             "siblings": [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"],
         }
 
@@ -132,7 +132,7 @@ async def commits(
                 "id": one.sha,
                 "title": one.title,
                 "message": one.message,
-                "date": one.date,
+                "date": iso_time(one.committed_at),
                 "authors": [{"user": one.author}],
             }
             if formatted:

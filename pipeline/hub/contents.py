@@ -13,6 +13,8 @@ from pipeline.hub.names import SHA, is_ref_name
 from pipeline.hub.repositories import Repository
 
 _CHUNK_BYTES = 256 * 1024
+# 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
+_LATEST_SECONDS = 253402300799
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 
 
@@ -29,8 +31,8 @@ class Entry:
 class Commit:
     sha: str
     author: str
-    date: str
-    """ISO 8601 with the offset."""
+    committed_at: int
+    """Seconds since the epoch, UTC."""
     title: str
     message: str
 
@@ -98,7 +100,7 @@ def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) 
         "log",
         "-z",
         "--encoding=UTF-8",
-        "--format=%H%x1f%an%x1f%cI%x1f%s%x1f%b",
+        "--format=%H%x1f%an%x1f%ct%x1f%s%x1f%b",
         f"--skip={skip}",
         f"--max-count={limit}",
         commit,
@@ -109,9 +111,15 @@ def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) 
     for record in records:
         if not record.strip():
             continue
-        sha, author, date, title, message = record.split("\x1f", 4)
+        sha, author, seconds, title, message = record.split("\x1f", 4)
         commits.append(
-            Commit(sha=sha, author=author, date=date, title=title, message=message.strip())
+            Commit(
+                sha=sha,
+                author=author,
+                committed_at=min(int(seconds or 0), _LATEST_SECONDS),
+                title=title,
+                message=message.strip(),
+            )
         )
     return commits
 
