@@ -6,15 +6,20 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from sqlalchemy import create_engine, text
 
+from jobs.launchers.process import identify
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
+
+T = TypeVar("T")
 
 
 class Clock:
@@ -138,3 +143,27 @@ def spec(
             **values,
         }
     )
+
+
+def until(ask: Callable[[], T], seconds: float = 60.0) -> T:
+    """The first answer that is true; fails when there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (answer := ask()):
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.005)
+    return answer
+
+
+def pids_in(log: Path, count: int = 1) -> list[int]:
+    """The process ids that a job of `tests.jobs_program` wrote, once there are `count`."""
+
+    def read() -> list[int]:
+        lines = log.read_text().splitlines() if log.exists() else []
+        pids = [int(line.split()[1]) for line in lines if line.startswith("pid ")]
+        return pids if len(pids) >= count else []
+
+    return until(read)
+
+
+def is_gone(pid: int) -> bool:
+    return identify(pid) is None

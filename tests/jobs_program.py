@@ -1,0 +1,106 @@
+"""What the tests' jobs run: `python -m tests.jobs_program ACTION [ARGUMENT…]` in a job folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def sleep_until_stopped() -> None:
+    say(f"pid {os.getpid()}")
+    time.sleep(600)
+
+
+def ignore_stop() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleep_until_stopped()
+
+
+def stop_politely(result: str) -> None:
+    def leave(*_: object) -> None:
+        Path("outcome.json").write_text(json.dumps({"result": result, "stage": "train"}))
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    sleep_until_stopped()
+
+
+def have_children() -> None:
+    """A child, a grandchild, and one that left the session."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    shell = "sleep 600 & echo pid $!; wait"
+    subprocess.Popen(["sh", "-c", shell])
+    gone = subprocess.Popen(sleep, start_new_session=True)
+    say(f"pid {gone.pid}")
+    sleep_until_stopped()
+
+
+def leave_children() -> None:
+    gone = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    say(f"pid {gone.pid}")
+
+
+def write_outcome(result: str, exit_code: str) -> None:
+    Path("outcome.json").write_text(json.dumps({"result": result, "release": "r000001-1f3ac9d2"}))
+    sys.exit(int(exit_code))
+
+
+def die_once() -> None:
+    """Killed in the first attempt; the second one finds what the first one wrote."""
+    record = Path("snapshot.json")
+    if record.exists():
+        say("second attempt")
+        write_outcome("promoted", "0")
+    record.write_text("{}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for(path: str, exit_code: str) -> None:
+    say(f"pid {os.getpid()}")
+    while not Path(path).exists():
+        time.sleep(0.01)
+    sys.exit(int(exit_code))
+
+
+def show_environment() -> None:
+    say(json.dumps(dict(os.environ)))
+
+
+def use_torch(num_threads: str) -> None:
+    import torch
+
+    torch.set_num_threads(int(num_threads))
+    product = torch.ones(512, 512) @ torch.ones(512, 512)
+    assert torch.get_num_threads() == int(num_threads)
+    say(f"sum {product.sum().item():.0f} preloaded {'torch' in sys.modules}")
+
+
+def show_process(*_: str) -> None:
+    say(
+        json.dumps(
+            {
+                "argv": sys.argv[1:],
+                "cwd": os.getcwd(),
+                "name": __name__,
+                "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+                "stdin": sys.stdin.read(),
+                "leads_session": os.getsid(0) == os.getpid(),
+                "warm": "jobs.launchers.supervise" in sys.modules,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

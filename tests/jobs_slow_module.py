@@ -1,0 +1,5 @@
+"""Takes longer to import than a test waits."""
+
+import time
+
+time.sleep(600)
