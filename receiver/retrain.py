@@ -6,8 +6,8 @@ from typing import Any
 
 import anyio.to_thread
 from fastapi import Request
-from jobs.store import Delivery, JobStore
 
+from jobs.store import Delivery, JobStore
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 
@@ -56,7 +56,8 @@ def _store_event(
     delivery_id: str,
     body: str,
 ) -> Answer:
-    webhook = payload.webhook.id
+    # A database takes neither NUL nor half a surrogate pair.
+    webhook = ascii(payload.webhook.id)[1:-1][:200]
     decision = decide(payload, rules)
     if isinstance(decision, str):
         store.ignore(Delivery(source=webhook, id=delivery_id, body=body), decision)
