@@ -56,7 +56,8 @@ def _store_event(
     delivery_id: str,
     body: str,
 ) -> Answer:
-    webhook = payload.webhook.id
+    # A database takes neither NUL nor half a surrogate pair.
+    webhook = ascii(payload.webhook.id)[1:-1][:200]
     decision = decide(payload, rules)
     if isinstance(decision, str):
         store.ignore(Delivery(source=webhook, id=delivery_id, body=body), decision)

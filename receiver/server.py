@@ -148,7 +148,7 @@ class WebhooksServer:
             AddressUnavailable: The port is taken, or the host is not this machine's.
         """
         self.close()
-        host = server_name or self.settings.host
+        host = self.settings.host if server_name is None else server_name
         port = self.settings.port if server_port is None else server_port
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets

@@ -188,8 +188,7 @@ def _api(endpoint: str | None, token: str | None) -> "HfApi":
 def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
     """The hub's JSON itself: the client's own record has no place for a status."""
     from huggingface_hub import get_session
-    from huggingface_hub.utils._headers import build_hf_headers
-    from huggingface_hub.utils._http import hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
     with _translated(webhook_id):
         response = get_session().get(
@@ -228,7 +227,7 @@ def _as_dicts(items: Sequence[WatchedItem]) -> list[Any]:
 
 @contextmanager
 def _translated(webhook_id: str | None = None) -> Iterator[None]:
-    import httpx
+    import httpx2
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
     try:
@@ -250,7 +249,7 @@ def _translated(webhook_id: str | None = None) -> Iterator[None]:
         raise WebhookApiError(
             f"The hub answered {status}: {error.server_message or str(error)}"
         ) from error
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         url = error.request.url
         raise WebhookApiError(
             f"The hub at {url.scheme}://{url.netloc.decode()} cannot be reached ({error})."

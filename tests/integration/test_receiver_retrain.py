@@ -1,0 +1,208 @@
+"""The retrain handler on a real job store: what is stored, what is answered, and how fast."""
+
+# ruff: noqa: F811  (a fixture that is imported and asked for)
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+from starlette.types import ASGIApp
+
+from jobs.store import JobStore
+from receiver.retrain import RetrainRule, retrain_handler
+from receiver.server import WebhooksServer
+from tests.receiver_fixtures import no_secret_in_the_environment, serve, store  # noqa: F401
+from tests.receiver_payloads import (
+    GITHUB_PUSH,
+    NEW,
+    OLD,
+    ZEROS,
+    body_of,
+    dataset_update,
+    hmac_hex,
+    ref_update,
+)
+
+RULES = [
+    RetrainRule(pipeline="answers", dataset="acme/answers", settings={"seed": 1}),
+    RetrainRule(pipeline="answers-dev", dataset="acme/answers", ref="dev"),
+    RetrainRule(pipeline="answers-small", dataset="acme/answers", ref="dev"),
+]
+
+
+def receiver(store: JobStore, rules: list[RetrainRule] = RULES) -> WebhooksServer:
+    server = WebhooksServer(webhook_secret="s3cret")
+    server.add_webhook("/retrain")(retrain_handler(store, rules))
+    return server
+
+
+@pytest.fixture
+def post(store: JobStore) -> Iterator[Callable[..., dict[str, Any]]]:
+    with TestClient(receiver(store).app, headers={"X-Webhook-Secret": "s3cret"}) as client:
+
+        def send(payload: dict[str, Any], delivery_id: str | None = None) -> dict[str, Any]:
+            headers = {} if delivery_id is None else {"Webhook-Id": delivery_id}
+            answer = client.post("/webhooks/retrain", content=body_of(payload), headers=headers)
+            assert answer.status_code == 200
+            return dict(answer.json())
+
+        yield send
+
+
+def test_a_commit_becomes_a_job(store: JobStore, post: Callable[..., dict[str, Any]]) -> None:
+    payload = dataset_update() | {"updatedConfig": {"kept": "as it was sent"}}
+    answer = post(payload, "d1")
+    (job,) = store.list()
+    assert answer == {"job": job.id}
+    assert job.state == "SCHEDULING"
+    assert job.payload == payload
+    assert job.spec.settings == {"seed": 1}
+    assert job.spec.revisions is not None
+    assert (job.spec.revisions.old_sha, job.spec.revisions.new_sha) == (OLD, NEW)
+    assert job.spec.revisions.delivery_ids == ("d1",)
+
+
+def test_a_burst_is_one_pending_job_over_the_whole_range(
+    store: JobStore,
+    post: Callable[..., dict[str, Any]],
+) -> None:
+    shas = [f"{number:040x}" for number in range(1, 12)]
+    answers = [
+        post(dataset_update(ref_update(old=old, new=new)), new)
+        for old, new in itertools.pairwise(shas)
+    ]
+    (job,) = store.list()
+    assert answers == [{"job": job.id}] * 10
+    assert job.spec.revisions is not None
+    assert (job.spec.revisions.old_sha, job.spec.revisions.new_sha) == (shas[0], shas[-1])
+    assert job.spec.revisions.delivery_ids == tuple(shas[1:])
+
+
+def test_a_repeated_delivery_gets_the_first_job_even_from_another_process(
+    store: JobStore,
+    post: Callable[..., dict[str, Any]],
+) -> None:
+    first = post(dataset_update(), "d1")
+    store.cancel(first["job"])
+    assert post(dataset_update(), "d1") == first
+    with TestClient(receiver(store).app, headers={"X-Webhook-Secret": "s3cret"}) as restarted:
+        headers = {"Webhook-Id": "d1"}
+        answer = restarted.post("/webhooks/retrain", json=dataset_update(), headers=headers)
+        assert answer.json() == first
+    assert len(store.list()) == 1
+
+
+def test_without_an_id_the_body_is_the_id(
+    store: JobStore,
+    post: Callable[..., dict[str, Any]],
+) -> None:
+    first = post(dataset_update())
+    store.cancel(first["job"])
+    assert post(dataset_update()) == first
+    assert post(dataset_update(ref_update(new="c" * 40))) != first
+
+
+def test_several_pipelines_each_get_a_job(
+    store: JobStore,
+    post: Callable[..., dict[str, Any]],
+) -> None:
+    answer = post(dataset_update(ref_update("refs/heads/dev")), "d1")
+    pipelines = {job.id: job.spec.pipeline for job in store.list()}
+    assert answer["job"] == answer["jobs"][0]
+    assert [pipelines[id] for id in answer["jobs"]] == ["answers-dev", "answers-small"]
+    assert post(dataset_update(ref_update("refs/heads/dev")), "d1") == answer
+
+
+def test_a_delivery_that_was_stored_for_some_pipelines_is_completed(store: JobStore) -> None:
+    payload = dataset_update(ref_update("refs/heads/dev"))
+    both: list[Any] = []
+    for rules in (RULES[1:2], RULES[1:]):
+        with TestClient(receiver(store, rules).app) as client:
+            headers = {"Webhook-Id": "d1", "X-Webhook-Secret": "s3cret"}
+            both.append(client.post("/webhooks/retrain", json=payload, headers=headers).json())
+    assert both[1]["job"] == both[0]["job"]
+    assert len(both[1]["jobs"]) == len(store.list()) == 2
+
+
+def test_what_calls_for_no_job_is_remembered_with_its_reason(
+    store: JobStore,
+    post: Callable[..., dict[str, Any]],
+) -> None:
+    payload = dataset_update(ref_update("refs/tags/v1"))
+    reason = "'refs/tags/v1' is a tag"
+    assert post(payload, "d1") == {"ignored": reason}
+    assert store.answer_to(payload["webhook"]["id"], "d1") == {"ignored": reason}
+    assert store.list() == []
+
+
+def test_ids_that_a_database_cannot_store_are_escaped(
+    store: JobStore,
+    post: Callable[..., dict[str, Any]],
+) -> None:
+    strange = {"id": "\ud800\x00" + "x" * 5000, "version": 3}
+    assert "job" in post(dataset_update() | {"webhook": strange}, "d1")
+
+
+def test_a_github_push_to_a_repository_by_url(store: JobStore) -> None:
+    url = GITHUB_PUSH["repository"]["clone_url"]
+    server = WebhooksServer(webhook_secret="s3cret")
+    server.add_webhook("/retrain", proof="github")(
+        retrain_handler(store, [RetrainRule(pipeline="hello", dataset=url)])
+    )
+    with TestClient(server.app) as client:
+
+        def send(payload: dict[str, Any], id: str) -> Any:
+            body = body_of(payload)
+            headers = {
+                "X-Hub-Signature-256": f"sha256={hmac_hex('s3cret', body)}",
+                "X-GitHub-Event": "push",
+                "X-GitHub-Delivery": id,
+            }
+            return client.post("/webhooks/retrain", content=body, headers=headers).json()
+
+        assert send(GITHUB_PUSH | {"after": ZEROS}, "1") == {
+            "ignored": "'refs/heads/main' was deleted"
+        }
+        answer = send(GITHUB_PUSH, "2")
+    (job,) = store.list()
+    assert answer == {"job": job.id}
+    assert job.spec.revisions is not None
+    assert job.spec.revisions.repo == url
+
+
+def test_two_rules_for_one_pipeline_are_refused(store: JobStore) -> None:
+    with pytest.raises(ValueError, match="'answers'"):
+        retrain_handler(store, [RULES[0], RULES[0]])
+
+
+def test_the_answer_comes_quickly(store: JobStore, serve: Callable[[ASGIApp], str]) -> None:
+    """The promise is well under 50 ms at p99; the bound leaves room for a busy machine."""
+    url = serve(receiver(store).app)
+    seconds = []
+    with httpx.Client(headers={"X-Webhook-Secret": "s3cret"}) as client:
+        for number in range(100):
+            payload = dataset_update(ref_update(new=f"{number:040x}"))
+            began = time.perf_counter()
+            client.post(
+                f"{url}/webhooks/retrain", json=payload, headers={"Webhook-Id": f"{number}"}
+            )
+            seconds.append(time.perf_counter() - began)
+    assert sorted(seconds)[50] < 0.05, json.dumps([round(s, 4) for s in seconds])
+
+
+def test_importing_the_receiver_is_light(tmp_path: Path) -> None:
+    code = (
+        "import sys, receiver.server, receiver.retrain, receiver.webhooks\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'gradio', 'huggingface_hub', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

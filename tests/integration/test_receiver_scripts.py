@@ -1,0 +1,234 @@
+"""Receivers as users write them: a script, started by its end or by `launch()`, called over HTTP."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.receiver_payloads import body_of, dataset_update
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# As the guide of huggingface_hub has it; only the import line differs.
+SCRIPT = """
+from receiver.server import webhook_endpoint, WebhookPayload
+
+@webhook_endpoint
+async def trigger_training(payload: WebhookPayload):
+    if payload.repo.type == "dataset" and payload.event.action == "update":
+        # Trigger a training job if a dataset is updated
+        return {"training": payload.repo.name}
+
+@webhook_endpoint("/goodbye")
+async def goodbye(payload: WebhookPayload, request: Request):
+    return {"message": "goodbye", "id": request.headers["webhook-id"]}
+"""
+
+# What fails in an exit handler: worker threads, name resolution, an asynchronous client.
+ASYNC_SCRIPT = """
+import asyncio, os, threading
+import httpx
+from receiver.server import webhook_endpoint, WebhookPayload
+
+@webhook_endpoint
+async def at_work(payload: WebhookPayload):
+    in_thread = await asyncio.to_thread(threading.current_thread)
+    await asyncio.get_running_loop().getaddrinfo("localhost", 80)
+    async with httpx.AsyncClient() as client:
+        health = await client.get(os.environ["ITSELF"] + "/health")
+    return {"in_thread": in_thread is not threading.main_thread(), "health": health.json()}
+
+@webhook_endpoint
+def in_a_thread(payload: WebhookPayload):
+    return threading.current_thread() is not threading.main_thread()
+"""
+
+
+def interpreters() -> list[str]:
+    """This one, and those of `RECEIVER_PYTHONS` (separated by `:`) that have the dependencies."""
+    others = os.environ.get("RECEIVER_PYTHONS", "").split(":")
+    return [sys.executable, *(other for other in others if other)]
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, code: str, *, python: str = sys.executable, **environment: str
+) -> Iterator[tuple[str, list[str], subprocess.Popen[str]]]:
+    """The script's base URL, what it printed so far, and its process."""
+    script = folder / "app.py"
+    script.write_text(code)
+    with subprocess.Popen(
+        [python, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"} | environment,
+    ) as process:
+        assert process.stdout is not None
+        printed: list[str] = []
+        try:
+            for line in process.stdout:
+                printed.append(line.rstrip())
+                if line.startswith("Open "):
+                    break
+            urls = re.findall(r"http://[\w.:]+", "\n".join(printed))
+            assert urls, f"exit {process.poll()}: {printed}"
+            yield urls[0], printed, process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def free_port() -> int:
+    from receiver.listen import bind
+
+    with bind("127.0.0.1", 0) as found:
+        return int(found.getsockname()[1])
+
+
+def on_port(code: str, port: int) -> str:
+    """The script with a default port of its own: several tests may run on one machine."""
+    return (
+        "import receiver.server, receiver.settings\n"
+        "receiver.server.ReceiverSettings = lambda: receiver.settings.ReceiverSettings("
+        f"port={port})\n" + code
+    )
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_the_end_of_the_script_starts_the_server(tmp_path: Path, python: str) -> None:
+    port = free_port()
+    code = on_port(ASYNC_SCRIPT, port) + "\nprint('the last line ran')\n"
+    with running(tmp_path, code, python=python, ITSELF=f"http://127.0.0.1:{port}") as (
+        url,
+        printed,
+        process,
+    ):
+        assert printed[0] == "the last line ran"
+        answer = httpx.post(f"{url}/webhooks/at_work", json=dataset_update(), timeout=30)
+        assert answer.json() == {"in_thread": True, "health": {"status": "ok"}}
+        answer = httpx.post(f"{url}/webhooks/in_a_thread", json=dataset_update(), timeout=30)
+        assert answer.json() is True
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_a_script_of_huggingface_hub_runs_with_another_import_line(tmp_path: Path) -> None:
+    code = on_port("from fastapi import Request\n" + SCRIPT, free_port())
+    with running(tmp_path, code, WEBHOOK_SECRET="s3cret") as (url, printed, _):
+        assert f"  - POST {url}/webhooks/trigger_training" in printed
+        assert f"  - POST {url}/webhooks/goodbye" in printed
+        assert "open to everyone" not in "\n".join(printed)
+        headers = {"X-Webhook-Secret": "s3cret", "Webhook-Id": "d1"}
+        for path, expected in (
+            ("trigger_training", {"training": "acme/answers"}),
+            ("goodbye", {"message": "goodbye", "id": "d1"}),
+        ):
+            done = subprocess.run(
+                ["curl", "-sS", "-d", "@-", f"{url}/webhooks/{path}"]
+                + [part for name in headers for part in ("-H", f"{name}: {headers[name]}")],
+                input=body_of(dataset_update()),
+                capture_output=True,
+                check=True,
+            )
+            assert json.loads(done.stdout) == expected
+        assert httpx.post(f"{url}/webhooks/goodbye").status_code == 401
+
+
+def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:
+    code = SCRIPT.replace("WebhookPayload\n", "WebhookPayload\nfrom fastapi import Request\n", 1)
+    code += "\ntrigger_training.launch(server_port=0)\nprint('after', flush=True)\n"
+    with running(tmp_path, code) as (url, _, process):
+        assert httpx.get(url).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        rest = process.stdout.read()
+        assert process.wait(30) == 0
+    assert rest == "after\n", "the script goes on, and its end starts nothing again"
+
+
+def test_a_script_that_fails_starts_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "app.py"
+    script.write_text(on_port(ASYNC_SCRIPT, free_port()) + "\nraise SystemError('no')\n")
+    for python in interpreters():
+        done = subprocess.run(
+            [python, str(script)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        assert "Webhooks are correctly setup" not in done.stdout
+
+
+def test_a_busy_port_is_said_at_the_end_of_the_script(tmp_path: Path) -> None:
+    from receiver.listen import bind
+
+    script = tmp_path / "app.py"
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        script.write_text(on_port(ASYNC_SCRIPT, port))
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert f"Port {port} on 127.0.0.1 is in use" in done.stderr
+
+
+NOTEBOOK = """
+import asyncio, httpx, sys
+
+async def cell(code):
+    exec(code, globals())
+
+async def post(path):
+    async with httpx.AsyncClient() as client:
+        return (await client.post(f"{url}/webhooks/{path}", json=PAYLOAD)).json()
+
+async def notebook():
+    await cell('''
+from receiver.server import webhook_endpoint, WebhookPayload
+@webhook_endpoint
+async def hello(payload: WebhookPayload):
+    return "first"
+url = hello.launch(server_port=0)
+''')
+    print(await post("hello"))
+    await cell('''
+@webhook_endpoint
+async def hello(payload: WebhookPayload):
+    return "second"
+@webhook_endpoint("other")
+async def more(payload: WebhookPayload):
+    return "more"
+url = hello.launch(server_port=0)
+''')
+    print(await post("hello"), await post("other"))
+
+asyncio.run(notebook())
+"""
+
+
+def test_cells_of_a_notebook_go_on_and_replace_their_routes() -> None:
+    """`launch()` inside a running loop, in a process without a script, as a kernel is."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"PAYLOAD = {dataset_update()!r}\n{NOTEBOOK}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    answers = [line for line in done.stdout.splitlines() if line in ("first", "second more")]
+    assert answers == ["first", "second more"]

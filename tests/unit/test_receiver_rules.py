@@ -1,0 +1,153 @@
+"""Which events call for a job, and the exact reason where one does not."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from receiver.payload import WebhookPayload
+from receiver.rules import RetrainRule, decide
+from tests.receiver_payloads import (
+    BUCKET_UPDATED,
+    GITHUB_PUSH,
+    NEW,
+    OLD,
+    PULL_REQUEST_OPENED,
+    dataset_update,
+    ref_update,
+    without_refs,
+)
+
+RULE = RetrainRule(pipeline="answers", dataset="acme/answers")
+ON_DEV = RetrainRule(pipeline="answers-dev", dataset="acme/answers", ref="dev")
+
+
+def decided(payload: dict[str, Any], *rules: RetrainRule) -> Any:
+    return decide(WebhookPayload.model_validate(payload), rules or (RULE,))
+
+
+def test_a_push_to_the_followed_branch_becomes_a_job() -> None:
+    rule = RULE.model_copy(update={"settings": {"seed": 7}, "debounce_seconds": 2.5})
+    (spec,) = decided(dataset_update(), rule)
+    assert spec.pipeline == "answers"
+    assert spec.revisions.model_dump() == {
+        "repo": "acme/answers",
+        "ref": "refs/heads/main",
+        "old_sha": OLD,
+        "new_sha": NEW,
+        "delivery_ids": (),
+    }
+    assert spec.settings == {"seed": 7}
+    assert (spec.debounce_seconds, spec.max_wait_seconds) == (2.5, 30.0)
+    assert spec.command[1:] == ("-m", "pipeline.retrain")
+
+
+def test_a_new_branch_has_no_old_sha() -> None:
+    (spec,) = decided(dataset_update(ref_update(old=None)))
+    assert spec.revisions.old_sha is None
+
+
+def test_a_payload_of_an_older_sender_updates_the_default_branch() -> None:
+    (spec,) = decided(without_refs())
+    assert (spec.revisions.ref, spec.revisions.new_sha) == ("refs/heads/main", NEW)
+    assert spec.revisions.old_sha is None
+    assert "another ref" in decided(without_refs(), ON_DEV)
+
+
+@pytest.mark.parametrize("scope", ["repo", "repo.content", "repo.content.lfs", "repo.unheard-of"])
+def test_broader_and_unknown_narrower_scopes_count(scope: str) -> None:
+    assert len(decided(dataset_update(scope=scope))) == 1
+
+
+def test_several_refs_and_several_pipelines() -> None:
+    push = dataset_update(ref_update("refs/tags/v1"), ref_update(), ref_update("refs/heads/dev"))
+    assert [spec.pipeline for spec in decided(push, RULE, ON_DEV)] == ["answers", "answers-dev"]
+    assert [spec.pipeline for spec in decided(dataset_update(), RULE, ON_DEV)] == ["answers"]
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (PULL_REQUEST_OPENED, "not a dataset: 'openai-community/gpt2' is a model"),
+        (BUCKET_UPDATED, "not a dataset: 'acme/blobs' is a bucket"),
+        (dataset_update(action="create", scope="repo"), "not an update: the action is create"),
+        (dataset_update(action="delete", scope="repo"), "not an update: the action is delete"),
+        (dataset_update(scope="repo.config"), "not about content: the scope is 'repo.config'"),
+        (dataset_update(scope="discussion"), "not about content: the scope is 'discussion'"),
+        (
+            dataset_update(name="acme/other"),
+            "no pipeline follows the dataset 'acme/other'",
+        ),
+        (dataset_update(ref_update("refs/tags/v1")), "'refs/tags/v1' is a tag"),
+        (dataset_update(ref_update("refs/pr/3")), "'refs/pr/3' is a pull request"),
+        (dataset_update(ref_update(new=None)), "'refs/heads/main' was deleted"),
+        (dataset_update(ref_update(old=NEW)), "'refs/heads/main' did not change"),
+        (dataset_update(ref_update(new="--upload-pack=x")), "'--upload-pack=x' is no commit id"),
+        (
+            dataset_update(ref_update("refs/heads/dev")),
+            "'refs/heads/dev' is another ref than refs/heads/main, which answers follows",
+        ),
+        (dataset_update() | {"updatedRefs": []}, "no ref changed"),
+        (without_refs(headSha=None), "no ref changed"),
+    ],
+)
+def test_everything_else_has_a_reason(payload: dict[str, Any], reason: str) -> None:
+    assert decided(payload) == reason
+
+
+def test_a_reason_is_short_and_printable() -> None:
+    reason = decided(dataset_update(name="\x00\u202e" + "x" * 1_000_000))
+    assert reason.isprintable()
+    assert len(reason) < 300
+
+
+def test_the_dedupe_key_is_the_commit_and_how_it_is_trained_on() -> None:
+    def key(payload: dict[str, Any], **rule: Any) -> str:
+        (spec,) = decided(payload, RULE.model_copy(update=rule))
+        return str(spec.dedupe_key)
+
+    first = key(dataset_update(), settings={"seed": 1, "mode": "auto"})
+    assert first == key(
+        dataset_update(ref_update(old=None)), settings={"mode": "auto", "seed": 1}
+    ), "where it came from does not matter, nor the order of settings"
+    assert first != key(dataset_update(), settings={"seed": 2, "mode": "auto"})
+    assert first != key(dataset_update(ref_update(new="c" * 40)), settings={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("dataset", "is_watched"),
+    [
+        ("https://github.com/Codertocat/Hello-World", True),
+        ("https://github.com/codertocat/hello-world.git", True),
+        ("https://github.com/Codertocat/Hello-World/", True),
+        ("https://github.com/Codertocat/Hello", False),
+        ("https://evil.example/Codertocat/Hello-World", False),
+    ],
+)
+def test_a_dataset_may_be_a_git_url(dataset: str, is_watched: bool) -> None:
+    repository = GITHUB_PUSH["repository"]
+    payload = dataset_update(
+        name=repository["full_name"],
+        url={"web": repository["html_url"], "api": repository["clone_url"]},
+    )
+    decision = decided(payload, RetrainRule(pipeline="p", dataset=dataset))
+    assert isinstance(decision, tuple) == is_watched
+    if is_watched:
+        assert decision[0].revisions.repo == dataset
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dataset": "answers"},
+        {"dataset": "acme/answers; rm -rf"},
+        {"ref": ""},
+        {"pipeline": ""},
+        {"debounce_seconds": -1},
+        {"command": ()},
+        {"branch": "main"},
+    ],
+)
+def test_a_rule_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        RetrainRule.model_validate({"pipeline": "p", "dataset": "acme/answers"} | wrong)
