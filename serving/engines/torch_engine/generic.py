@@ -85,7 +85,9 @@ class TransformersRunner:
         self.context = context
         self.vocab_size: int = config.get_text_config().vocab_size
         network.requires_grad_(False)
-        network.load_state_dict(dict(built), assign=True)
+        # The module wraps each tensor in a parameter of its own; the pool knows the tensors.
+        self._weights = dict(built)
+        network.load_state_dict(self._weights, assign=True)
         # Weights are where they should be; what is left are buffers that no checkpoint holds.
         self._network = network.to(device)
         self._device = device

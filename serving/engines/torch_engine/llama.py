@@ -153,7 +153,7 @@ class LlamaRunner:
         self._slots.move(source, target, length)
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = _Rows(batch, self._device)
+        rows = _Rows(batch, self._embedding.dtype, self._device)
         x = F.embedding(rows.token_ids, self._embedding)
         rotation = self._rotations[rows.positions]
         for index, layer in enumerate(self._layers):
@@ -230,7 +230,7 @@ class LlamaRunner:
 class _Rows:
     """A batch as tensors: one row per token, decoding slots first."""
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    def __init__(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> None:
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
@@ -257,16 +257,21 @@ class _Rows:
         if len(wanted) < len(token_ids):
             self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
         self.longest = max(batch.lengths, default=0) + 1
-        self.mask = _length_mask(batch.lengths, self.longest, device)
+        self.mask = _length_mask(batch.lengths, self.longest, dtype, device)
         self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
 
 
-def _length_mask(lengths: Seq[int], longest: int, device: torch.device) -> Tensor | None:
-    """True where a decoding row may look, [rows, 1, 1, longest]; None where all are as long."""
-    ends = torch.tensor(lengths, device=device)
-    if ends.numel() < 2 or bool((ends == longest - 1).all()):
+def _length_mask(
+    lengths: Seq[int], longest: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """0 where a decoding row may look, else -inf, [rows, 1, 1, longest]; None where all are as
+    long. Additive, since SDPA would turn a boolean one into that again in every layer."""
+    if all(length == longest - 1 for length in lengths):
         return None
-    return (torch.arange(longest, device=device) <= ends[:, None])[:, None, None]
+    ends = torch.tensor(lengths, device=device)
+    is_beyond = torch.arange(longest, device=device) > ends[:, None]
+    mask = torch.zeros(is_beyond.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(is_beyond, -torch.inf)[:, None, None]
 
 
 def _chunk_mask(chunk: Chunk, device: torch.device) -> Tensor | None:

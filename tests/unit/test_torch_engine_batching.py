@@ -1,0 +1,221 @@
+"""Sequences that come, run and go together do not change each other."""
+
+import asyncio
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from serving.engine import EngineError, Step
+from serving.engines.torch_engine.engine import TorchEngine
+from serving.engines.torch_engine.runner import Batch
+from tests.torch_engine_fixtures import (
+    Published,
+    ask,
+    ask_all,
+    build,
+    engine_with,
+    expected,
+    greedy,
+    llama_config,
+    prompt,
+    publish,
+    tokens,
+)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return publish(build(llama_config()), tmp_path_factory.mktemp("home"))
+
+
+def lane_of(engine: TorchEngine, release_id: str) -> Any:
+    return engine._steps._lanes[release_id]
+
+
+async def until_idle(engine: TorchEngine) -> None:
+    async with asyncio.timeout(10):
+        while engine._steps.is_busy:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 16])
+def test_more_sequences_than_slots_all_get_their_tokens(slots: int, published: Published) -> None:
+    asked = [greedy(prompt(3 + i, seed=i), max_tokens=2 + 3 * i % 11) for i in range(12)]
+
+    async def scenario() -> list[list[int]]:
+        async with engine_with(published, max_batch=slots, max_batch_tokens=20) as engine:
+            return await ask_all(engine, published.id, asked)
+
+    assert asyncio.run(scenario()) == [
+        expected(published.network, one.prompt, one.max_tokens) for one in asked
+    ]
+
+
+def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
+    published: Published,
+) -> None:
+    async def scenario() -> tuple[list[int], list[int], int]:
+        async with engine_with(published, max_batch_tokens=16) as engine:
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=40))
+            found = tokens([await anext(running)])
+            batches: list[Batch] = []
+            runner = lane_of(engine, published.id)._runner
+            forward = runner.forward
+            runner.forward = lambda batch: batches.append(batch) or forward(batch)
+            late = asyncio.create_task(
+                ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=5))
+            )
+            found += tokens([step async for step in running])
+            answer = tokens(await late)
+            both = [batch for batch in batches if batch.chunks and batch.token_ids]
+            assert all(sum(len(c.token_ids) for c in batch.chunks) <= 16 for batch in both)
+            return found, answer, len(both)
+
+    found, answer, num_both = asyncio.run(scenario())
+    assert found == expected(published.network, prompt(5), 40)
+    assert answer == expected(published.network, prompt(100, seed=1), 5)
+    assert num_both >= 7
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])
+def test_a_stream_that_ends_early_frees_its_slot(how: str, published: Published) -> None:
+    async def scenario() -> list[int]:
+        async with engine_with(published, max_batch=1) as engine:
+            stream: Any = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+            await anext(stream)
+            if how == "closed":
+                await stream.aclose()
+                assert [step async for step in stream] == []
+            elif how == "dropped":
+                del stream
+                gc.collect()
+            else:
+                waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(6), 100)))
+                await stream.aclose()
+                await asyncio.sleep(0)
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                del waiting
+                gc.collect()
+            async with asyncio.timeout(10):
+                answer = tokens(await ask(engine, published.id, greedy(prompt(7))))
+            await until_idle(engine)
+            return answer
+
+    assert asyncio.run(scenario()) == expected(published.network, prompt(7))
+
+
+def test_neighbours_that_leave_move_nobody_elses_tokens(published: Published) -> None:
+    async def scenario() -> list[list[int]]:
+        async with engine_with(published, max_batch=6, max_batch_tokens=16) as engine:
+            streams: list[Any] = [
+                engine.generate(published.id, greedy(prompt(4 + i, seed=i), max_tokens=30))
+                for i in range(6)
+            ]
+            for stream in streams:
+                await anext(stream)
+            late = asyncio.create_task(
+                ask(engine, published.id, greedy(prompt(90, seed=9), max_tokens=8))
+            )
+            for gone in (0, 2, 5):
+                await streams[gone].aclose()
+            kept = [[s async for s in streams[i]] for i in (1, 3, 4)]
+            return [*map(tokens, kept), tokens(await late)]
+
+    *kept, late = asyncio.run(scenario())
+    assert kept == [expected(published.network, prompt(4 + i, seed=i), 30)[1:] for i in (1, 3, 4)]
+    assert late == expected(published.network, prompt(90, seed=9), 8)
+
+
+def test_stop_ids_and_min_tokens(published: Published) -> None:
+    whole = expected(published.network, prompt(5), 12)
+    end = next(token for token in whole[2:] if token not in whole[:2])
+    place = whole.index(end)
+    stopping = greedy(prompt(5), stop_token_ids=(end, 10**6))
+
+    async def scenario() -> tuple[list[Step], list[Step]]:
+        async with engine_with(published) as engine:
+            longer = replace(stopping, min_tokens=place + 2)
+            return (
+                await ask(engine, published.id, stopping),
+                await ask(engine, published.id, longer),
+            )
+
+    stopped, longer = asyncio.run(scenario())
+    assert tokens(stopped) == whole[: place + 1]
+    assert stopped[-1].finish_reason == "stop"
+    assert end not in tokens(longer)[: place + 1]
+    assert len(tokens(longer)) >= place + 2
+
+
+def test_a_failing_step_fails_its_requests_and_no_later_one(published: Published) -> None:
+    async def scenario() -> list[int]:
+        async with engine_with(published) as engine:
+            runner = lane_of(engine, published.id)._runner
+            forward = runner.forward
+
+            def fail(batch: Batch) -> Any:
+                raise RuntimeError("out of luck")
+
+            runner.forward = fail
+            both = await asyncio.gather(
+                *(ask(engine, published.id, greedy(prompt(5 + i))) for i in range(2)),
+                return_exceptions=True,
+            )
+            assert all(isinstance(one, EngineError) and "out of luck" in str(one) for one in both)
+            runner.forward = forward
+            return tokens(await ask(engine, published.id, greedy(prompt(5))))
+
+    assert asyncio.run(scenario()) == expected(published.network, prompt(5))
+
+
+def test_a_dead_engine_says_so(published: Published) -> None:
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+
+            def die(batch: Batch) -> Any:
+                raise SystemExit("killed")
+
+            lane_of(engine, published.id)._runner.forward = die
+            with pytest.raises(EngineError, match="thread died"):
+                await ask(engine, published.id, greedy(prompt(5)))
+            with pytest.raises(EngineError, match="thread died"):
+                await ask(engine, published.id, greedy(prompt(5)))
+
+    asyncio.run(scenario())
+
+
+def test_closing_ends_what_runs(published: Published) -> None:
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            stream = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+            await anext(stream)
+            await engine.close()
+            with pytest.raises(EngineError, match="closed"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(EngineError, match="not resident"):
+                engine.generate(published.id, greedy(prompt(5)))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        (greedy(prompt(129)), "129 tokens does not fit"),
+        (greedy((1, 211)), "token id 211"),
+        (greedy((1,), logit_bias={-1: 1.0}), "token id -1"),
+    ],
+)
+def test_what_would_fail_a_step_is_refused(
+    generation: Any, reason: str, published: Published
+) -> None:
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with pytest.raises(EngineError, match=reason):
+                engine.generate(published.id, generation)
+
+    asyncio.run(scenario())

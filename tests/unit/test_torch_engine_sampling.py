@@ -1,0 +1,118 @@
+"""Draws: by seed the same, and from the distribution that the settings describe."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serving.engine import Generation
+from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.sequence import Sequence
+from tests.torch_engine_fixtures import (
+    ask_all,
+    build,
+    engine_with,
+    llama_config,
+    prompt,
+    publish,
+)
+
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+
+
+def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> Sequence:
+    generation = Generation(prompt=(4,), max_tokens=9, **settings)
+    made = Sequence(
+        "r000001-00000000", generation, asyncio.new_event_loop(), device=CPU, vocab_size=5
+    )
+    made.loop.close()
+    for token_id in output:
+        made.add(token_id, 99)
+    return made
+
+
+def draws(count: int, logits: torch.Tensor = LOGITS, **settings: Any) -> Counter[int]:
+    one = sequence(seed=0, **settings)
+    sampler = Sampler(CPU)
+    return Counter(sampler.sample([one], logits[None])[0] for _ in range(count))
+
+
+def test_draws_follow_the_distribution() -> None:
+    found = draws(4000, temperature=2.0)
+    for token_id, share in enumerate(torch.softmax(LOGITS / 2.0, -1).tolist()):
+        assert found[token_id] / 4000 == pytest.approx(share, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.6}, {0}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 1e-9}, {0}),
+        ({"min_p": 0.3}, {0, 1}),
+        ({"min_p": 1.0}, {0}),
+        ({"logit_bias": {4: 100.0}}, {4}),
+        ({"logit_bias": {0: -100.0}, "top_k": 1}, {1}),
+        ({"stop_token_ids": (0,), "min_tokens": 1, "top_k": 1}, {1}),
+        ({"temperature": 0.0}, {0}),
+        ({"temperature": 0.0, "logit_bias": {3: 9.0}}, {3}),
+    ],
+)
+def test_settings_bound_what_is_drawn(settings: dict[str, Any], allowed: set[int]) -> None:
+    assert set(draws(400, **settings)) == allowed
+
+
+def test_penalties() -> None:
+    sampler = Sampler(CPU)
+
+    def takes(**settings: Any) -> int:
+        return sampler.sample([sequence(temperature=0.0, **settings)], LOGITS[None])[0]
+
+    assert takes(presence_penalty=1.5) == 0
+    assert takes(presence_penalty=1.5, output=(0, 0)) == 1
+    assert takes(frequency_penalty=0.6, output=(0,)) == 0
+    assert takes(frequency_penalty=0.6, output=(0, 0)) == 1
+    assert takes(repetition_penalty=1.4, output=(0,)) == 0
+    assert takes(repetition_penalty=1.6, output=(0,)) == 1
+    # The prompt, token 4, counts for repetition only, and below zero it multiplies.
+    favoured = torch.tensor([-2.0, -3.0, -3.0, -3.0, -1.0])
+    repeated = sequence(temperature=0.0, repetition_penalty=3.0)
+    present = sequence(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
+    assert sampler.sample([repeated, present], favoured.repeat(2, 1)) == [0, 4]
+
+
+def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:
+    logits = LOGITS.repeat(3, 1)
+    chosen = [
+        sequence(seed=1, top_p=0.5, min_p=0.2),
+        sequence(temperature=0.0),
+        sequence(seed=2, logit_bias={1: 5.0}, presence_penalty=1.0, output=(0,)),
+    ]
+    Sampler(CPU).sample(chosen, logits)
+    assert torch.equal(logits, LOGITS.repeat(3, 1))
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(tmp_path: Path) -> None:
+    published = publish(build(llama_config(initializer_range=0.05)), tmp_path)
+    seeded = Generation(prompt=prompt(6), max_tokens=20, seed=7)
+    others = [Generation(prompt=prompt(5 + i, seed=i), max_tokens=15) for i in range(3)]
+    other_seed = Generation(prompt=prompt(6), max_tokens=20, seed=-8)
+
+    async def scenario() -> list[list[list[int]]]:
+        async with engine_with(published) as engine:
+            return [
+                await ask_all(engine, published.id, asked)
+                for asked in ([seeded], [seeded], [seeded, *others], [other_seed], others, others)
+            ]
+
+    first, again, beside, other, unseeded, unseeded_again = asyncio.run(scenario())
+    assert first == again
+    assert beside[0] == first[0]
+    assert other != first
+    assert unseeded != unseeded_again
