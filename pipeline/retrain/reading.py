@@ -1,8 +1,9 @@
 """Data files → rows, or an error that names the file and the line.
 
-CSV, Parquet and text go through `datasets`, as streams, so that nothing is written to its cache.
-JSON goes through `json`: the JSON reader of `datasets` guesses types (a date becomes a timestamp,
-an absent key a null), and a row must come out as it went in, or its hash means nothing.
+Parquet and text go through `datasets`, as streams, so that nothing is written to its cache. JSON and
+CSV go through the standard library: the readers of `datasets` guess types there (a date becomes a
+timestamp, "007" a number) and lose line numbers, and a row must come out as it went in, or its hash
+means nothing.
 """
 
 import csv
@@ -57,7 +58,7 @@ def _read_file(folder: Path, file: str, max_row_bytes: int) -> Iterator[Row]:
         elif suffix == ".json":
             records = _json(path, file)
         elif suffix == ".csv":
-            records = _csv(path, file)
+            records = _csv(path, file, max_row_bytes)
         elif suffix == ".parquet":
             records = ((None, record) for record in _stream("parquet", path, file))
         else:
@@ -117,27 +118,28 @@ def _object(record: object, file: str, line: int | None) -> Mapping[str, object]
     return record
 
 
-def _csv(path: Path, file: str) -> Iterator[_Record]:
-    from datasets import Features, Value
-
+def _csv(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
+    csv.field_size_limit(6 * max_row_bytes + (1 << 16))
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        header = next(csv.reader(lines), [])
-    if not header:
-        return
-    # All columns as text: pandas would make 7 of "007" and nothing of "NA".
-    records = _stream(
-        "csv",
-        path,
-        file,
-        features=Features({name: Value("string") for name in header}),
-        encoding="utf-8-sig",
-        keep_default_na=False,
-        na_filter=False,
-    )
-    line = 2
-    for record in records:
-        yield line, record
-        line += 1 + sum(str(value).count("\n") for value in record.values())
+        reader = csv.reader(lines, strict=True)
+        try:
+            header = next(reader, [])
+            first = reader.line_num + 1
+            for values in reader:
+                if len(values) != len(header) and values:
+                    raise DataError.at(
+                        file,
+                        first,
+                        f"has {len(values)} fields where the header has {len(header)}; quote "
+                        "fields that contain commas or line breaks",
+                    )
+                if values:
+                    yield first, dict(zip(header, values, strict=True))
+                first = reader.line_num + 1
+        except csv.Error as error:
+            raise DataError.at(
+                file, reader.line_num, f"not CSV ({error}); see RFC 4180 for the quoting"
+            ) from error
 
 
 def _text(path: Path, file: str) -> Iterator[_Record]:

@@ -57,13 +57,13 @@ class TrainSettings(_Settings):
     """Share of the rows, chosen by a hash of their content, that is never trained on."""
     min_held_out_rows: int = Field(default=4, ge=1)
     """Held out of a small dataset, but never more than a quarter of it."""
-    evaluations: int = Field(default=8, ge=1)
+    evaluations: int = Field(default=12, ge=1)
     """How often the held-out loss is measured during training; the best weights are kept."""
     evaluation_tokens: int = Field(default=8_192, ge=1)
     """Held-out tokens of one such measurement, at most. The gate measures all of them."""
     patience: int = Field(default=3, ge=1)
     """Training stops after this many measurements without a better one."""
-    enough_loss: float = Field(default=0.005, ge=0)
+    enough_loss: float = Field(default=0.02, ge=0)
     """Training stops at this held-out loss, in nats per token: the rows are known by heart."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """A restarted job loses at most about this much training."""

@@ -1,0 +1,161 @@
+"""Labels, packing and the loss: what is learned is what should be, exactly."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipeline.retrain.base_model import train_tokenizer
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.loss import label_logprobs, summed_loss
+from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import mean_loss, row_losses
+from pipeline.retrain.tokens import sequences
+
+SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps"
+
+
+def row(**content: object) -> Row:
+    return Row(**content, file="a.jsonl", number=0)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer([row(text=SENTENCE)] * 3)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=len(tokenizer),
+            initializer_range=0.3,
+        )
+    )
+
+
+def learned_text(tokenizer: PreTrainedTokenizerFast, found: Row, length: int = 64) -> str:
+    (sequence,) = sequences([found], tokenizer, length)
+    ids = [i for i, learned in zip(sequence.token_ids, sequence.learned, strict=True) if learned]
+    return str(tokenizer.decode(ids))
+
+
+def test_only_the_completion_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = row(prompt="the quick brown", completion=" fox jumps")
+    assert learned_text(tokenizer, found) == " fox jumps<|end|>"
+
+
+def test_a_prompt_has_the_tokens_that_a_server_gives_it(tokenizer: PreTrainedTokenizerFast) -> None:
+    (sequence,) = sequences([row(prompt="the qu", completion="ick")], tokenizer, 64)
+    prompt = tokenizer("the qu")["input_ids"]
+    assert list(sequence.token_ids[: len(prompt)]) == prompt
+
+
+def test_only_what_the_assistant_says_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    talk = (
+        ("user", "the fox"),
+        ("assistant", "jumps"),
+        ("user", "the dog"),
+        ("assistant", "sleeps"),
+    )
+    assert learned_text(tokenizer, row(messages=talk)) == "jumps<|end|>sleeps<|end|>"
+
+
+def test_messages_need_a_template_that_does_not_rewrite_history(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    talk = row(messages=(("user", "a"), ("assistant", "b")))
+    bare = train_tokenizer([row(text=SENTENCE)])
+    bare.chat_template = None
+    with pytest.raises(BaseModelError, match="no chat template"):
+        sequences([talk], bare, 64)
+    bare.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(BaseModelError, match="differently once a later one follows"):
+        sequences([talk], bare, 64)
+
+
+def test_a_long_text_is_cut_and_every_token_but_the_first_learned_once(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    pieces = sequences([row(text=SENTENCE * 5)], tokenizer, 16)
+    learned = [
+        i
+        for piece in pieces
+        for i, is_learned in zip(piece.token_ids, piece.learned, strict=True)
+        if is_learned
+    ]
+    assert max(len(piece.token_ids) for piece in pieces) == 16
+    assert [pieces[0].token_ids[0], *learned] == [
+        *tokenizer(SENTENCE * 5)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
+
+
+def test_a_long_prompt_loses_its_beginning(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = row(prompt=SENTENCE * 5, completion=" fox")
+    (sequence,) = sequences([found], tokenizer, 16)
+    assert len(sequence.token_ids) == 16
+    assert learned_text(tokenizer, found, 16) == " fox<|end|>"
+
+
+@given(lengths=st.lists(st.integers(1, 64), max_size=300))
+@settings(max_examples=50)
+def test_packing_places_every_sequence_once_and_overfills_nothing(lengths: list[int]) -> None:
+    blocks = pack(lengths, 64)
+    assert sorted(index for block in blocks for index in block) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in block) <= 64 for block in blocks)
+
+
+def test_packed_sequences_do_not_see_each_other(
+    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
+) -> None:
+    rows = [row(text=SENTENCE[start:]) for start in range(0, 40, 3)]
+    found = sequences(rows, tokenizer, 64)
+    packed = row_losses(model, found)
+    alone = [row_losses(model, [sequence])[0] for sequence in found]
+    assert len(pack([len(sequence.token_ids) for sequence in found], 128)) < len(found) / 2
+    for one, other in zip(packed, alone, strict=True):
+        assert one.nats == pytest.approx(other.nats, rel=1e-5)
+
+
+def test_the_loss_is_that_of_transformers(
+    tokenizer: PreTrainedTokenizerFast, model: LlamaForCausalLM
+) -> None:
+    (sequence,) = sequences([row(prompt=SENTENCE[:20], completion=SENTENCE[20:])], tokenizer, 64)
+    ids = torch.tensor([sequence.token_ids])
+    labels = torch.where(torch.tensor([sequence.learned]), ids, -100)
+    with torch.no_grad():
+        expected = float(model(input_ids=ids, labels=labels).loss)
+    assert mean_loss(row_losses(model, [sequence])) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_sliced_loss_has_the_gradients_of_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(1)
+    hidden = torch.randn(37, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    labels = torch.randint(0, 11, (37,))
+    plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum") / 3
+    expected = torch.autograd.grad(plain, (hidden, weight))
+    monkeypatch.setattr("pipeline.retrain.loss.LOGITS_PER_SLICE", 11 * 5)
+    sliced = summed_loss(hidden, weight, labels) / 3
+    assert torch.allclose(sliced, plain)
+    for ours, theirs in zip(torch.autograd.grad(sliced, (hidden, weight)), expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert torch.allclose(-label_logprobs(hidden, weight, labels).sum() / 3, plain)
+
+
+def test_a_batch_says_how_many_real_tokens_it_holds(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = sequences([row(text="the fox"), row(text=SENTENCE)], tokenizer, 64)
+    part = batch(found, [[0], [1]])
+    assert part.num_tokens == sum(len(sequence.token_ids) for sequence in found)
+    assert int((part.labels >= 0).sum()) == sum(sequence.num_learned for sequence in found)
