@@ -50,11 +50,10 @@ def served(workplace: Workplace) -> str:
 
 def test_an_answer_names_release_revision_and_job(loop: tuple[Workplace, Checkout]) -> None:
     workplace, _ = loop
-    done = workplace.call(
-        ["curl", "--silent", "--include", f"{workplace.url('serving')}/v1/completions"]
-        + ["-H", "Content-Type: application/json"]
-        + ["-d", '{"model": "facts", "prompt": "Shelf", "max_tokens": 4, "temperature": 0}']
-    )
+    asked = '{"model": "facts", "prompt": "Shelf", "max_tokens": 4, "temperature": 0}'
+    url = f"{workplace.url('serving')}/v1/completions"
+    json_type = "Content-Type: application/json"
+    done = workplace.call(["curl", "--silent", "-i", url, "-H", json_type, "-d", asked])
     head, body = done.replace("\r", "").split("\n\n", 1)
     headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:])
     release = json.loads(workplace.run("releases", "show", json.loads(body)["system_fingerprint"]))
