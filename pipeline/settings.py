@@ -46,8 +46,8 @@ class PipelineSettings(BaseModel):
     """A job starts once no further commit arrived for this long …"""
     max_wait_seconds: float = Field(default=30.0, ge=0)
     """… and at the latest this long after its first commit."""
-    keep: int = Field(default=5, ge=1)
-    """Releases to keep; the served one and the one before it are never pruned."""
+    keep: int = Field(default=5, ge=2)
+    """Releases to keep, so that there is one to go back to; the served one is never pruned."""
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
 

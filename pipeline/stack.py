@@ -168,7 +168,12 @@ class Stack:
         return events
 
     def stop(self) -> None:
-        """Stop the children in reverse order, then give the folder back."""
+        """Stop the children in reverse order, then give the folder back.
+
+        Without effect on a stack that was refused the folder: what runs there is another's.
+        """
+        if not self._lock.is_locked:
+            return
         for service in reversed(self._services):
             process = self._processes.get(service.name)
             if process is None or process.poll() is not None:

@@ -126,16 +126,12 @@ def prune(
     keep: Annotated[int | None, typer.Option(help="By default the pipeline's `keep`.")] = None,
     pipeline: PipelineOption = None,
 ) -> None:
-    """Remove old releases; never the served one, its parent, or one that waits for a server."""
+    """Remove old releases; never the served one, or one that waits for a server."""
     from pipeline.settings import load_settings
     from serving.weights.releases import prune as prune_releases
-    from serving.weights.releases import served_release
 
-    folder = _folder(pipeline)
-    served = served_release(folder)
-    parent = _load(pipeline, served.name).lineage.parent if served else None
     wanted = keep if keep is not None else load_settings().pipeline(pipeline).keep
-    removed = prune_releases(folder, wanted, pinned=[parent] if parent else [])
+    removed = prune_releases(_folder(pipeline), wanted)
     print("removed " + (", ".join(removed) or "nothing"))
 
 

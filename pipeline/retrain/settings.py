@@ -97,7 +97,7 @@ class RetrainSettings(_Settings):
     """`<home>/bases`: the base model of each pipeline, made or fetched once."""
     snapshots_dir: Path | None = None
     """Where dataset revisions are downloaded to; None for `snapshots` beside the releases."""
-    keep: int = Field(default=5, ge=1)
+    keep: int = Field(default=5, ge=2)
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
     force_reason: str | None = None

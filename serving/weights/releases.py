@@ -141,7 +141,7 @@ def prune(pipeline_dir: Path, keep: int, pinned: Collection[str] = ()) -> list[s
     with release_lock(pipeline_dir):
         ids = release_ids(pipeline_dir)
         served = served_release(pipeline_dir)
-        stays = {*ids[len(ids) - keep :], *pinned, pending_release(pipeline_dir)}
+        stays = {*ids[max(0, len(ids) - keep) :], *pinned, pending_release(pipeline_dir)}
         if served is not None:
             stays.add(served.name)
         removed = [release_id for release_id in ids if release_id not in stays]

@@ -73,6 +73,12 @@ def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
         releases.prune(tmp_path, keep=-1)
 
 
+def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
+    assert releases.prune(tmp_path, keep=5) == []
+    assert releases.release_ids(tmp_path) == ids
+
+
 def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
     assert releases.next_number(tmp_path) == 1
     put(tmp_path, "r000007-00000000")
