@@ -38,18 +38,24 @@ class Database:
 
 def open_database(path: Path) -> Database:
     """Raises HubError, the file untouched, where it is of a newer hub or no hub's at all."""
-    found = _schema_revision(path)
-    if found is not None and found not in KNOWN_REVISIONS:
-        raise HubError(
-            f"{path} has schema {found!r}, and this hub knows {', '.join(KNOWN_REVISIONS)}: "
-            "a newer release wrote it. Start that release, or choose another folder."
-        )
+    found = check_schema(path)
     engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
     event.listen(engine, "connect", _set_up_connection)
     event.listen(engine, "begin", _begin)
     if found != SCHEMA_REVISION:
         _migrate(engine)
     return Database(engine)
+
+
+def check_schema(path: Path) -> str | None:
+    """The schema's revision, None for a new file. Raises as `open_database`; changes nothing."""
+    found = _schema_revision(path)
+    if found is not None and found not in KNOWN_REVISIONS:
+        raise HubError(
+            f"{path} has schema {found!r}, and this hub knows {', '.join(KNOWN_REVISIONS)}: "
+            "a newer release wrote it. Start that release, or choose another folder."
+        )
+    return found
 
 
 def _schema_revision(path: Path) -> str | None:

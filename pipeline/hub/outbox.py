@@ -117,13 +117,13 @@ def _plan(
     due: Due, attempt: Attempt, made: int, settings: HubSettings
 ) -> tuple[DeliveryStatus, float | None]:
     now = time.time()
-    schedule = settings.delivery_schedule_seconds
     if attempt.succeeded:
         return "delivered", None
     if attempt.refused:
         # Costs nothing and says nothing about the receiver, so only age ends it.
-        given_up = now - due.queued_at > sum(schedule)
+        given_up = now - due.queued_at > settings.refused_give_up_seconds
         return ("dead", None) if given_up else ("pending", now)
+    schedule = settings.delivery_schedule_seconds
     if made >= len(schedule):
         return "dead", None
     jitter = random.uniform(1 - settings.delivery_jitter, 1 + settings.delivery_jitter)
