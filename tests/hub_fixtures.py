@@ -113,7 +113,8 @@ def commit_file(hub: RunningHub, worktree: Path, name: str, content: str) -> str
 
 
 def listening_socket() -> socket.socket:
-    listener = socket.socket()
+    # The protocol is named because asyncio turns Nagle's delay off only where it is.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     return listener
 
@@ -180,6 +181,7 @@ class Receiver:
 def recording_receiver(port: int = 0) -> Iterator[Receiver]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))

@@ -37,8 +37,8 @@ def worktree(hub: RunningHub, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def webhook(hub: RunningHub, receiver: Receiver) -> str:
-    """The id of a webhook that tells `receiver` of everything that `local` owns."""
+def webhook(hub: RunningHub, receiver: Receiver, worktree: Path) -> str:
+    """The id of a webhook that tells `receiver` of what `local` owns, made after `worktree`."""
     created = hub.api.create_webhook(
         url=receiver.url, watched=[{"type": "user", "name": "local"}], secret="whsec_c2VjcmV0"
     )

@@ -24,7 +24,7 @@ from pipeline.hub import (
     upload_routes,
     webhook_routes,
 )
-from pipeline.hub.database import open_database
+from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
 from pipeline.hub.events import EventLog
@@ -62,17 +62,20 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
     `token` is what every client must show; `secret_key` is a Fernet key for the webhooks' secrets.
-    The lifespan raises HubError where the folder is in use or of a newer hub.
+    Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
+    what opens it.
     """
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     box = SecretBox(secret_key)
+    # Asked here too: a server shows a traceback for what its lifespan raises.
+    with _only_hub_in(root):
+        check_schema(_database_path(root))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        root.mkdir(parents=True, exist_ok=True)
         with _only_hub_in(root):
-            database = open_database(root.absolute() / "hub.sqlite")
+            database = open_database(_database_path(root))
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, box, metrics)
             log = EventLog(
@@ -200,8 +203,13 @@ async def repository_files(request: Request) -> Response:
     raise HTTPException(404)
 
 
+def _database_path(root: Path) -> Path:
+    return root.absolute() / "hub.sqlite"
+
+
 @contextlib.contextmanager
 def _only_hub_in(root: Path) -> Iterator[None]:
+    root.mkdir(parents=True, exist_ok=True)
     lock = FileLock(root / "hub.lock")
     try:
         lock.acquire(timeout=0)

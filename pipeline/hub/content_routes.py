@@ -11,11 +11,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.hub.answers import iso_time, next_page, query_int, read_body
 from pipeline.hub.contents import (
+    SMALL_FILE_BYTES,
     Entry,
     find_file,
     find_paths,
     list_commits,
     list_tree,
+    read_file,
     resolve_revision,
     stream_file,
 )
@@ -176,6 +178,9 @@ async def resolve(
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
+    if file.size_bytes <= SMALL_FILE_BYTES:
+        content = await run_in_threadpool(read_file, repository, file)
+        return Response(content[start:end], status_code=status, headers=headers)
     body = stream_file(repository, file, start=start, length=end - start)
     return StreamingResponse(body, status_code=status, headers=headers)
 

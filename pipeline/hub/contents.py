@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +14,7 @@ from pipeline.hub.git_process import git, git_environment
 from pipeline.hub.names import SHA, is_ref_name
 from pipeline.hub.repositories import Repository
 
+SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
 # 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
 _LATEST_SECONDS = 253402300799
@@ -136,6 +139,11 @@ def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
     return [(ref.removeprefix(prefix), peeled or sha) for ref, sha, peeled in fields]
 
 
+def read_file(repository: Repository, file: Entry) -> bytes:
+    """The whole file; for small ones, where a stream costs more than the bytes."""
+    return git(repository.folder, "cat-file", "blob", file.oid)
+
+
 async def stream_file(
     repository: Repository, file: Entry, *, start: int, length: int
 ) -> AsyncIterator[bytes]:
@@ -162,8 +170,10 @@ async def stream_file(
             if chunk:
                 yield chunk
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        # Not Process.kill: it reaps a process that ended, before asyncio's own watcher can.
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
         await process.wait()
 
 

@@ -134,7 +134,8 @@ class Deliverer:
                 return None
 
     def _settle(self, due: Due, webhook: Webhook, attempt: Attempt) -> None:
-        with self._database.write() as connection:
+        # Lost with a power cut, it is sent again: the receiver knows the id.
+        with self._database.write_relaxed() as connection:
             status = outbox.settle(connection, due, attempt, self._settings)
         result = "refused" if attempt.refused and status == "pending" else status
         self._metrics.deliveries.labels(result="failed" if result == "pending" else result).inc()

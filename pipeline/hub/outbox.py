@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, Row, Select, case, select, update
+from sqlalchemy import Connection, Row, Select, exists, select, text, update
 
 from pipeline.hub.errors import WebhookNotFound
 from pipeline.hub.schema import deliveries as table
@@ -19,6 +19,9 @@ from pipeline.hub.settings import HubSettings
 
 DeliveryStatus = Literal["pending", "delivered", "dead"]
 HEAD_CHARACTERS = 1000
+
+# Literal, as in the partial index: SQLite cannot match an index with a bound value.
+_PENDING = text("deliveries.status = 'pending'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,32 +55,23 @@ class Attempt:
 
 
 def webhooks_with_pending(connection: Connection) -> list[str]:
-    rows = connection.execute(
-        select(table.c.webhook_id)
-        .distinct()
-        .join(webhooks, webhooks.c.id == table.c.webhook_id)
-        .where(table.c.status == "pending", webhooks.c.disabled.is_(False))
-    )
-    return [row.webhook_id for row in rows]
+    pending = exists().where(table.c.webhook_id == webhooks.c.id, _PENDING)
+    rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), pending))
+    return [row.id for row in rows]
 
 
 def next_due(connection: Connection, webhook_id: str) -> Due | None:
     """Of what is due now the oldest event's, else what is due soonest; None for nothing pending."""
-    now = time.time()
-    row = connection.execute(
+    pending = (
         select(table)
         .join(webhooks, webhooks.c.id == table.c.webhook_id)
-        .where(
-            table.c.webhook_id == webhook_id,
-            table.c.status == "pending",
-            webhooks.c.disabled.is_(False),
-        )
-        .order_by(
-            case((table.c.next_attempt_at <= now, 0.0), else_=table.c.next_attempt_at),
-            table.c.event_seq,
-        )
+        .where(table.c.webhook_id == webhook_id, _PENDING, webhooks.c.disabled.is_(False))
         .limit(1)
-    ).one_or_none()
+    )
+    due = pending.where(table.c.next_attempt_at <= time.time()).order_by(table.c.event_seq)
+    row = connection.execute(due).one_or_none()
+    if row is None:
+        row = connection.execute(pending.order_by(table.c.next_attempt_at)).one_or_none()
     if row is None:
         return None
     return Due(
@@ -117,13 +111,13 @@ def _plan(
     due: Due, attempt: Attempt, made: int, settings: HubSettings
 ) -> tuple[DeliveryStatus, float | None]:
     now = time.time()
-    schedule = settings.delivery_schedule_seconds
     if attempt.succeeded:
         return "delivered", None
     if attempt.refused:
         # Costs nothing and says nothing about the receiver, so only age ends it.
-        given_up = now - due.queued_at > sum(schedule)
+        given_up = now - due.queued_at > settings.refused_give_up_seconds
         return ("dead", None) if given_up else ("pending", now)
+    schedule = settings.delivery_schedule_seconds
     if made >= len(schedule):
         return "dead", None
     jitter = random.uniform(1 - settings.delivery_jitter, 1 + settings.delivery_jitter)
