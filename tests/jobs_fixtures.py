@@ -145,7 +145,7 @@ def spec(
     )
 
 
-def until(ask: Callable[[], T], seconds: float = 60.0) -> T:
+def until(ask: Callable[[], T], seconds: float = 30.0) -> T:
     """The first answer that is true; fails when there is none in time."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()):
@@ -154,10 +154,13 @@ def until(ask: Callable[[], T], seconds: float = 60.0) -> T:
     return answer
 
 
-def pids_in(log: Path, count: int = 1) -> list[int]:
+def pids_in(
+    log: Path, count: int = 1, *, meanwhile: Callable[[], None] = lambda: None
+) -> list[int]:
     """The process ids that a job of `tests.jobs_program` wrote, once there are `count`."""
 
     def read() -> list[int]:
+        meanwhile()
         lines = log.read_text().splitlines() if log.exists() else []
         pids = [int(line.split()[1]) for line in lines if line.startswith("pid ")]
         return pids if len(pids) >= count else []

@@ -66,6 +66,10 @@ class Bench:
 
         until(ask)
 
+    def pids(self, count: int) -> list[int]:
+        """Those that the job wrote to its log."""
+        return pids_in(self.log, count, meanwhile=self.launcher.tend)
+
     def leader(self) -> int:
         record = read_record(self.job_dir / PROCESS)
         assert record is not None
@@ -141,14 +145,14 @@ def test_an_error_is_in_the_log(bench: Bench) -> None:
 
 def test_a_second_start_finds_the_first(bench: Bench) -> None:
     handle = bench.start("sleep_until_stopped")
-    pids_in(bench.log)
+    bench.pids(1)
     assert bench.start("sleep_until_stopped") == handle
     other = bench.another()
     assert other.start(bench.launch("sleep_until_stopped")) == handle
     assert other.poll(handle).phase == "running"
     other.stop(handle, force=False)
     assert bench.ended(handle) == Status(phase="exited", exit_code=-signal.SIGTERM)
-    assert len(pids_in(bench.log)) == 1
+    assert len(bench.pids(1)) == 1
     other.close()
 
 
@@ -166,9 +170,10 @@ def test_two_launchers_that_start_at_once_start_one_process(bench: Bench) -> Non
         )
 
     until(all_settled)
+    bench.pids(1)
     bench.launcher.stop(handle, force=False)
     bench.ended(handle)
-    assert len(pids_in(bench.log)) == 1
+    assert len(bench.pids(1)) == 1
     for other in others:
         other.close()
 
@@ -183,7 +188,7 @@ def test_the_next_attempt_waits_for_no_trace_of_the_first(bench: Bench) -> None:
 
 def test_a_stop_reaches_every_process(bench: Bench) -> None:
     handle = bench.start("have_children")
-    pids = pids_in(bench.log, 3)
+    pids = bench.pids(3)
     bench.launcher.stop(handle, force=False)
     assert bench.ended(handle).exit_code == -signal.SIGTERM
     until(lambda: all(is_gone(pid) for pid in pids))
@@ -191,7 +196,7 @@ def test_a_stop_reaches_every_process(bench: Bench) -> None:
 
 def test_a_command_that_ignores_the_stop_is_killed(bench: Bench) -> None:
     handle = bench.start("ignore_stop")
-    (pid,) = pids_in(bench.log)
+    (pid,) = bench.pids(1)
     bench.launcher.stop(handle, force=False)
     assert not is_gone(pid)
     bench.launcher.stop(handle, force=True)
@@ -202,19 +207,19 @@ def test_a_command_that_ignores_the_stop_is_killed(bench: Bench) -> None:
 def test_what_a_command_leaves_behind_ends_with_it(bench: Bench) -> None:
     handle = bench.start("leave_children")
     assert bench.ended(handle).exit_code == 0
-    (pid,) = pids_in(bench.log)
+    (pid,) = bench.pids(1)
     until(lambda: is_gone(pid))
 
 
 def test_a_killed_command_is_told_with_its_signal(bench: Bench) -> None:
     handle = bench.start("sleep_until_stopped")
-    os.kill(pids_in(bench.log)[0], signal.SIGKILL)
+    os.kill(bench.pids(1)[0], signal.SIGKILL)
     assert bench.ended(handle) == Status(phase="exited", exit_code=-signal.SIGKILL)
 
 
 def test_the_command_dies_with_the_process_that_would_record_its_end(bench: Bench) -> None:
     handle = bench.start("have_children")
-    pids = pids_in(bench.log, 3)
+    pids = bench.pids(3)
     os.kill(bench.leader(), signal.SIGKILL)
     assert bench.ended(handle).phase == "vanished"
     until(lambda: is_gone(pids[-1]))
@@ -229,7 +234,7 @@ def test_the_command_dies_with_the_process_that_would_record_its_end(bench: Benc
 
 def test_the_exit_code_outlives_the_launcher(bench: Bench) -> None:
     handle = bench.start("wait_for", "go", "5")
-    pids_in(bench.log)
+    bench.pids(1)
     bench.launcher.close()
     (bench.job_dir / "go").touch()
     until(lambda: (bench.job_dir / EXIT).exists())
@@ -275,7 +280,7 @@ def warm(tmp_path: Path) -> Iterator[Bench]:
 
 def test_a_killed_warm_parent_takes_no_job_with_it_and_comes_back(warm: Bench) -> None:
     first = warm.start("wait_for", "go", "5")
-    pids_in(warm.log)
+    warm.pids(1)
     os.kill(warm_pid(warm), signal.SIGKILL)
     (warm.job_dir / "go").touch()
     assert warm.ended(first) == Status(phase="exited", exit_code=5)
