@@ -88,8 +88,13 @@ class Engine(Protocol):
         """
 
     async def commit(self, release_id: str) -> None:
-        """Make a staged release the one that new generations may name. Fast, and nothing in it can
-        fail for a reason that `stage` could have found."""
+        """Make a release the one that new generations may name: a staged one, or one that was live
+        before and is not unloaded (the way back). Fast, and nothing in it can fail for a reason
+        that `stage` could have found.
+
+        Requests that were admitted on the release before may still begin generations under it,
+        until it is unloaded, where `holds_two`.
+        """
 
     async def unload(self, release_id: str) -> None:
         """Free a release, staged or committed, once its last generation ended. Returns at once."""

@@ -394,7 +394,8 @@ class Swapper:
         self._retiring.pop(release_id, None)
 
     async def _all_retired(self) -> None:
-        await asyncio.gather(*self._retiring.values())
+        # Not gather: giving up must not cancel them.
+        await asyncio.wait(set(self._retiring.values()))
 
     async def _unload(self, release_id: str) -> None:
         try:

@@ -6,13 +6,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from serving.app import create_app
 from serving.engine import Engine
@@ -22,10 +21,15 @@ from serving.settings import ServingSettings
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Lineage, Probe, ProbeText, Release
 
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
 torch.set_num_threads(1)
 
 
-def tiny_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(*, tied: bool = True, seed: int = 0) -> "LlamaForCausalLM":
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64,
@@ -40,7 +44,7 @@ def tiny_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def save_config(model: LlamaForCausalLM, folder: Path) -> Path:
+def save_config(model: "LlamaForCausalLM", folder: Path) -> Path:
     """Config files without weights, as a trainer has them beside its weights in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
