@@ -19,6 +19,9 @@ from serving.weights.release import Release
 
 VOCAB = 211
 
+# Parity needs no speed, and other tests may run beside these.
+torch.set_num_threads(1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Published:

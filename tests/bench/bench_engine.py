@@ -43,7 +43,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, {NEW_TOKENS} new tokens, best of")
     print(f"{options.repeats}; tokens/s")
     print(
@@ -56,6 +55,8 @@ def main() -> None:
 def measure(shape: str, threads: int, repeats: int) -> None:
     from tests.torch_engine_fixtures import build, engine_with, llama_config, publish
 
+    # The fixtures set it to one.
+    torch.set_num_threads(threads)
     network: Any = build(
         llama_config(**SHAPES[shape], max_position_embeddings=1024, tie_word_embeddings=True)
     )

@@ -271,7 +271,7 @@ def test_too_little_memory_is_found_before_anything_is_read(
         async with engine_with(**settings) as engine:
             await engine.stage(first.release, first.folder)
 
-    with pytest.raises(StageError, match="too little memory.*314572800 are free"):
+    with pytest.raises(StageError, match=r"too little memory.*314572800 are free"):
         asyncio.run(scenario(memory_reserve_bytes=310 << 20))
     with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
         asyncio.run(scenario(kv_cache_bytes=65535))

@@ -64,9 +64,14 @@ def _cgroup_free() -> int | None:
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
+# About a quarter of a core beside a busy one. Nicer would starve beside other programs, and a
+# starved thread can hold what the step loop waits for.
+_STAGING_NICENESS = 5
+
+
 def yield_the_cores() -> None:
-    """Make the calling thread one that only takes what the step loop leaves."""
+    """Make the calling thread one that takes little beside the step loop."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
         # On Linux a nice value is a thread's own; 0 is the calling thread.
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
+        os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

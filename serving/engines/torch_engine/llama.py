@@ -13,13 +13,10 @@ from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.runner import Batch, Chunk
 from serving.engines.torch_engine.slots import KeyValueSlots
-from serving.engines.torch_engine.units import Built, Part, Unit
+from serving.engines.torch_engine.units import Built
 
 # oneDNN makes a kernel per number of rows, at about a millisecond each: prompts are rounded up.
 _ROWS_ROUNDED_ABOVE = 16
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,96 +29,6 @@ class _Layer:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
-
-
-def units(shape: LlamaShape) -> dict[str, Unit]:
-    """Every unit of the network, by its place in it."""
-    found = {
-        "embedding": _plain(EMBEDDING, (shape.vocab_size, shape.hidden_size)),
-        "norm": _plain("model.norm.weight", (shape.hidden_size,)),
-        "head": _linear(
-            {EMBEDDING if shape.is_tied else HEAD: shape.vocab_size}, shape.hidden_size, False
-        ),
-    }
-    for layer in range(shape.num_layers):
-        found.update(_layer_units(shape, layer))
-    return found
-
-
-def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:
-    at = f"model.layers.{layer}."
-    hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads
-    queries, keys = heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention, mlp = at + "self_attn.", at + "mlp."
-    found = {
-        "input_norm": _plain(at + "input_layernorm.weight", (hidden,)),
-        "mlp_norm": _plain(at + "post_attention_layernorm.weight", (hidden,)),
-        "qkv": _linear(
-            {
-                attention + "q_proj.weight": queries,
-                attention + "k_proj.weight": keys,
-                attention + "v_proj.weight": keys,
-            },
-            hidden,
-            shape.qkv_bias,
-            rotated=(heads, shape.num_kv_heads, shape.head_dim),
-        ),
-        "output": _linear({attention + "o_proj.weight": hidden}, queries, shape.output_bias),
-        "gate_up": _linear(
-            {mlp + "gate_proj.weight": inner, mlp + "up_proj.weight": inner}, hidden, shape.mlp_bias
-        ),
-        "down": _linear({mlp + "down_proj.weight": hidden}, inner, shape.mlp_bias),
-    }
-    if shape.has_head_norms:
-        found["query_norm"] = _head_norm(attention + "q_norm.weight", shape.head_dim)
-        found["key_norm"] = _head_norm(attention + "k_norm.weight", shape.head_dim)
-    return {f"{layer}.{name}": unit for name, unit in found.items()}
-
-
-def _plain(name: str, shape: tuple[int, ...]) -> Unit:
-    return Unit(kind="plain", parts=(Part(name=name, shape=shape),), build=lambda parts: parts[0])
-
-
-def _head_norm(name: str, head_dim: int) -> Unit:
-    order = rope.interleave(1, head_dim)
-    return Unit(
-        kind="head norm",
-        parts=(Part(name=name, shape=(head_dim,)),),
-        build=lambda parts: parts[0][order.to(parts[0].device)],
-    )
-
-
-def _linear(
-    rows_by_weight: dict[str, int],
-    columns: int,
-    has_bias: bool,
-    *,
-    rotated: tuple[int, int, int] | None = None,
-) -> Unit:
-    """Weights on top of each other; with `rotated` (query heads, kv heads, head dim) the rows of
-    the first two, queries and keys, in the order that `rope.interleave` gives."""
-    weights = [Part(name=name, shape=(rows, columns)) for name, rows in rows_by_weight.items()]
-    biases = [
-        Part(name=name.removesuffix("weight") + "bias", shape=(rows,))
-        for name, rows in rows_by_weight.items()
-        if has_bias
-    ]
-
-    def build(parts: list[Tensor]) -> Linear:
-        weight = _stack(parts[: len(weights)])
-        bias = _stack(parts[len(weights) :]) if biases else None
-        return Linear(weight, bias)
-
-    def _stack(blocks: list[Tensor]) -> Tensor:
-        if rotated is not None:
-            heads, kv_heads, head_dim = rotated
-            for i, count in enumerate((heads, kv_heads)):
-                order = rope.interleave(count, head_dim).to(blocks[i].device)
-                blocks[i] = blocks[i][order]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-    kind = "linear" if rotated is None else f"linear rotated {rotated}"
-    return Unit(kind=kind, parts=(*weights, *biases), build=build)
 
 
 class LlamaRunner:

@@ -54,4 +54,5 @@ def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = frequencies * (parameters["original_max_position_embeddings"] / (2 * math.pi))
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / float(parameters["factor"])
+    blended: Tensor = kept * frequencies + (1.0 - kept) * frequencies / parameters["factor"]
+    return blended

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from serving.engine import StageError
-from serving.engines.torch_engine import architecture, generic, llama
+from serving.engines.torch_engine import architecture, generic, llama, llama_units
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import choose_dtype, free_bytes, yield_the_cores
 from serving.engines.torch_engine.loading import Loader, UnitPool
@@ -78,7 +78,7 @@ def load_runner(
 def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
 ) -> tuple[Runner, int, int]:
-    units = llama.units(shape)
+    units = llama_units.units(shape)
     loader.check(units)
     context = min(shape.context, settings.max_context or shape.context)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize

@@ -1,6 +1,7 @@
 """`StepLoop`: the one thread that computes. Everything else hands it sequences and gets steps."""
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections import deque
@@ -31,6 +32,8 @@ class StepLoop:
         self._death: EngineError | None = None
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
+        # The interpreter must not go away under a thread that computes.
+        atexit.register(self._stop_at_exit)
 
     @property
     def is_busy(self) -> bool:
@@ -69,6 +72,11 @@ class StepLoop:
             self._changed.notify()
 
     def join(self) -> None:
+        self._thread.join()
+        atexit.unregister(self._stop_at_exit)
+
+    def _stop_at_exit(self) -> None:
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
