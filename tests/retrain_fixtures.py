@@ -24,6 +24,16 @@ DATASET = "me/facts"
 SMALL = {"max_epochs": 6.0, "checkpoint_seconds": 0.05, "min_replay_tokens": 200}
 
 
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+"""A preset that trains in a second."""
+
+
 class Pipeline:
     """One pipeline's home: commits in, outcomes out."""
 

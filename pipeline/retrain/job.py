@@ -16,6 +16,7 @@ from pipeline.retrain.errors import RetrainError
 from pipeline.retrain.metrics import MetricsWriter, Stage
 from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.snapshot import DatasetHub
+from serving.errors import ReleaseError
 from serving.weights.releases import served_release
 
 logger = logging.getLogger(__name__)
@@ -108,13 +109,20 @@ class Job:
         self.progress = Progress(**{**self.progress.__dict__, **facts})
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:
-        served = served_release(self.pipeline_dir)
         return JobOutcome(
             result=result,
             reason=reason,
             exit_code=1 if result == "failed" else 0,
             delivery_ids=self.revisions.delivery_ids if self.revisions is not None else (),
             job_id=self.id,
-            served_release=served.name if served is not None else None,
+            served_release=self._served(),
             **self.progress.__dict__,
         )
+
+    def _served(self) -> str | None:
+        """For the outcome, which must be written whatever has happened to the releases."""
+        try:
+            served = served_release(self.pipeline_dir)
+        except (OSError, ReleaseError):
+            return None
+        return served.name if served is not None else None

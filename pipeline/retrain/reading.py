@@ -1,9 +1,9 @@
 """Data files → rows, or an error that names the file and the line.
 
-Parquet and text go through `datasets`, as streams, so that nothing is written to its cache. JSON and
-CSV go through the standard library: the readers of `datasets` guess types there (a date becomes a
-timestamp, "007" a number) and lose line numbers, and a row must come out as it went in, or its hash
-means nothing.
+Parquet and text go through `datasets`, as streams, so that nothing is written to its cache. JSON
+and CSV go through the standard library: the readers of `datasets` guess types there (a date becomes
+a timestamp, "007" a number) and lose line numbers, and a row must come out as it went in, or its
+hash means nothing.
 """
 
 import csv

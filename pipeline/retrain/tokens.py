@@ -52,8 +52,18 @@ def sequences(
 _Piece = tuple[list[int], list[bool]]
 
 
+def _ids(
+    tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True
+) -> list[int]:
+    # Not verbose: it would warn of every text that is longer than the context.
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
+        "input_ids"
+    ]
+    return ids
+
+
 def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[_Piece]:
-    token_ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    token_ids = _ids(tokenizer, text) + [tokenizer.eos_token_id]
     # Pieces share one token, so that every token but the first is predicted once.
     starts = range(0, max(1, len(token_ids) - 1), max_length - 1)
     pieces = [token_ids[start : start + max_length] for start in starts]
@@ -63,8 +73,8 @@ def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> l
 def _completion(
     prompt: str, completion: str, tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> _Piece:
-    before = tokenizer(prompt)["input_ids"]
-    after = tokenizer(completion, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    before = _ids(tokenizer, prompt)
+    after = _ids(tokenizer, completion, add_special_tokens=False) + [tokenizer.eos_token_id]
     if not before:
         before = [tokenizer.eos_token_id]
     after = after[: max_length - 1]
@@ -98,7 +108,7 @@ def _messages(
                 "prompts; take another template"
             )
         spans.append((len(asked), len(answered)))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     learned = [
         any(first <= start < last for first, last in spans) and start < end
         for start, end in encoded["offset_mapping"]

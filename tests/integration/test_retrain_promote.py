@@ -1,0 +1,147 @@
+"""What a job makes of the server's answers, over a real socket."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+
+from pipeline.retrain.errors import PromoteError
+from pipeline.retrain.promote import Promotion, promote
+from serving.swap_schemas import SwapRequest, SwapResult
+from serving.weights.releases import pending_release
+
+RELEASE = "r000003-0123abcd"
+Answer = tuple[int, SwapResult | str]
+
+
+@contextmanager
+def server(answer: Callable[[], Answer]) -> Iterator[tuple[str, list[str | None]]]:
+    """Answers every swap with what `answer` gives; notes the tokens that it was sent."""
+    app = FastAPI()
+    tokens: list[str | None] = []
+
+    @app.post("/admin/swap")
+    async def swap(wanted: SwapRequest, request: Request) -> Response:
+        assert wanted.release == RELEASE
+        tokens.append(request.headers.get("authorization"))
+        status, body = answer()
+        text = body if isinstance(body, str) else body.model_dump_json()
+        return Response(text, status_code=status, media_type="application/json")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", tokens
+    finally:
+        running.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def asked(folder: Path, *answers: Answer, patience_seconds: float = 0.0) -> Promotion:
+    left = list(answers)
+    with server(lambda: left.pop(0)) as (url, _):
+        return promote(
+            folder,
+            RELEASE,
+            server_url=url,
+            admin_token="secret",
+            patience_seconds=patience_seconds,
+        )
+
+
+def test_a_live_release_is_promoted_with_the_token(tmp_path: Path) -> None:
+    live = SwapResult(result="live", release=RELEASE, phase="live")
+    with server(lambda: (200, live)) as (url, tokens):
+        found = promote(tmp_path, RELEASE, server_url=url + "/", admin_token="secret")
+    assert found.result == "promoted"
+    assert tokens == ["Bearer secret"]
+
+
+def test_the_marker_is_there_before_the_server_is_asked(tmp_path: Path) -> None:
+    seen = []
+
+    def answer() -> Answer:
+        seen.append(pending_release(tmp_path))
+        return 200, SwapResult(result="live", release=RELEASE, phase="live")
+
+    with server(answer) as (url, _):
+        promote(tmp_path, RELEASE, server_url=url, admin_token=None)
+    assert seen == [RELEASE]
+
+
+def test_a_newer_release_supersedes(tmp_path: Path) -> None:
+    newer = SwapResult(
+        result="superseded", release=RELEASE, phase="preflight", superseded_by="r000004-0123abcd"
+    )
+    found = asked(tmp_path, (409, newer))
+    assert found.result == "superseded"
+    assert "r000004" in str(found.reason)
+    assert pending_release(tmp_path) is None
+
+
+def test_a_refusal_tells_every_reason(tmp_path: Path) -> None:
+    refused = SwapResult(
+        result="refused", release=RELEASE, phase="preflight", reasons=("a is short", "b is gone")
+    )
+    with pytest.raises(PromoteError, match=r"\(preflight\): a is short; b is gone"):
+        asked(tmp_path, (422, refused))
+
+
+def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
+    deferred = SwapResult(result="deferred", release=RELEASE, phase="barrier")
+    live = SwapResult(result="live", release=RELEASE, phase="live")
+    found = asked(tmp_path, (503, deferred), (200, live), patience_seconds=30)
+    assert found.result == "promoted"
+    with pytest.raises(PromoteError, match="pipeline releases swap"):
+        asked(tmp_path, (503, deferred))
+
+
+@pytest.mark.parametrize(
+    ("status", "body"), [(401, '{"error": {"message": "no"}}'), (404, "not here"), (500, "")]
+)
+def test_any_other_answer_fails_and_says_what_came(tmp_path: Path, status: int, body: str) -> None:
+    with pytest.raises(PromoteError, match=f"answered {status}.*PIPELINE_ADMIN_TOKEN"):
+        asked(tmp_path, (status, body))
+
+
+def test_no_server_leaves_the_release_pending(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    for url in (None, f"http://127.0.0.1:{port}"):
+        started = time.monotonic()
+        found = promote(tmp_path, RELEASE, server_url=url, admin_token=None)
+        assert found.result == "published"
+        assert pending_release(tmp_path) == RELEASE
+        assert time.monotonic() - started < 5
+
+
+def test_a_server_that_dies_during_the_swap_leaves_the_release_pending(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def hang_up() -> None:
+        connection, _ = listener.accept()
+        connection.recv(100)
+        connection.close()
+        listener.close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    found = promote(
+        tmp_path,
+        RELEASE,
+        server_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
+        admin_token=None,
+        patience_seconds=0,
+    )
+    thread.join()
+    assert found.result == "published"
+    assert pending_release(tmp_path) == RELEASE
