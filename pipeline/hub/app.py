@@ -92,7 +92,6 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
                 database=database,
                 repositories=repositories,
                 log=log,
-                deliverer=deliverer,
                 box=box,
                 metrics=metrics,
             )

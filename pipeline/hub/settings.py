@@ -32,7 +32,7 @@ class HubSettings(BaseModel):
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
     """The largest pack that one push may send."""
     max_git_processes: int = Field(default=16, ge=1)
-    """Clones and fetches that run at a time; later ones wait."""
+    """Clones that run at a time, and as many pushes beside them; later ones wait."""
 
     @property
     def url(self) -> str:
