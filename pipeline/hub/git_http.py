@@ -164,7 +164,6 @@ class GitHttp:
             # Goes on to its end whether or not the client still listens: refs may move any time.
             async with self._push_slots:
                 status, headers, answer = await self._receive_pack(repository, environment, body)
-        self._metrics.pushes.labels(result="ok" if status == 200 else "error").inc()
         await git_backend.send_start(send, status, headers)
         await git_backend.send_end(send, answer)
 
@@ -173,12 +172,16 @@ class GitHttp:
     ) -> tuple[int, git_backend.Headers, bytes]:
         output, complaints = await git_backend.run(environment, body)
         # Not before this returns may git's "ok" reach the client.
-        await asyncio.to_thread(record_ref_changes, repository, self._log)
+        changes = await asyncio.to_thread(record_ref_changes, repository, self._log)
         head, separator, answer = output.partition(b"\r\n\r\n")
         if not separator:
             reason = complaints.decode(errors="replace").strip()
             raise HubError(f"git http-backend said nothing in {repository.folder}: {reason}")
-        return *git_backend.parse_head(head), answer
+        status, headers = git_backend.parse_head(head)
+        # A big push begins with a POST that moves nothing; so does one that git refuses.
+        result = "error" if status != 200 else "ok" if changes else "unchanged"
+        self._metrics.pushes.labels(result=result).inc()
+        return status, headers, answer
 
 
 def _check(request: GitRequest, scope: Scope) -> None:
