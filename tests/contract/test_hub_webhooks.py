@@ -1,6 +1,8 @@
 """Webhook management through the unmodified `HfApi`, and what a receiver is sent."""
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -287,9 +289,6 @@ def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:
 
 
 def test_the_hub_webhooks_command_works(hub: RunningHub, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     env = {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": hub.token,

@@ -180,12 +180,11 @@ def test_kills_at_random_moments_lose_nothing_acknowledged(
     moments = random.Random(0)
     for number in range(NUM_KILLS):
         assert hub.process is not None
-        push_env = {**hub.env}
         tip = commit(hub, worktree, str(number))
         push = subprocess.Popen(
             ["git", "push", "-q", "origin", "main"],
             cwd=worktree,
-            env=push_env,
+            env=hub.env,
             stderr=subprocess.DEVNULL,
         )
         time.sleep(moments.uniform(0, 0.15))  # the moment is the test
