@@ -19,6 +19,7 @@ from pipeline.hub import (
     auth,
     content_routes,
     git_http,
+    outbox,
     ref_routes,
     repository_routes,
     upload_routes,
@@ -82,6 +83,8 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
                 database=database, hub_url=settings.url, metrics=metrics, wake=deliverer.wake
             )
             repositories = Repositories(root.absolute())
+            with database.write() as connection:
+                outbox.prune(connection, keep_days=settings.keep_deliveries_days)
             reconcile_at_start(repositories, log)
             deliverer.start()
             reconciler = asyncio.create_task(
@@ -92,7 +95,6 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
                 database=database,
                 repositories=repositories,
                 log=log,
-                deliverer=deliverer,
                 box=box,
                 metrics=metrics,
             )
@@ -209,7 +211,8 @@ def _database_path(root: Path) -> Path:
 
 @contextlib.contextmanager
 def _only_hub_in(root: Path) -> Iterator[None]:
-    root.mkdir(parents=True, exist_ok=True)
+    # Only for its owner: what is pushed here is private.
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FileLock(root / "hub.lock")
     try:
         lock.acquire(timeout=0)

@@ -1,6 +1,7 @@
 """Opens the hub's SQLite file, its schema brought up; a commit is on disk when it returns."""
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ class Database:
     def __init__(self, engine: Engine, relaxed: Engine) -> None:
         self._engine = engine
         self._relaxed = relaxed
+        # Writers of this process take turns here: SQLite would let them sleep and poll.
+        self._turn = threading.Lock()
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -29,13 +32,13 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """One transaction, alone from its first statement; on disk when the block ends."""
-        with _immediate(self._engine) as connection:
+        with self._turn, _immediate(self._engine) as connection:
             yield connection
 
     @contextmanager
     def write_relaxed(self) -> Iterator[Connection]:
         """As `write`, several times faster: a kill cannot lose it, only a power cut can."""
-        with _immediate(self._relaxed) as connection:
+        with self._turn, _immediate(self._relaxed) as connection:
             yield connection
 
     def close(self) -> None:

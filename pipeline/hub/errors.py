@@ -10,7 +10,8 @@
         ├── WebhookNotFound      404
         ├── Conflict             409
         ├── TooLarge             413
-        └── RangeNotSatisfiable  416
+        ├── RangeNotSatisfiable  416
+        └── DiskFull             507
 
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
 """
@@ -82,3 +83,7 @@ class TooLarge(RequestError):
 
 class RangeNotSatisfiable(RequestError):
     status = 416
+
+
+class DiskFull(RequestError):
+    status = 507

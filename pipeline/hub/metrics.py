@@ -7,7 +7,10 @@ class HubMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.pushes = Counter(
-            "hub_pushes", "Pushes answered, by result", ["result"], registry=self._registry
+            "hub_pushes",
+            "Pushes that moved refs (ok), moved none (unchanged), failed (error)",
+            ["result"],
+            registry=self._registry,
         )
         self.events = Counter(
             "hub_events", "Events stored, by scope", ["scope"], registry=self._registry

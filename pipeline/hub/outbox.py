@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, Row, Select, exists, select, text, update
+from sqlalchemy import Connection, Row, Select, delete, exists, select, text, update
 
 from pipeline.hub.errors import WebhookNotFound
 from pipeline.hub.schema import deliveries as table
@@ -174,6 +174,16 @@ def replay(connection: Connection, webhook_id: str, delivery_id: str) -> Deliver
     if row is None:
         raise WebhookNotFound(f"Webhook {webhook_id!r} has no delivery {delivery_id!r}.")
     return _record(row)
+
+
+def prune(connection: Connection, *, keep_days: float) -> None:
+    """Removes deliveries that ended and were made more than `keep_days` ago, then their events."""
+    before = time.time() - 86400 * keep_days
+    connection.execute(
+        delete(table).where(table.c.created_at < before, table.c.status != "pending")
+    )
+    told = exists().where(table.c.event_seq == events.c.seq)
+    connection.execute(delete(events).where(events.c.created_at < before, ~told))
 
 
 def _activity() -> Select[tuple[object, ...]]:

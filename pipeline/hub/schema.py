@@ -79,7 +79,7 @@ deliveries = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("webhook_id", String, ForeignKey("webhooks.id", ondelete="CASCADE"), nullable=False),
-    Column("event_seq", Integer, ForeignKey("events.seq"), nullable=False),
+    Column("event_seq", Integer, ForeignKey("events.seq"), nullable=False, index=True),
     Column("payload", String, nullable=False),
     Column("status", String, nullable=False),
     Column("attempt", Integer, nullable=False),

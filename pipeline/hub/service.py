@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from pipeline.hub.database import Database
-from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName
@@ -20,7 +19,6 @@ class Hub:
     database: Database
     repositories: Repositories
     log: EventLog
-    deliverer: Deliverer
     box: SecretBox
     metrics: HubMetrics
 

@@ -27,12 +27,14 @@ class HubSettings(BaseModel):
     """… doubling up to this. Such a try does not use up an attempt."""
     refused_give_up_seconds: float = Field(default=48 * 3600, gt=0)
     """A delivery that met nothing but refused connections for this long is dead."""
+    keep_deliveries_days: float = Field(default=30, gt=0)
+    """How long a delivery that ended, delivered or dead, can be looked at and replayed."""
     reconcile_seconds: float = Field(default=60, gt=0)
     """How often refs are compared with the events stored, beside after every push and at start."""
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
     """The largest pack that one push may send."""
     max_git_processes: int = Field(default=16, ge=1)
-    """Clones and fetches that run at a time; later ones wait."""
+    """Clones that run at a time, and as many pushes beside them; later ones wait."""
 
     @property
     def url(self) -> str:

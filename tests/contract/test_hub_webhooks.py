@@ -1,6 +1,8 @@
 """Webhook management through the unmodified `HfApi`, and what a receiver is sent."""
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -262,6 +264,19 @@ def test_what_was_pending_waits_while_the_webhook_is_disabled(
         wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
 
 
+def test_deliveries_that_ended_are_kept_for_a_while(receiver: Receiver, tmp_path: Path) -> None:
+    watched = [{"type": "user", "name": "local"}]
+    with running_hub(tmp_path / "hub") as hub:
+        id = hub.api.create_webhook(url=receiver.url, watched=watched).id
+        hub.create_dataset("local/one")
+        wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
+    with running_hub(tmp_path / "hub") as hub:
+        assert len(hub.deliveries(id)) == 1
+    with running_hub(tmp_path / "hub", keep_deliveries_days=1e-9) as hub:
+        assert hub.deliveries(id) == []
+    assert len(receiver.received) == 1
+
+
 def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:
     hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED, secret="s3cret-of-mine")
     with sqlite3.connect(hub.root / "hub.sqlite") as connection:
@@ -274,9 +289,6 @@ def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:
 
 
 def test_the_hub_webhooks_command_works(hub: RunningHub, tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     env = {
         "HF_ENDPOINT": hub.url,
         "HF_TOKEN": hub.token,

@@ -65,7 +65,7 @@ def upgrade() -> None:
             sa.ForeignKey("webhooks.id", ondelete="CASCADE"),
             nullable=False,
         ),
-        sa.Column("event_seq", sa.Integer, sa.ForeignKey("events.seq"), nullable=False),
+        sa.Column("event_seq", sa.Integer, sa.ForeignKey("events.seq"), nullable=False, index=True),
         sa.Column("payload", sa.String, nullable=False),
         sa.Column("status", sa.String, nullable=False),
         sa.Column("attempt", sa.Integer, nullable=False),

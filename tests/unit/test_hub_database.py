@@ -1,0 +1,36 @@
+"""The migrations lead to the schema that the code uses."""
+
+from pathlib import Path
+
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from pipeline.hub.database import KNOWN_REVISIONS, SCHEMA_REVISION, open_database
+from pipeline.hub.schema import metadata
+
+
+def test_a_new_database_has_the_tables_of_the_code(tmp_path: Path) -> None:
+    database = open_database(tmp_path / "hub.sqlite")
+    with database.read() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    database.close()
+
+
+def test_the_revisions_of_the_code_are_those_of_the_migrations() -> None:
+    config = Config()
+    config.set_main_option("script_location", "pipeline.hub:migrations")
+    scripts = ScriptDirectory.from_config(config)
+    assert scripts.get_current_head() == SCHEMA_REVISION
+    assert {script.revision for script in scripts.walk_revisions()} == set(KNOWN_REVISIONS)
+
+
+def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
+    database = open_database(tmp_path / "hub.sqlite")
+    with database.write() as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2  # FULL
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+    with database.write_relaxed() as connection:
+        assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 1  # NORMAL
+    database.close()
