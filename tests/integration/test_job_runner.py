@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -362,7 +362,7 @@ def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> Non
 
 
 def test_seconds_from_submission_to_the_first_line(
-    house: House, record_property: pytest.RecordProperty
+    house: House, record_property: Callable[[str, object], None]
 ) -> None:
     """Reported, not asserted: a busy machine is no bug."""
     house.run(SETTINGS.model_copy(update={"preload": ("json",)}))
