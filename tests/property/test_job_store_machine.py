@@ -18,7 +18,7 @@ from tests.jobs_fixtures import Clock, new_database, postgres_server, spec
 
 __all__ = ["postgres_server"]
 
-NUM_EXAMPLES = int(os.environ.get("JOBS_STORE_EXAMPLES", "25"))
+NUM_EXAMPLES = int(os.environ.get("JOBS_STORE_EXAMPLES", "10"))
 LEASE_SECONDS = 10.0
 PIPELINES = st.sampled_from(["faq", "lore"])
 OWNERS = st.sampled_from(["one", "two"])
