@@ -77,7 +77,8 @@ class Runner:
     def run(self, stop: threading.Event) -> None:
         """Run jobs until `stop` is set; then stop those that run, for the next runner to go on.
 
-        Raises LaunchError where the folder of jobs cannot be used.
+        Raises LaunchError where the folder of jobs cannot be used, and StoreError where the store
+        fails while this stops. At any other time it waits for the store to come back.
         """
         self._run(stop, until_idle=False)
 
@@ -93,6 +94,8 @@ class Runner:
                     self._turn(launcher, stops=stop.is_set())
                     idle = until_idle and not self._held and self._store.seconds_to_next() is None
                 except StoreError as error:
+                    if stop.is_set():
+                        raise  # the next runner adopts what still runs
                     # Everything here can be done again: a database that is back finds it all.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)

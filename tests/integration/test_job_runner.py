@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from jobs.folder import EXIT, LOG
 from jobs.logs import follow_log
@@ -268,6 +269,21 @@ def test_a_runner_whose_lease_was_taken_leaves_the_job_alone(house: House) -> No
         (house.jobs_dir / job.id / "go").touch()
         until(lambda: (house.jobs_dir / job.id / EXIT).exists())
         other.finish(job.id, "other", None)
+
+
+def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.run()
+    assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+    engine = create_engine(house.url)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE jobs RENAME TO elsewhere"))
+    until(lambda: "Trying again" in caplog.text)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
+    engine.dispose()
+    assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
 
 
 def test_run_until_idle_returns_when_nothing_is_left(house: House) -> None:
