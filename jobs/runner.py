@@ -6,6 +6,7 @@ its jobs adopted, and their processes with them.
 
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -40,6 +41,8 @@ class _Held:
     job: Job
     handle: str | None
     next_heartbeat: float
+    deadline: float
+    """When it has run too long; infinite for no limit."""
     stopping: Stopping | None = None
     kill_at: float | None = None
 
@@ -72,7 +75,11 @@ class Runner:
         """How the store tells this runner from all others, earlier ones of this machine too."""
 
     def run(self, stop: threading.Event) -> None:
-        """Run jobs until `stop` is set; then stop those that run, for the next runner to go on."""
+        """Run jobs until `stop` is set; then stop those that run, for the next runner to go on.
+
+        Raises LaunchError where the folder of jobs cannot be used, and StoreError where the store
+        fails while this stops. At any other time it waits for the store to come back.
+        """
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
@@ -80,16 +87,15 @@ class Runner:
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
-        self._jobs_dir.mkdir(parents=True, exist_ok=True)
-        launcher = self._launcher or LocalLauncher(
-            self._jobs_dir, preload=self._settings.preload or (), environment=self._environment
-        )
+        launcher = self._launcher or self._local_launcher()
         try:
             while True:
                 try:
                     self._turn(launcher, stops=stop.is_set())
                     idle = until_idle and not self._held and self._store.seconds_to_next() is None
                 except StoreError as error:
+                    if stop.is_set():
+                        raise  # the next runner adopts what still runs
                     # Everything here can be done again: a database that is back finds it all.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)
@@ -102,6 +108,18 @@ class Runner:
                     stop.wait(self._settings.poll_seconds)
         finally:
             launcher.close()
+
+    def _local_launcher(self) -> LocalLauncher:
+        try:
+            self._jobs_dir.mkdir(parents=True, exist_ok=True)
+            return LocalLauncher(
+                self._jobs_dir, preload=self._settings.preload or (), environment=self._environment
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"No job can be run in {self._jobs_dir}: {error.strerror}. It has to be a folder "
+                "that can be written."
+            ) from error
 
     def _turn(self, launcher: Launcher, *, stops: bool) -> None:
         now = time.monotonic()
@@ -142,10 +160,15 @@ class Runner:
         self._next_claim = now + min(wait, self._settings.heartbeat_seconds)
 
     def _hold(self, job: Job) -> None:
+        now = time.monotonic()
+        limit, deadline = self._time_limit(job), math.inf
+        if limit is not None and job.started_at is not None:
+            deadline = now + limit - (self._store.now() - job.started_at)
         self._held[job.id] = _Held(
             job=job,
             handle=job.handle,
-            next_heartbeat=time.monotonic() + self._settings.heartbeat_seconds,
+            next_heartbeat=now + self._settings.heartbeat_seconds,
+            deadline=deadline,
         )
 
     # Seeing to them
@@ -201,7 +224,7 @@ class Runner:
         if status.phase in ("exited", "vanished"):
             self._end(held, status, launcher)
         elif held.stopping is None:
-            reason = self._reason_to_stop(held.job, stops)
+            reason = self._reason_to_stop(held, now, stops)
             if reason is not None:
                 self._stop(held, launcher, reason)
         elif status.phase == "starting":
@@ -210,15 +233,11 @@ class Runner:
             held.kill_at = now + 1.0  # until it is gone: a fork may have escaped the last one
             launcher.stop(held.handle, force=True)
 
-    def _reason_to_stop(self, job: Job, stops: bool) -> Stopping | None:
-        if job.cancel_requested:
+    @staticmethod
+    def _reason_to_stop(held: _Held, now: float, stops: bool) -> Stopping | None:
+        if held.job.cancel_requested:
             return "cancel"
-        limit = self._time_limit(job)
-        if (
-            limit is not None
-            and job.started_at is not None
-            and time.time() > job.started_at + limit
-        ):
+        if now >= held.deadline:
             return "timeout"
         return "shutdown" if stops else None
 

@@ -1,8 +1,9 @@
 """`JobsSettings`: how jobs are run on this machine."""
 
 import os
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class JobsSettings(BaseModel):
@@ -26,6 +27,15 @@ class JobsSettings(BaseModel):
     """Between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
     """How soon a runner sees a new job or an ended process."""
+
+    @model_validator(mode="after")
+    def _a_lease_outlasts_heartbeats(self) -> Self:
+        if self.lease_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"lease_seconds ({self.lease_seconds:g}) must be at least twice heartbeat_seconds "
+                f"({self.heartbeat_seconds:g}), or one late heartbeat loses every job"
+            )
+        return self
 
     def threads(self) -> int:
         """The default number of threads of a job."""

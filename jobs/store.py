@@ -325,6 +325,11 @@ class JobStore:
         """
         return self._changes.changed()
 
+    def now(self) -> float:
+        """Seconds since the epoch by the clock that every time in the store was read from."""
+        with reading(self._engine) as connection:
+            return self._now(connection)
+
     def _now(self, connection: Connection) -> float:
         if self._clock is not None:
             return self._clock()

@@ -2,7 +2,8 @@
 
 A `python -m` command is forked from the warm parent, where there is one. While that is still
 importing, the command waits for it: it began earlier than a cold start would, so it is ready
-sooner, at half the work. Everything else is started cold, at once.
+sooner, at half the work. Everything else is started cold, at once. A forked command has its own
+variables, but what a preloaded module read when it was imported came from the runner's.
 """
 
 import subprocess

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
 
 from jobs.folder import EXIT, LOG
 from jobs.logs import follow_log
@@ -270,6 +271,21 @@ def test_a_runner_whose_lease_was_taken_leaves_the_job_alone(house: House) -> No
         other.finish(job.id, "other", None)
 
 
+def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.run()
+    assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+    engine = create_engine(house.url)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE jobs RENAME TO elsewhere"))
+    until(lambda: "Trying again" in caplog.text)
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE elsewhere RENAME TO jobs"))
+    engine.dispose()
+    assert house.ended(house.store.submit(JobSpec(command=("true",))).job).state == "COMPLETED"
+
+
 def test_run_until_idle_returns_when_nothing_is_left(house: House) -> None:
     for n in range(2):
         house.store.submit(JobSpec(command=("true",), debounce_seconds=0.2 * n))
@@ -362,7 +378,7 @@ def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> Non
 
 
 def test_seconds_from_submission_to_the_first_line(
-    house: House, record_property: pytest.RecordProperty
+    house: House, record_property: Callable[[str, object], None]
 ) -> None:
     """Reported, not asserted: a busy machine is no bug."""
     house.run(SETTINGS.model_copy(update={"preload": ("json",)}))

@@ -1,0 +1,298 @@
+"""The store against a model of a few dicts: any order of pushes, runners, crashes and cancels."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from jobs.errors import LeaseLost
+from jobs.outcome import JobOutcome
+from jobs.store import Delivery, JobStore
+from tests.jobs_fixtures import Clock, new_database, postgres_server, spec
+
+__all__ = ["postgres_server"]
+
+NUM_EXAMPLES = int(os.environ.get("JOBS_STORE_EXAMPLES", "10"))
+LEASE_SECONDS = 10.0
+PIPELINES = st.sampled_from(["faq", "lore"])
+OWNERS = st.sampled_from(["one", "two"])
+
+
+@dataclass
+class Expected:
+    """What the model knows of a job."""
+
+    id: str
+    pipeline: str
+    old: int
+    new: int
+    deliveries: list[str]
+    key: str
+    state: str = "SCHEDULING"
+    owner: str | None = None
+    lease_until: float = 0.0
+    attempt: int = 0
+    num_lost: int = 0
+    cancel_requested: bool = False
+
+
+@dataclass
+class Model:
+    jobs: list[Expected] = field(default_factory=list)
+    answers: dict[str, str] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=lambda: {"faq": 0, "lore": 0})
+
+    def one(self, pipeline: str, state: str) -> Expected | None:
+        found = [job for job in self.jobs if (job.pipeline, job.state) == (pipeline, state)]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    def fail(self, job: Expected) -> None:
+        job.state = "ERROR"
+        successor = self.one(job.pipeline, "SCHEDULING")
+        if successor is not None:
+            successor.old = job.old
+            successor.deliveries = job.deliveries + [
+                id for id in successor.deliveries if id not in job.deliveries
+            ]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    url: str
+    """Of an empty database; set by the tests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.store = JobStore.open(self.url, clock=self.clock)
+        assert not self.store.list()
+        self.model = Model()
+        self.num_deliveries = 0
+
+    def teardown(self) -> None:
+        self.store.close()
+
+    def submit(self, pipeline: str, old: int, new: int, delivery: str) -> None:
+        key = f"{pipeline}@{new}"
+        submission = self.store.submit(
+            spec(str(new), str(old), pipeline=pipeline, dedupe_key=key, max_attempts=2),
+            delivery=Delivery(source="hub", id=delivery, body="{}"),
+        )
+        mine = [job for job in self.model.jobs if job.pipeline == pipeline]
+        latest = mine[-1] if mine else None
+        pending = self.model.one(pipeline, "SCHEDULING")
+        if delivery in self.model.answers:
+            assert submission.how == "duplicate"
+            assert submission.job.id == self.model.answers[delivery]
+            return
+        if latest is not None and latest.key == key and latest.state != "ERROR":
+            assert submission.how == "duplicate"
+            job = latest
+            if job.state == "SCHEDULING":
+                job.deliveries.append(delivery)
+        elif pending is not None:
+            assert submission.how == "merged"
+            job = pending
+            job.new, job.key = new, key
+            job.deliveries.append(delivery)
+        else:
+            assert submission.how == "created" and submission.is_new
+            job = Expected(submission.job.id, pipeline, old, new, [delivery], key)
+            assert all(other.id < job.id for other in self.model.jobs)
+            self.model.jobs.append(job)
+        assert submission.job.id == job.id
+        self.model.answers[delivery] = job.id
+
+    @rule(pipeline=PIPELINES)
+    def push(self, pipeline: str) -> None:
+        old = self.model.heads[pipeline]
+        self.model.heads[pipeline] = old + 1
+        self.num_deliveries += 1
+        self.submit(pipeline, old, old + 1, f"d{self.num_deliveries}")
+
+    @rule(pipeline=PIPELINES, back=st.integers(0, 2))
+    def force_push(self, pipeline: str, back: int) -> None:
+        head = self.model.heads[pipeline]
+        self.num_deliveries += 1
+        self.model.heads[pipeline] = max(0, head - back)
+        self.submit(pipeline, head, max(0, head - back), f"d{self.num_deliveries}")
+
+    @rule(data=st.data())
+    def deliver_again(self, data: st.DataObject) -> None:
+        if self.model.answers:
+            delivery = data.draw(st.sampled_from(sorted(self.model.answers)))
+            job = next(j for j in self.model.jobs if j.id == self.model.answers[delivery])
+            self.submit(job.pipeline, 0, 99, delivery)
+
+    @rule(owner=OWNERS)
+    def claim(self, owner: str) -> None:
+        claimed = self.store.claim(owner, LEASE_SECONDS)
+        due = [
+            job
+            for job in self.model.jobs
+            if job.state == "SCHEDULING" and self.model.one(job.pipeline, "RUNNING") is None
+        ]
+        if claimed is None:
+            assert not due
+            return
+        job = next(job for job in due if job.id == claimed.id)
+        job.state, job.owner, job.attempt = "RUNNING", owner, 1
+        job.lease_until = self.clock.now + LEASE_SECONDS
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
+    def wait(self, seconds: float) -> None:
+        """Long enough, and every runner that did not beat has crashed as far as others can see."""
+        self.clock.now += seconds
+
+    @rule(owner=OWNERS)
+    def adopt(self, owner: str) -> None:
+        expected = [
+            job
+            for job in self.model.jobs
+            if job.state == "RUNNING" and job.lease_until <= self.clock.now and job.owner != owner
+        ]
+        adopted = self.store.adopt(owner, LEASE_SECONDS)
+        assert [job.id for job in adopted] == [job.id for job in expected]
+        for job in expected:
+            job.owner, job.lease_until = owner, self.clock.now + LEASE_SECONDS
+
+    def leased(self, data: st.DataObject, owner: str) -> Expected | None:
+        """Any job, also one that `owner` has not the lease of: None when that was refused."""
+        if not self.model.jobs:
+            return None
+        job = data.draw(st.sampled_from(self.model.jobs))
+        if job.state == "RUNNING" and job.owner == owner:
+            return job
+        for call in (
+            lambda: self.store.heartbeat(job.id, owner, LEASE_SECONDS),
+            lambda: self.store.finish(job.id, owner, None),
+            lambda: self.store.retry(job.id, owner, "lost"),
+            lambda: self.store.release(job.id, owner),
+        ):
+            with pytest.raises(LeaseLost):
+                call()
+        return None
+
+    @rule(data=st.data(), owner=OWNERS)
+    def heartbeat(self, data: st.DataObject, owner: str) -> None:
+        job = self.leased(data, owner)
+        if job is not None:
+            cancel_requested = self.store.heartbeat(job.id, owner, LEASE_SECONDS)
+            assert cancel_requested == job.cancel_requested
+            job.lease_until = self.clock.now + LEASE_SECONDS
+
+    @rule(
+        data=st.data(),
+        owner=OWNERS,
+        result=st.sampled_from(["promoted", "unchanged", "failed", "cancelled"]),
+    )
+    def finish(self, data: st.DataObject, owner: str, result: str) -> None:
+        job = self.leased(data, owner)
+        if job is not None:
+            self.store.finish(job.id, owner, JobOutcome.model_validate({"result": result}))
+            if result == "failed":
+                self.model.fail(job)
+            else:
+                job.state = "CANCELED" if result == "cancelled" else "COMPLETED"
+
+    @rule(data=st.data(), owner=OWNERS)
+    def lose_the_process(self, data: st.DataObject, owner: str) -> None:
+        job = self.leased(data, owner)
+        if job is not None:
+            self.store.retry(job.id, owner, "Its process vanished.")
+            job.num_lost += 1
+            if job.num_lost == 2 or self.model.one(job.pipeline, "SCHEDULING") is not None:
+                self.model.fail(job)
+            else:
+                job.attempt += 1
+
+    @rule(data=st.data(), owner=OWNERS)
+    def release(self, data: st.DataObject, owner: str) -> None:
+        job = self.leased(data, owner)
+        if job is not None:
+            self.store.release(job.id, owner)
+            job.owner, job.lease_until = None, self.clock.now
+            job.attempt += 1
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        if self.model.jobs:
+            job = data.draw(st.sampled_from(self.model.jobs))
+            self.store.cancel(job.id)
+            if job.state == "SCHEDULING":
+                job.state = "CANCELED"
+            elif job.state == "RUNNING":
+                job.cancel_requested = True
+
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        self.store = JobStore.open(self.url, clock=self.clock)
+
+    @invariant()
+    def every_job_is_as_expected(self) -> None:
+        jobs = {job.id: job for job in self.store.list()}
+        assert jobs.keys() == {job.id for job in self.model.jobs}
+        for expected in self.model.jobs:
+            job = jobs[expected.id]
+            revisions = job.spec.revisions
+            assert revisions is not None
+            assert (job.state, job.attempt, job.num_lost) == (
+                expected.state,
+                expected.attempt,
+                expected.num_lost,
+            )
+            assert (revisions.old_sha, revisions.new_sha) == (str(expected.old), str(expected.new))
+            assert list(revisions.delivery_ids) == expected.deliveries
+
+    @invariant()
+    def every_delivery_has_a_job_that_answers_for_it(self) -> None:
+        for delivery, job_id in self.model.answers.items():
+            assert self.store.answer_to("hub", delivery) == {"job": job_id}
+
+    @invariant()
+    def at_most_one_runs_and_one_is_pending(self) -> None:
+        for state in ("RUNNING", "SCHEDULING"):
+            pipelines = [job.spec.pipeline for job in self.store.list(state=state)]
+            assert len(pipelines) == len(set(pipelines))
+
+
+def check(urls: Iterator[str], num_examples: int) -> None:
+    class Machine(StoreMachine):
+        def __init__(self) -> None:
+            self.url = next(urls)
+            super().__init__()
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=num_examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_store_on_sqlite() -> None:
+    def urls() -> Iterator[str]:
+        while True:
+            with TemporaryDirectory() as folder:
+                yield f"sqlite:///{Path(folder) / 'jobs.db'}"
+
+    check(urls(), NUM_EXAMPLES)
+
+
+def test_the_store_on_postgres(postgres_server: str) -> None:
+    def urls() -> Iterator[str]:
+        while True:
+            with new_database(postgres_server) as url:
+                yield url
+
+    check(urls(), max(1, NUM_EXAMPLES // 5))

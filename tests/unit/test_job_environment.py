@@ -1,0 +1,87 @@
+"""The variables of a job's process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobs.environment import MAX_INLINE_BYTES, inline_payload, job_environment
+from jobs.record import Job
+from jobs.spec import JobSpec, Resources
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(), inner, max_size=5),
+    max_leaves=10,
+)
+
+
+def a_job(payload: dict[str, Any] | None = None, **values: Any) -> Job:
+    return Job(
+        id="j000007",
+        state="RUNNING",
+        spec=JobSpec(command=("true",), **values),
+        payload=payload,
+        outcome=None,
+        created_at=0,
+        run_after=0,
+        started_at=0,
+        ended_at=None,
+        attempt=1,
+        num_lost=0,
+        owner="me",
+        lease_until=1,
+        handle=None,
+        cancel_requested=False,
+    )
+
+
+def test_the_spec_goes_before_what_the_runner_was_given_and_the_job_before_both() -> None:
+    given_ones = {"A": "runner", "B": "runner", "JOB_ID": "runner"}
+    job = a_job(env={"B": "spec", "JOB_ID": "spec", "OMP_NUM_THREADS": "9"})
+    shown = job_environment(job, Path("/jobs/j000007"), given_ones, num_threads=2)
+    assert (shown["A"], shown["B"], shown["JOB_ID"]) == ("runner", "spec", "j000007")
+    assert (shown["OMP_NUM_THREADS"], shown["MKL_NUM_THREADS"]) == ("9", "2")
+    assert not any(name.startswith("WEBHOOK") for name in shown)
+
+
+def test_resources_go_before_the_default_number_of_threads() -> None:
+    job = a_job(resources=Resources(num_threads=5))
+    assert job_environment(job, Path("/"), {}, num_threads=2)["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_payload_of_another_shape_is_passed_on_without_names_that_it_lacks() -> None:
+    job = a_job({"repo": {"name": 3}, "webhook": "w"})
+    shown = job_environment(job, Path("/jobs/j000007"), {}, num_threads=1)
+    assert json.loads(shown["WEBHOOK_PAYLOAD"]) == job.payload
+    assert shown["WEBHOOK_PAYLOAD_FILE"] == "/jobs/j000007/payload.json"
+    assert not shown.keys() & {"WEBHOOK_REPO_ID", "WEBHOOK_REPO_TYPE", "WEBHOOK_ID"}
+
+
+def test_a_cut_payload_keeps_the_commits_and_says_that_it_is_cut() -> None:
+    refs = [{"ref": "refs/heads/main", "oldSha": "a" * 40, "newSha": "b" * 40}]
+    payload = {
+        "event": {"action": "update", "scope": "repo.content"},
+        "updatedRefs": refs,
+        "updatedFiles": [{"path": "é" * 50, "n": n} for n in range(20_000)],
+        "comment": {"content": "x" * 200_000},
+    }
+    cut = json.loads(inline_payload(payload))
+    assert cut["updatedRefs"] == refs and cut["event"] == payload["event"]
+    assert cut["truncated"] is True and cut["updatedFilesTruncated"] is True
+    assert 0 < len(cut["updatedFiles"]) < 20_000
+
+
+@settings(max_examples=50, deadline=None)
+@given(payload=st.dictionaries(st.text(), JSON, max_size=5), max_bytes=st.integers(60, 500))
+def test_an_inline_payload_is_valid_and_fits(payload: dict[str, Any], max_bytes: int) -> None:
+    inline = inline_payload(payload, max_bytes)
+    assert len(inline.encode()) <= max_bytes
+    assert json.loads(inline) == payload or json.loads(inline)["truncated"] is True
+
+
+def test_a_payload_of_keys_alone_fits_too() -> None:
+    payload = {f"{n:0100}": n for n in range(5000)}
+    assert len(inline_payload(payload)) <= MAX_INLINE_BYTES
