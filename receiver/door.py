@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.types import Message, Receive
 from receiver.answers import Answers
 from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, ReceiverError
+from receiver.history import History, Received
 from receiver.payload import WebhookPayload
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof
@@ -40,11 +42,33 @@ class Door:
     max_body_bytes: int
     body_timeout_seconds: float
     answers: Answers
+    history: History
     durable: DurableDeliveries | None
     """Where the handler's deliveries wait; None for one that is called while its sender waits."""
 
     async def enter(self, request: Request, inner: Inner) -> Response:
         """The handler's answer, or the reason why the handler was not called."""
+        at, began, status = time.time(), time.perf_counter(), 500
+        try:
+            answer = await self._pass(request, inner)
+            status = answer.status_code
+            return answer
+        except RequestValidationError:
+            status = 422
+            raise
+        finally:
+            sent_id = sent_delivery_id(request.headers)
+            self.history.add(
+                Received(
+                    at=at,
+                    path=self.path,
+                    delivery_id=None if sent_id is None else sent_id[:64],
+                    status=status,
+                    milliseconds=(time.perf_counter() - began) * 1e3,
+                )
+            )
+
+    async def _pass(self, request: Request, inner: Inner) -> Response:
         try:
             async with asyncio.timeout(self.body_timeout_seconds):
                 body = await self._read(request)

@@ -24,6 +24,7 @@ from receiver.handlers import (
     own_up,
     refuse_unreadable,
 )
+from receiver.history import History
 from receiver.landing import landing_page
 from receiver.settings import ReceiverSettings
 from receiver.verify import Proof, ProofScheme
@@ -52,7 +53,9 @@ class WebhooksServer:
         self.settings = settings or ReceiverSettings()
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
         self._secrets = as_secrets(webhook_secret or os.environ.get("WEBHOOK_SECRET"))
+        self._history = History()
         self._answers = Answers(self.settings.remembered_deliveries)
+        self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
         self._durable = DurableDeliveries(
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
@@ -102,6 +105,7 @@ class WebhooksServer:
 
         Raises:
             ValueError: The path is taken, or the secret does not fit the proof.
+            OpenToEveryone: There is no secret, and the server listens beyond this machine already.
         """
         if callable(path):
             return self.add_webhook()(path)
@@ -117,6 +121,8 @@ class WebhooksServer:
                 proof=Proof(scheme=proof or self.settings.proof, secrets=secrets),
                 is_durable=durable,
             )
+            if self._host is not None and not secrets:
+                listen.refuse_beyond_loopback(self._host, [route])
             self._add_route(webhook)
             self.registered_webhooks[route] = webhook
             return handler
@@ -157,7 +163,7 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
-        if unproven or not self._secrets:
+        if unproven:
             listen.refuse_beyond_loopback(host, unproven)
         listening = listen.bind(host, port)
         url = self.settings.public_url or listen.url_of(listening, host)
@@ -170,10 +176,12 @@ class WebhooksServer:
             timeout_graceful_shutdown=self.settings.shutdown_seconds,
         )
         server = uvicorn.Server(config)
+        self._host = host
         if prevent_thread_lock or listen.is_inside_event_loop():
             self._running = server, listen.serve_in_thread(server, listening)
         else:
             listen.serve(server, listening)
+            self._host = None
         return url
 
     def close(self) -> None:
@@ -183,6 +191,7 @@ class WebhooksServer:
             server.should_exit = True
             thread.join()
             self._running = None
+            self._host = None
 
     def _add_route(self, webhook: RegisteredWebhook) -> None:
         annotate(webhook.handler)
@@ -192,6 +201,7 @@ class WebhooksServer:
             max_body_bytes=self.settings.max_body_bytes,
             body_timeout_seconds=self.settings.body_timeout_seconds,
             answers=self._answers,
+            history=self._history,
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
@@ -215,7 +225,11 @@ class WebhooksServer:
 
     def _landing_page(self, request: Request) -> HTMLResponse:
         url = self.settings.public_url or str(request.base_url)
-        return HTMLResponse(landing_page(url.rstrip("/"), list(self.registered_webhooks.values())))
+        return HTMLResponse(
+            landing_page(
+                url.rstrip("/"), list(self.registered_webhooks.values()), self._history.latest()
+            )
+        )
 
     def _greeting(self, url: str, unproven: Sequence[str]) -> str:
         lines = ["", "Webhooks are correctly setup and ready to use:"]
