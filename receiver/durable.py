@@ -43,6 +43,11 @@ class DurableDeliveries:
     def add_handler(self, path: str, handler: ASGIApp) -> None:
         self._handlers[path] = handler
 
+    def open(self) -> None:
+        """Take the log, if there are handlers. Raises `ReceiverError` if another process has it."""
+        if self._handlers:
+            self._opened()
+
     async def accept(self, path: str, id: str, headers: dict[str, str], body: bytes) -> bool:
         """Store the delivery. Whether it is new."""
         is_new = await self._in_thread(self._opened().add, path, id, headers, body, time.time())

@@ -156,6 +156,7 @@ class WebhooksServer:
         Raises:
             OpenToEveryone: The host is beyond this machine, and a handler has no secret.
             AddressUnavailable: The port is taken, or the host is not this machine's.
+            ReceiverError: Another process has the file of the durable handlers' deliveries.
         """
         self.close()
         host = self.settings.host if server_name is None else server_name
@@ -165,6 +166,7 @@ class WebhooksServer:
         ]
         if unproven:
             listen.refuse_beyond_loopback(host, unproven)
+        self._durable.open()
         listening = listen.bind(host, port)
         url = self.settings.public_url or listen.url_of(listening, host)
         print(self._greeting(url.rstrip("/"), unproven), flush=True)

@@ -152,8 +152,8 @@ def test_nothing_that_was_acknowledged_is_lost_to_sigkill(tmp_path: Path) -> Non
     acknowledged: list[str] = []
     for round in range(int(os.environ.get("RECEIVER_KILLS", "2"))):
         with started(tmp_path) as (url, process):
-            killer = threading.Timer(0.2 + 0.05 * round, process.send_signal, [signal.SIGKILL])
-            killer.start()
+            # In the midst of what follows the tenth acknowledgement, elsewhere in each round.
+            killer = threading.Timer(0.007 * round, process.send_signal, [signal.SIGKILL])
             with contextlib.suppress(httpx.TransportError), httpx.Client() as client:
                 for number in range(10_000):
                     headers = {"Webhook-Id": f"{round}-{number}"}
@@ -162,8 +162,9 @@ def test_nothing_that_was_acknowledged_is_lost_to_sigkill(tmp_path: Path) -> Non
                     )
                     assert answer.status_code == 202
                     acknowledged.append(headers["Webhook-Id"])
+                    if number == 10:
+                        killer.start()
             killer.join()
-    assert acknowledged
     with started(tmp_path):
         await_that(
             lambda: set(acknowledged) <= {path.name for path in (tmp_path / "effects").iterdir()}
@@ -194,6 +195,22 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         pytest.raises(ReceiverError, match="Another receiver stores its deliveries"),
     ):
         DeliveryLog(tmp_path / "receiver.db")
+
+
+def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServer) -> None:
+    def handler(payload: WebhookPayload) -> None: ...
+
+    server.add_webhook("/x", durable=True)(handler)
+    server.launch(prevent_thread_lock=True, server_port=0)
+    try:
+        second = WebhooksServer(settings=server.settings)
+        second.add_webhook("/x", durable=True)(handler)
+        with pytest.raises(ReceiverError, match="Another receiver stores its deliveries"):
+            second.launch(prevent_thread_lock=True, server_port=0)
+    finally:
+        server.close()
+    second.launch(prevent_thread_lock=True, server_port=0)
+    second.close()
 
 
 def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> None:

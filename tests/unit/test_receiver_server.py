@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
 from receiver.server import WebhookPayload, WebhooksServer
@@ -513,7 +514,11 @@ def test_one_open_handler_is_enough_to_refuse() -> None:
         server.launch(server_name="0.0.0.0", server_port=0)
 
 
-def test_a_server_that_is_reachable_takes_no_open_handler() -> None:
+def test_a_server_that_is_reachable_takes_no_open_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing of the tests is to be reached from outside.
+    monkeypatch.setattr(listen, "bind", lambda _host, port: bind("127.0.0.1", port))
     server = WebhooksServer()
     server.add_webhook("/closed", webhook_secret="x")(lambda payload: None)
     server.launch(prevent_thread_lock=True, server_name="0.0.0.0", server_port=0)
