@@ -114,10 +114,10 @@ class DeliveryLog:
             (due_at, delivery.path, delivery.id),
         )
 
-    def next_due_at(self) -> float | None:
-        """When `due` will have something; None while nothing waits."""
+    def next_due_at(self, now: float) -> float | None:
+        """When `due` will have more than it has `now`; None where nothing is put off."""
         due_at: float | None = self._connection.execute(
-            "SELECT min(due_at) FROM deliveries WHERE due_at IS NOT NULL"
+            "SELECT min(due_at) FROM deliveries WHERE due_at > ?", (now,)
         ).fetchone()[0]
         return due_at
 

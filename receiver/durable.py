@@ -37,6 +37,7 @@ class DurableDeliveries:
         self._handlers: dict[str, ASGIApp] = {}
         self._log: DeliveryLog | None = None
         self._wake = asyncio.Event()
+        self._is_stopping = False
         self._one_thread = anyio.CapacityLimiter(1)
         self._at_work: dict[tuple[str, str], asyncio.Task[None]] = {}
 
@@ -63,12 +64,15 @@ class DurableDeliveries:
         log = self._opened()
         self._wake = asyncio.Event()  # of this event loop; the server may be launched in others
         await self._in_thread(log.forget, time.time())
+        self._is_stopping = False
         working = asyncio.create_task(self._work())
         try:
             yield
         finally:
-            working.cancel()
-            await asyncio.wait([working])
+            # Not cancelled: it may be in the middle of a statement, in its thread.
+            self._is_stopping = True
+            self._wake.set()
+            await working
             if self._at_work:
                 _, late = await asyncio.wait(self._at_work.values(), timeout=self._shutdown_seconds)
                 for task in late:
@@ -86,20 +90,21 @@ class DurableDeliveries:
 
     async def _work(self) -> None:
         log = self._opened()
-        while True:
+        while not self._is_stopping:
             self._wake.clear()
-            for delivery in await self._in_thread(log.due, time.time()):
+            now = time.time()
+            for delivery in await self._in_thread(log.due, now):
                 key = delivery.path, delivery.id
+                if len(self._at_work) >= MAX_AT_WORK or self._is_stopping:
+                    break
                 if key not in self._at_work and delivery.path in self._handlers:
-                    while len(self._at_work) >= MAX_AT_WORK:
-                        await asyncio.wait(
-                            self._at_work.values(), return_when=asyncio.FIRST_COMPLETED
-                        )
                     self._at_work[key] = asyncio.create_task(self._handle(delivery))
-            next_due_at = await self._in_thread(log.next_due_at)
-            pause = None if next_due_at is None else max(0.05, next_due_at - time.time())
+            next_due_at = await self._in_thread(log.next_due_at, now)
+            pause = None if next_due_at is None else next_due_at - now
+            # A new delivery, a handler that ended, and a stop end the pause.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
 
     async def _handle(self, delivery: StoredDelivery) -> None:
         log = self._opened()
