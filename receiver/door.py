@@ -3,19 +3,25 @@
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from receiver.answers import Answers
+from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, ReceiverError
+from receiver.history import History, Received
+from receiver.payload import WebhookPayload
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof
 
@@ -36,9 +42,33 @@ class Door:
     max_body_bytes: int
     body_timeout_seconds: float
     answers: Answers
+    history: History
+    durable: DurableDeliveries | None
+    """Where the handler's deliveries wait; None for one that is called while its sender waits."""
 
     async def enter(self, request: Request, inner: Inner) -> Response:
         """The handler's answer, or the reason why the handler was not called."""
+        at, began, status = time.time(), time.perf_counter(), 500
+        try:
+            answer = await self._pass(request, inner)
+            status = answer.status_code
+            return answer
+        except RequestValidationError:
+            status = 422
+            raise
+        finally:
+            sent_id = sent_delivery_id(request.headers)
+            self.history.add(
+                Received(
+                    at=at,
+                    path=self.path,
+                    delivery_id=None if sent_id is None else sent_id[:64],
+                    status=status,
+                    milliseconds=(time.perf_counter() - began) * 1e3,
+                )
+            )
+
+    async def _pass(self, request: Request, inner: Inner) -> Response:
         try:
             async with asyncio.timeout(self.body_timeout_seconds):
                 body = await self._read(request)
@@ -56,9 +86,25 @@ class Door:
         sent_id = sent_delivery_id(request.headers)
         request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
         proven = _with_body(request, event)
+        if self.durable is not None:
+            return await self._store(self.durable, proven, event)
         if sent_id is None:
             return await inner(proven)
         return await self.answers.once((self.path, sent_id), lambda: inner(proven))
+
+    async def _store(
+        self, durable: DurableDeliveries, proven: Request, event: bytes
+    ) -> JSONResponse:
+        try:
+            WebhookPayload.model_validate_json(event)
+        except ValidationError as error:
+            # Refused now, while the sender listens: no later call would succeed.
+            raise RequestValidationError(
+                [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
+            ) from error
+        id: str = proven.state.delivery_id
+        is_new = await durable.accept(self.path, id, dict(proven.headers), event)
+        return JSONResponse({"delivery": id, "is_new": is_new}, status_code=202)
 
     async def _read(self, request: Request) -> bytes:
         announced = request.headers.get("content-length", "")

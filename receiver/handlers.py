@@ -28,6 +28,7 @@ class RegisteredWebhook:
     path: str
     handler: Callable[..., Any]
     proof: Proof
+    is_durable: bool
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -1,20 +1,30 @@
 """The landing page: what is registered, where, and how to create a webhook for it."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 
 from jinja2 import Environment, Template
 
 from receiver.handlers import RegisteredWebhook
+from receiver.history import Received
 
 
-def landing_page(url: str, webhooks: Sequence[RegisteredWebhook]) -> str:
+def landing_page(
+    url: str, webhooks: Sequence[RegisteredWebhook], received: Sequence[Received]
+) -> str:
     """HTML that reads well without its style sheet. `url` is the server's, without a slash."""
-    return _template().render(url=url, webhooks=webhooks)
+    return _template().render(url=url, webhooks=webhooks, received=received)
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 @cache
 def _template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(source)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["utc"] = _utc
+    return environment.from_string(source)

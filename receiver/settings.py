@@ -1,5 +1,6 @@
 """What can be set on a receiver. It is given to the server; nothing here reads a file."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +23,8 @@ class ReceiverSettings(BaseModel):
     """A larger body is answered 413, unread."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
     """A body that is not here by then is answered 408."""
+    deliveries_path: Path = Path(".pipeline/receiver.db")
+    """Where the deliveries of durable handlers wait."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long a stopping server waits for handlers that are at work."""
     remembered_deliveries: int = Field(default=10_000, ge=0)

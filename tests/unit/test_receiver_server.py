@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
+from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
 from receiver.server import WebhookPayload, WebhooksServer
@@ -432,6 +433,27 @@ def test_the_landing_page_warns_of_an_open_handler_and_shows_the_public_url() ->
     assert "a valid gitea signature" in page
 
 
+def test_the_landing_page_lists_the_latest_deliveries(
+    server: WebhooksServer, client: TestClient
+) -> None:
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> None:
+        if payload.repo.name == "acme/broken":
+            raise RuntimeError
+
+    assert "Latest deliveries" not in client.get("/").text
+    for number in range(30):
+        client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": f"d{number}"})
+    client.post("/webhooks/x", json=dataset_update(name="acme/broken"))
+    client.post("/webhooks/x", json={}, headers={"Webhook-Id": "<i>"})
+    page = client.get("/").text
+    assert page.count("<li>") == 20
+    assert page.index("&lt;i&gt;") < page.index("<code>d29</code>"), "newest first"
+    for status in (200, 422, 500):
+        assert f"answered <strong>{status}</strong>" in page
+    assert "acme" not in page, "who may see the page may not see what was delivered"
+
+
 def test_a_ui_of_ones_own_takes_the_place_of_the_landing_page() -> None:
     async def ui(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -484,12 +506,30 @@ def test_a_server_without_a_secret_stays_on_this_machine() -> None:
             server.launch(server_name=host, server_port=0)
 
 
-def test_one_open_handler_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_open_handler_is_enough_to_refuse() -> None:
     server = WebhooksServer()
     server.add_webhook("/closed", webhook_secret="x")(lambda payload: None)
     server.add_webhook("/open")(lambda payload: None)
     with pytest.raises(OpenToEveryone, match="/webhooks/open"):
         server.launch(server_name="0.0.0.0", server_port=0)
+
+
+def test_a_server_that_is_reachable_takes_no_open_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing of the tests is to be reached from outside.
+    monkeypatch.setattr(listen, "bind", lambda _host, port: bind("127.0.0.1", port))
+    server = WebhooksServer()
+    server.add_webhook("/closed", webhook_secret="x")(lambda payload: None)
+    server.launch(prevent_thread_lock=True, server_name="0.0.0.0", server_port=0)
+    try:
+        with pytest.raises(OpenToEveryone, match="/webhooks/open"):
+            server.add_webhook("/open")(lambda payload: None)
+        assert list(server.registered_webhooks) == ["/webhooks/closed"]
+        server.add_webhook("/too", webhook_secret="y")(lambda payload: None)
+    finally:
+        server.close()
+    server.add_webhook("/open")(lambda payload: None)
 
 
 def test_an_address_that_cannot_be_taken() -> None:

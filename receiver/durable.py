@@ -1,0 +1,163 @@
+"""Handlers that are called after their sender was answered, again and again until they succeed.
+
+At least once: a handler that was at work when the process died is called again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import anyio.to_thread
+from starlette.types import ASGIApp, Message
+
+from receiver.delivery_log import DeliveryLog, StoredDelivery
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_logger = logging.getLogger(__name__)
+
+MAX_AT_WORK = 8
+LONGEST_PAUSE_SECONDS = 600.0
+
+
+class DurableDeliveries:
+    """The log, and the task that works it off while `working` is entered.
+
+    `handlers` are applications for one path each, which take the stored request as it came.
+    """
+
+    def __init__(self, path: Path, *, shutdown_seconds: float) -> None:
+        self._path = path
+        self._shutdown_seconds = shutdown_seconds
+        self._handlers: dict[str, ASGIApp] = {}
+        self._log: DeliveryLog | None = None
+        self._wake = asyncio.Event()
+        self._is_stopping = False
+        self._one_thread = anyio.CapacityLimiter(1)
+        self._at_work: dict[tuple[str, str], asyncio.Task[None]] = {}
+
+    def add_handler(self, path: str, handler: ASGIApp) -> None:
+        self._handlers[path] = handler
+
+    def open(self) -> None:
+        """Take the log, if there are handlers. Raises `ReceiverError` if another process has it."""
+        if self._handlers:
+            self._opened()
+
+    async def accept(self, path: str, id: str, headers: dict[str, str], body: bytes) -> bool:
+        """Store the delivery. Whether it is new."""
+        is_new = await self._in_thread(self._opened().add, path, id, headers, body, time.time())
+        self._wake.set()
+        return is_new
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Call handlers, those first that a previous process left; wait for them at the end."""
+        if not self._handlers:
+            yield
+            return
+        log = self._opened()
+        self._wake = asyncio.Event()  # of this event loop; the server may be launched in others
+        await self._in_thread(log.forget, time.time())
+        self._is_stopping = False
+        working = asyncio.create_task(self._work())
+        try:
+            yield
+        finally:
+            # Not cancelled: it may be in the middle of a statement, in its thread.
+            self._is_stopping = True
+            self._wake.set()
+            await working
+            if self._at_work:
+                _, late = await asyncio.wait(self._at_work.values(), timeout=self._shutdown_seconds)
+                for task in late:
+                    task.cancel()
+                if late:
+                    await asyncio.wait(late)
+            self._at_work.clear()
+            log.close()
+            self._log = None
+
+    def _opened(self) -> DeliveryLog:
+        if self._log is None:
+            self._log = DeliveryLog(self._path)
+        return self._log
+
+    async def _work(self) -> None:
+        log = self._opened()
+        while not self._is_stopping:
+            self._wake.clear()
+            now = time.time()
+            for delivery in await self._in_thread(log.due, now):
+                key = delivery.path, delivery.id
+                if len(self._at_work) >= MAX_AT_WORK or self._is_stopping:
+                    break
+                if key not in self._at_work and delivery.path in self._handlers:
+                    self._at_work[key] = asyncio.create_task(self._handle(delivery))
+            next_due_at = await self._in_thread(log.next_due_at, now)
+            pause = None if next_due_at is None else next_due_at - now
+            # A new delivery, a handler that ended, and a stop end the pause.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+
+    async def _handle(self, delivery: StoredDelivery) -> None:
+        log = self._opened()
+        try:
+            status = await _call(self._handlers[delivery.path], delivery)
+        except Exception:
+            # Whatever a handler raises: the delivery is tried again, and the log says why.
+            _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
+            status = 500
+        if status < 300:
+            await self._in_thread(log.handled, delivery)
+        else:
+            pause = min(2.0**delivery.attempts, LONGEST_PAUSE_SECONDS)
+            _logger.warning(
+                "%s answered %d to delivery %s; next call in %.0f s",
+                *(delivery.path, status, delivery.id, pause),
+            )
+            await self._in_thread(log.failed, delivery, time.time() + pause)
+        del self._at_work[delivery.path, delivery.id]
+        self._wake.set()
+
+    async def _in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await anyio.to_thread.run_sync(
+            lambda: call(*args, **kwargs), limiter=self._one_thread
+        )
+
+
+async def _call(handler: ASGIApp, delivery: StoredDelivery) -> int:
+    """The status of the handler's answer. Raises what the handler raises."""
+    status = 500
+    body: list[Message] = [{"type": "http.request", "body": delivery.body, "more_body": False}]
+
+    async def receive() -> Message:
+        return body.pop() if body else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in delivery.headers.items()]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": delivery.path,
+        "raw_path": delivery.path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "state": {"delivery_id": delivery.id},
+    }
+    await handler(scope, receive, send)
+    return status

@@ -1,0 +1,233 @@
+"""Durable handlers: answered at once, called until they succeed, also by the next process."""
+
+import contextlib
+import itertools
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import Request
+from starlette.testclient import TestClient
+
+from receiver.delivery_log import KEPT_SECONDS, DeliveryLog
+from receiver.errors import ReceiverError
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
+from tests.receiver_payloads import GITHUB_PUSH, body_of, dataset_update, hmac_hex
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = {"X-Webhook-Secret": "s3cret"}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> WebhooksServer:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "state" / "receiver.db")
+    return WebhooksServer(webhook_secret="s3cret", settings=settings)
+
+
+def await_that(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_the_sender_is_answered_before_the_handler_is_done(server: WebhooksServer) -> None:
+    may_end, calls = threading.Event(), []
+
+    @server.add_webhook(durable=True)
+    def x(payload: WebhookPayload, request: Request) -> None:
+        assert may_end.wait(20)
+        calls.append((payload.repo.name, request.state.delivery_id, dict(request.headers)))
+
+    with TestClient(server.app, headers=SECRET) as client:
+        headers = {"Webhook-Id": "d1"}
+        answers = [
+            client.post("/webhooks/x", json=dataset_update(), headers=headers) for _ in range(2)
+        ]
+        assert [answer.status_code for answer in answers] == [202, 202]
+        assert answers[0].json() == {"delivery": "d1", "is_new": True}
+        assert answers[1].json() == {"delivery": "d1", "is_new": False}
+        assert calls == []
+        may_end.set()
+        await_that(lambda: calls)
+    ((name, delivery_id, kept),) = calls
+    assert (name, delivery_id, kept["webhook-id"]) == ("acme/answers", "d1", "d1")
+    assert "x-webhook-secret" not in kept
+
+
+def test_a_handler_that_fails_is_called_until_it_succeeds(server: WebhooksServer) -> None:
+    calls: list[float] = []
+
+    @server.add_webhook(durable=True)
+    async def x(payload: WebhookPayload) -> None:
+        calls.append(time.monotonic())
+        if len(calls) < 3:
+            raise RuntimeError("not yet")
+
+    with TestClient(server.app, headers=SECRET) as client:
+        client.post("/webhooks/x", json=dataset_update())
+        await_that(lambda: len(calls) == 3)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(calls)]
+    assert pauses[0] >= 0.9
+    assert pauses[1] >= 1.9
+
+
+def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> None:
+    server.add_webhook("/x", durable=True)(lambda payload: None)
+    with TestClient(server.app, headers=SECRET) as client:
+        answer = client.post("/webhooks/x", json={"event": {}})
+        assert answer.status_code == 422
+        assert answer.json()["error"].startswith("Not the payload this handler takes: body.event")
+        assert client.post("/webhooks/x", content=b"{").status_code == 422
+        wrong = {"X-Webhook-Secret": "wrong"}
+        assert client.post("/webhooks/x", json=dataset_update(), headers=wrong).status_code == 403
+
+
+def test_a_push_of_another_sender_is_stored_as_the_hubs_payload(server: WebhooksServer) -> None:
+    names = []
+
+    @server.add_webhook("/x", proof="github", durable=True)
+    async def x(payload: WebhookPayload) -> None:
+        names.append(payload.repo.name)
+
+    body = body_of(GITHUB_PUSH)
+    headers = {"X-GitHub-Event": "push", "X-GitHub-Delivery": "g1"}
+    headers["X-Hub-Signature-256"] = "sha256=" + hmac_hex("s3cret", body)
+    with TestClient(server.app) as client:
+        answer = client.post("/webhooks/x", content=body, headers=headers)
+        assert answer.json() == {"delivery": "g1", "is_new": True}
+        await_that(lambda: names)
+    assert names == ["Codertocat/Hello-World"]
+
+
+def test_one_that_hangs_does_not_hold_up_the_others(server: WebhooksServer) -> None:
+    may_end, done = threading.Event(), []
+
+    @server.add_webhook(durable=True)
+    def x(payload: WebhookPayload, request: Request) -> None:
+        if request.state.delivery_id == "slow":
+            assert may_end.wait(20)
+        done.append(request.state.delivery_id)
+
+    with TestClient(server.app, headers=SECRET) as client:
+        for id in ("slow", "quick"):
+            client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": id})
+        await_that(lambda: done == ["quick"])
+        may_end.set()
+        await_that(lambda: done == ["quick", "slow"])
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+
+folder = Path(sys.argv[1])
+server = WebhooksServer(settings=ReceiverSettings(port=0, deliveries_path=folder / "receiver.db"))
+
+@server.add_webhook(durable=True)
+def work(payload: WebhookPayload, request):
+    time.sleep(0.02)
+    (folder / "effects" / request.state.delivery_id).touch()
+
+server.launch()
+"""
+
+
+def test_nothing_that_was_acknowledged_is_lost_to_sigkill(tmp_path: Path) -> None:
+    """`RECEIVER_KILLS` says how often."""
+    (tmp_path / "effects").mkdir()
+    acknowledged: list[str] = []
+    for round in range(int(os.environ.get("RECEIVER_KILLS", "2"))):
+        with started(tmp_path) as (url, process):
+            # In the midst of what follows the tenth acknowledgement, elsewhere in each round.
+            killer = threading.Timer(0.007 * round, process.send_signal, [signal.SIGKILL])
+            with contextlib.suppress(httpx.TransportError), httpx.Client() as client:
+                for number in range(10_000):
+                    headers = {"Webhook-Id": f"{round}-{number}"}
+                    answer = client.post(
+                        f"{url}/webhooks/work", json=dataset_update(), headers=headers
+                    )
+                    assert answer.status_code == 202
+                    acknowledged.append(headers["Webhook-Id"])
+                    if number == 10:
+                        killer.start()
+            killer.join()
+    with started(tmp_path):
+        await_that(
+            lambda: set(acknowledged) <= {path.name for path in (tmp_path / "effects").iterdir()}
+        )
+
+
+@contextlib.contextmanager
+def started(folder: Path) -> Any:
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        try:
+            url = next(
+                line.split()[1].rstrip("/") for line in process.stdout if line.startswith("Open ")
+            )
+            yield url, process
+        finally:
+            process.kill()
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        contextlib.closing(DeliveryLog(tmp_path / "receiver.db")),
+        pytest.raises(ReceiverError, match="Another receiver stores its deliveries"),
+    ):
+        DeliveryLog(tmp_path / "receiver.db")
+
+
+def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServer) -> None:
+    def handler(payload: WebhookPayload) -> None: ...
+
+    server.add_webhook("/x", durable=True)(handler)
+    server.launch(prevent_thread_lock=True, server_port=0)
+    try:
+        second = WebhooksServer(settings=server.settings)
+        second.add_webhook("/x", durable=True)(handler)
+        with pytest.raises(ReceiverError, match="Another receiver stores its deliveries"):
+            second.launch(prevent_thread_lock=True, server_port=0)
+    finally:
+        server.close()
+    second.launch(prevent_thread_lock=True, server_port=0)
+    second.close()
+
+
+def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    with contextlib.closing(DeliveryLog(path)) as log:
+        headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1"}
+        assert log.add("/x", "d1", headers, b"private", now=1000.0)
+        (delivery,) = log.due(1000.0)
+        assert delivery.headers == {"webhook-id": "d1"}
+        log.failed(delivery, due_at=1010.0)
+        assert (log.due(1009.0), log.next_due_at(1009.0)) == ([], 1010.0)
+        (again,) = log.due(1010.0)
+        assert again.attempts == 1
+        log.handled(again)
+        assert log.next_due_at(1010.0) is None
+        assert not log.add("/x", "d1", {}, b"", now=1011.0), "it is known"
+        log.forget(1000.0 + KEPT_SECONDS + 1)
+        assert log.add("/x", "d1", {}, b"", now=1012.0), "it is not known any more"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert "s3cret" not in "\n".join(connection.iterdump())
