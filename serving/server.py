@@ -10,6 +10,9 @@ from fastapi import FastAPI
 from serving.errors import PortBusy, ServingError
 from serving.settings import ServingSettings
 
+SHUTDOWN_SECONDS = 10
+"""For requests that are being answered when the server is told to stop."""
+
 
 def serve(app: FastAPI, settings: ServingSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ServingError, PortBusy among them.
@@ -21,8 +24,18 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on")
-        uvicorn.Server(config).run(sockets=[listener])
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            )
+        )
+        server.run(sockets=[listener])
+    if not server.started:
+        raise ServingError("the server did not start; its log says why")
 
 
 def bind(settings: ServingSettings) -> socket.socket:

@@ -102,9 +102,15 @@ class Swapper:
         """Releases that are no longer live, whose last requests are still answered."""
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve `folder` if given; otherwise what was served last, then what is pending."""
+        """Serve `folder` if given; otherwise what was served last, then what is pending.
+
+        Raises ReleaseError for a `folder` that cannot be served. Without one, a release that cannot
+        is logged, and the server waits for one that can.
+        """
         if folder is not None:
-            await self._ask(folder, is_recorded=False)
+            result = await self._ask(folder, is_recorded=False)
+            if result.result != "live":
+                raise ReleaseError(*result.reasons)
             return
         releases.sweep(self._releases_dir)
         try:

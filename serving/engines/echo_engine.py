@@ -23,7 +23,7 @@ from typing import Literal
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 from serving.weights.release import Release
 
-EnginePhase = Literal["stage", "commit", "generate"]
+EnginePhase = Literal["stage", "commit", "generate", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,7 @@ class EchoEngine:
             return
         salt = b"" if generation.temperature == 0 else repr(generation.seed).encode()
         for number in range(1, generation.max_tokens + 1):
+            await self._meet("step")
             await asyncio.sleep(self.step_seconds)
             ended = generation.stop_token_ids if number < generation.min_tokens else ()
             token_id = _next_token(resident, tokens, salt, excluded=ended)

@@ -106,21 +106,14 @@ def test_an_engine_that_dies_at_once_is_503(slow: Slow, stream: bool, n: int) ->
     assert slow.in_flight().endswith(" 0.0")
 
 
-def test_an_engine_that_dies_later_ends_the_stream_with_an_error(
-    slow: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_dies_later_ends_the_stream_with_an_error(slow: Slow) -> None:
     with httpx.stream(
         "POST", f"{slow.url}/v1/completions", json={**BODY, "stream": True}
     ) as stream:
         lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
         assert json.loads(next(lines))["choices"]
-
-        async def die(_: float) -> None:
-            raise EngineError("gone")
-
-        monkeypatch.setattr("serving.engines.echo_engine.asyncio.sleep", die)
+        slow.engine.fail["step"] = EngineError("gone")
         rest = list(lines)
-        monkeypatch.undo()
     assert json.loads(rest[-2])["error"]["type"] == "service_unavailable"
     assert rest[-1] == "[DONE]"
 
