@@ -1,9 +1,10 @@
 """`Swapper`: preflight → stage → barrier → commit → probe → live, or back.
 
-An engine that holds two releases is probed on the staged one before the barrier, which is then shut
-for the moment of the commit alone. One that cannot is drained first, probed under the barrier, and
-put back when the probe fails. Every await under the barrier is bounded, and the barrier opens in a
-`finally`: no engine, however stuck, keeps it shut.
+An engine that holds two releases commits and is probed while requests still enter on the old one;
+its barrier is the moment in which they are sent to the new one. One that cannot is drained first,
+commits and is probed under the barrier. Where the probe fails, the old release is committed again.
+Every await under the barrier is bounded, and the barrier opens in a `finally`: no engine, however
+stuck, keeps it shut.
 
 One swap at a time and one that waits; a newer request overtakes whatever has not begun to commit.
 """
@@ -300,16 +301,16 @@ class Swapper:
         self, swap: _Swap, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         swap.stop_if_superseded()
-        await self._probe(swap, candidate, self._settings.phase_seconds)
-        swap.stop_if_superseded()
         swap.is_committing = True
-        await self._record(swap, candidate.id)
+        try:
+            await self._commit(swap, candidate)
+            await self._probe(swap, candidate, self._settings.phase_seconds)
+            await self._record(swap, candidate.id)
+        except BaseException:
+            await self._go_back(swap, previous)
+            raise
+        # One turn of the loop: nobody waits at this barrier.
         with swap.timed("barrier"), self._admission.closed():
-            try:
-                await self._commit(swap, candidate)
-            except _Stopped:
-                await self._go_back(swap, previous)
-                raise
             self._admission.switch(candidate)
 
     async def _switch_in_place(

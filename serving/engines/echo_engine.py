@@ -48,6 +48,7 @@ class EchoEngine:
         self.log: list[tuple[str, str]] = []
         """(`stage`, `commit` or `unload`, release id), in order."""
         self._residents: dict[str, _Resident] = {}
+        self._committed: set[str] = set()
         self._doomed: set[str] = set()
         self._live: str | None = None
 
@@ -79,6 +80,7 @@ class EchoEngine:
         if not self.holds_two and others:
             raise EngineError(f"{others} were generating while their weights were replaced")
         self._live = release_id
+        self._committed.add(release_id)
 
     async def unload(self, release_id: str) -> None:
         self.log.append(("unload", release_id))
@@ -87,8 +89,9 @@ class EchoEngine:
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         resident = self._residents.get(release_id)
-        if resident is None or (not self.holds_two and release_id != self._live):
-            raise EngineError(f"{release_id} is not loaded")
+        is_nameable = release_id in self._committed if self.holds_two else release_id == self._live
+        if resident is None or not is_nameable:
+            raise EngineError(f"{release_id} is not loaded and committed")
         self.num_running[release_id] += 1
         try:
             await self._meet("generate")
@@ -141,6 +144,7 @@ class EchoEngine:
     def _free_ended(self, release_id: str) -> None:
         if release_id in self._doomed and not self.num_running[release_id]:
             self._doomed.discard(release_id)
+            self._committed.discard(release_id)
             self._residents.pop(release_id, None)
 
     async def _meet(self, phase: EnginePhase) -> None:
