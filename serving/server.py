@@ -46,7 +46,9 @@ def bind(settings: ServingSettings) -> socket.socket:
             "or listen on 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol left at 0, asyncio does not take the connections for TCP and leaves out
+    # TCP_NODELAY: 40 ms more for each answer.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

@@ -159,9 +159,7 @@ class Swapper:
             is_recorded=is_recorded,
             result=asyncio.get_running_loop().create_future(),
         )
-        if self._waiting is not None:
-            self._waiting.superseded_by = swap.release_id
-            self._finish(self._waiting, self._stopped_result(self._waiting))
+        overtaken = self._waiting
         self._waiting = swap
         if self._running is None:
             self._worker = asyncio.create_task(self._work())
@@ -169,6 +167,10 @@ class Swapper:
             self._running, self._waiting = swap, None
         elif not self._running.is_committing:
             self._running.superseded_by = swap.release_id
+        if overtaken is not None:
+            overtaken.superseded_by = swap.release_id
+            await self._clear_pending(overtaken)
+            self._finish(overtaken, self._stopped_result(overtaken))
         return await asyncio.shield(swap.result)
 
     async def _work(self) -> None:
@@ -182,6 +184,8 @@ class Swapper:
             except asyncio.CancelledError:
                 self._finish(swap, self._result(swap, "failed", ("the server is shutting down",)))
                 raise
+            if result.result != "deferred":
+                await self._clear_pending(swap)
             self._finish(swap, result)
             self._running, self._waiting = self._waiting, None
 
@@ -196,13 +200,16 @@ class Swapper:
             "; ".join(result.reasons) or f"before it {result.previous}",
         )
         self._metrics.count_swap(result)
-        if swap.is_recorded and result.result != "deferred":
-            try:
-                releases.clear_pending(self._releases_dir, swap.release_id)
-            except OSError as error:
-                logger.error("pending marker: %s", error)
         if not swap.result.done():
             swap.result.set_result(result)
+
+    async def _clear_pending(self, swap: _Swap) -> None:
+        """Whatever came of it: a release that cannot be served is not tried at every start."""
+        if swap.is_recorded:
+            try:
+                await asyncio.to_thread(releases.clear_pending, self._releases_dir, swap.release_id)
+            except OSError as error:
+                logger.error("%s: %s", self._releases_dir / releases.PENDING, error)
 
     async def _perform(self, swap: _Swap) -> SwapResult:
         previous = self._admission.live

@@ -4,6 +4,7 @@ ports that are taken."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -123,6 +124,11 @@ def test_a_busy_port_says_which_and_what_to_do() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PortBusy, match=rf"127\.0\.0\.1:{port} .*--port or \[serving\] port"):
             bind(ServingSettings(port=port))
+
+
+def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
+    with bind(ServingSettings(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP  # what asyncio asks before it sets TCP_NODELAY
 
 
 def test_the_world_is_let_in_with_a_key_only() -> None:
