@@ -1,6 +1,7 @@
 """The OpenAI-compatible application over one pipeline's live release. Routes only: parse, admit,
 generate, answer."""
 
+import asyncio
 import json
 import logging
 import secrets
@@ -35,6 +36,7 @@ Events = AsyncGenerator[str, None]
 
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
 RETRY_AFTER_SECONDS = 1
+LARGE_BODY_BYTES = 2**16
 
 
 def create_app(
@@ -73,7 +75,7 @@ def create_app(
             await swapper.close()
             await engine.close()
 
-    app = FastAPI(title="hotpush", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
     _add_error_handlers(app, metrics)
 
     def check_model(live: LiveRelease, model: str | None) -> None:
@@ -135,7 +137,12 @@ def create_app(
                 kind=kind,
                 started=started,
             )
-            num_prompt_tokens, body, events = plan(answer)
+            if request.state.num_body_bytes > LARGE_BODY_BYTES:
+                # Tokenising takes a while, and nobody's stream should wait for it.
+                planned = await asyncio.to_thread(plan, answer)
+            else:
+                planned = plan(answer)
+            num_prompt_tokens, body, events = planned
             metrics.answers.labels(live.id).inc()
             metrics.prompt_tokens.labels(live.id).inc(num_prompt_tokens)
             if asked.stream:
@@ -284,6 +291,7 @@ async def _parse(request: Request, kind: type[R], max_bytes: int) -> R:
             raise RequestError(
                 413, f"the body is larger than {max_bytes} bytes", code="body_too_large"
             )
+    request.state.num_body_bytes = len(body)
     try:
         return kind.model_validate_json(bytes(body))
     except ValidationError as error:

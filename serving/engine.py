@@ -92,8 +92,8 @@ class Engine(Protocol):
         before and is not unloaded (the way back). Fast, and nothing in it can fail for a reason
         that `stage` could have found.
 
-        Requests that were admitted on the release before may still begin generations under it,
-        until it is unloaded, where `holds_two`.
+        Where `holds_two`, generations may name the release before, too, until it is unloaded:
+        requests enter on it until the new one is proved, and those that did go on.
         """
 
     async def unload(self, release_id: str) -> None:

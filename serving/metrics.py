@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from serving.swap_schemas import SwapResult
 
+NUM_KNOWN_RELEASES = 16
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
@@ -11,6 +12,7 @@ _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self._known: list[str] = []
         self.requests = Counter(
             "serving_requests",
             "Requests by route and HTTP status",
@@ -86,6 +88,23 @@ class Metrics:
         if result.result == "live":
             self.live.clear()
             self.live.labels(result.release).set(1)
+            self._know(result.release)
+
+    def _know(self, release_id: str) -> None:
+        """Keep the series of the last few: a server that swaps for months must not grow."""
+        if release_id in self._known:
+            self._known.remove(release_id)
+        self._known.append(release_id)
+        for forgotten in self._known[:-NUM_KNOWN_RELEASES]:
+            for metric in (
+                self.answers,
+                self.prompt_tokens,
+                self.new_tokens,
+                self.first_token_seconds,
+                self.token_interval_seconds,
+            ):
+                metric.remove_by_labels({"release": forgotten})
+        del self._known[:-NUM_KNOWN_RELEASES]
 
     def render(self) -> bytes:
         """Prometheus text format."""

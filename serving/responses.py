@@ -72,8 +72,10 @@ class EventStream(Response):
             for each in (stream, gone):
                 each.cancel()
             await asyncio.gather(stream, gone, return_exceptions=True)
-            await self._events.aclose()
-            self._on_end(self._status)
+            try:
+                await self._events.aclose()
+            finally:
+                self._on_end(self._status)
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False

@@ -1,9 +1,10 @@
 """`Swapper`: preflight → stage → barrier → commit → probe → live, or back.
 
-An engine that holds two releases is probed on the staged one before the barrier, which is then shut
-for the moment of the commit alone. One that cannot is drained first, probed under the barrier, and
-put back when the probe fails. Every await under the barrier is bounded, and the barrier opens in a
-`finally`: no engine, however stuck, keeps it shut.
+An engine that holds two releases commits and is probed while requests still enter on the old one;
+its barrier is the moment in which they are sent to the new one. One that cannot is drained first,
+commits and is probed under the barrier. Where the probe fails, the old release is committed again.
+Every await under the barrier is bounded, and the barrier opens in a `finally`: no engine, however
+stuck, keeps it shut.
 
 One swap at a time and one that waits; a newer request overtakes whatever has not begun to commit.
 """
@@ -11,11 +12,9 @@ One swap at a time and one that waits; a newer request overtakes whatever has no
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from serving.admission import Admission, LiveRelease
 from serving.engine import Engine, StageError
@@ -23,7 +22,8 @@ from serving.errors import ReleaseError
 from serving.metrics import Metrics
 from serving.probe import ProbeResult, measure_probe
 from serving.settings import ServingSettings
-from serving.swap_schemas import SwapPhase, SwapResult
+from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
+from serving.swap_schemas import SwapResult
 from serving.tokenizer import load_tokenizer
 from serving.weights import releases
 from serving.weights.checkpoint_folder import manifest_of_folder
@@ -31,51 +31,6 @@ from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.verify import verify_release
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-@dataclass(eq=False, kw_only=True)
-class _Swap:
-    """One swap on its way."""
-
-    folder: Path
-    is_recorded: bool
-    """Whether `current` follows; not for a folder that was named at the start."""
-    result: "asyncio.Future[SwapResult]"
-    phase: SwapPhase = "preflight"
-    seconds: dict[str, float] = field(default_factory=dict)
-    superseded_by: str | None = None
-    is_committing: bool = False
-    max_difference: float | None = None
-
-    @property
-    def release_id(self) -> str:
-        return self.folder.name
-
-    @contextmanager
-    def timed(self, phase: SwapPhase) -> Iterator[None]:
-        self.phase = phase
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - started
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
-
-    def stop_if_superseded(self) -> None:
-        if self.superseded_by is not None:
-            raise _Stopped("superseded", f"{self.superseded_by} was asked for meanwhile")
-
-
-class _Stopped(Exception):
-    """A swap ends here, and what was served is served."""
-
-    def __init__(
-        self, result: Literal["refused", "superseded", "deferred", "failed"], *reasons: str
-    ) -> None:
-        self.result = result
-        self.reasons = reasons
 
 
 class Swapper:
@@ -95,16 +50,22 @@ class Swapper:
         self._releases_dir = releases_dir
         self._pipeline = pipeline
         self._metrics = metrics
-        self._running: _Swap | None = None
-        self._waiting: _Swap | None = None
+        self._running: SwapAttempt | None = None
+        self._waiting: SwapAttempt | None = None
         self._worker: asyncio.Task[None] | None = None
         self._retiring: dict[str, asyncio.Task[None]] = {}
         """Releases that are no longer live, whose last requests are still answered."""
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve `folder` if given; otherwise what was served last, then what is pending."""
+        """Serve `folder` if given; otherwise what was served last, then what is pending.
+
+        Raises ReleaseError for a `folder` that cannot be served. Without one, a release that cannot
+        is logged, and the server waits for one that can.
+        """
         if folder is not None:
-            await self._ask(folder, is_recorded=False)
+            result = await self._ask(folder, is_recorded=False)
+            if result.result != "live":
+                raise ReleaseError(*result.reasons)
             return
         releases.sweep(self._releases_dir)
         try:
@@ -142,19 +103,19 @@ class Swapper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._waiting is not None:
+            self._finish(self._waiting, self._shut_down_result(self._waiting))
 
     async def _ask(self, folder: Path, *, is_recorded: bool = True) -> SwapResult:
         for known in (self._waiting, self._running):
             if known is not None and known.folder == folder and known.superseded_by is None:
                 return await asyncio.shield(known.result)
-        swap = _Swap(
+        swap = SwapAttempt(
             folder=folder,
             is_recorded=is_recorded,
             result=asyncio.get_running_loop().create_future(),
         )
-        if self._waiting is not None:
-            self._waiting.superseded_by = swap.release_id
-            self._finish(self._waiting, self._stopped_result(self._waiting))
+        overtaken = self._waiting
         self._waiting = swap
         if self._running is None:
             self._worker = asyncio.create_task(self._work())
@@ -162,6 +123,10 @@ class Swapper:
             self._running, self._waiting = swap, None
         elif not self._running.is_committing:
             self._running.superseded_by = swap.release_id
+        if overtaken is not None:
+            overtaken.superseded_by = swap.release_id
+            await self._clear_pending(overtaken)
+            self._finish(overtaken, self._stopped_result(overtaken))
         return await asyncio.shield(swap.result)
 
     async def _work(self) -> None:
@@ -173,12 +138,14 @@ class Swapper:
                 logger.exception("swap to %s", swap.release_id)
                 result = self._result(swap, "failed", (f"{type(error).__name__}: {error}",))
             except asyncio.CancelledError:
-                self._finish(swap, self._result(swap, "failed", ("the server is shutting down",)))
+                self._finish(swap, self._shut_down_result(swap))
                 raise
+            if result.result != "deferred":
+                await self._clear_pending(swap)
             self._finish(swap, result)
             self._running, self._waiting = self._waiting, None
 
-    def _finish(self, swap: _Swap, result: SwapResult) -> None:
+    def _finish(self, swap: SwapAttempt, result: SwapResult) -> None:
         level = logging.INFO if result.result == "live" else logging.WARNING
         logger.log(
             level,
@@ -189,15 +156,18 @@ class Swapper:
             "; ".join(result.reasons) or f"before it {result.previous}",
         )
         self._metrics.count_swap(result)
-        if swap.is_recorded and result.result != "deferred":
-            try:
-                releases.clear_pending(self._releases_dir, swap.release_id)
-            except OSError as error:
-                logger.error("pending marker: %s", error)
         if not swap.result.done():
             swap.result.set_result(result)
 
-    async def _perform(self, swap: _Swap) -> SwapResult:
+    async def _clear_pending(self, swap: SwapAttempt) -> None:
+        """Whatever came of it: a release that cannot be served is not tried at every start."""
+        if swap.is_recorded:
+            try:
+                await asyncio.to_thread(releases.clear_pending, self._releases_dir, swap.release_id)
+            except OSError as error:
+                logger.error("%s: %s", self._releases_dir / releases.PENDING, error)
+
+    async def _perform(self, swap: SwapAttempt) -> SwapResult:
         previous = self._admission.live
         if previous is not None and previous.folder == swap.folder:
             swap.phase = "live"
@@ -216,22 +186,22 @@ class Swapper:
             except BaseException:
                 self._begin_retiring(candidate.id)
                 raise
-        except _Stopped as stopped:
+        except SwapStopped as stopped:
             return self._result(swap, stopped.result, stopped.reasons)
         swap.phase = "live"
         if previous is not None:
             self._begin_retiring(previous.id)
         return self._result(swap, "live", previous=previous)
 
-    async def _preflight(self, swap: _Swap) -> LiveRelease:
+    async def _preflight(self, swap: SwapAttempt) -> LiveRelease:
         with swap.timed("preflight"):
             try:
                 release = await asyncio.to_thread(self._check, swap.folder)
                 tokenizer = await asyncio.to_thread(load_tokenizer, swap.folder)
             except ReleaseError as error:
-                raise _Stopped("refused", *error.reasons) from None
+                raise SwapStopped("refused", *error.reasons) from None
             except OSError as error:
-                raise _Stopped("refused", f"{swap.folder}: {error}") from None
+                raise SwapStopped("refused", f"{swap.folder}: {error}") from None
         swap.stop_if_superseded()
         return LiveRelease(
             release=release,
@@ -257,7 +227,7 @@ class Swapper:
             raise ReleaseError(*reasons)
         return release
 
-    async def _stage(self, swap: _Swap, candidate: LiveRelease) -> None:
+    async def _stage(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
         if candidate.id in self._retiring and self._admission.is_used(candidate.id):
             # Still loaded for its last requests: the way back needs no disk.
             self._retiring.pop(candidate.id).cancel()
@@ -266,48 +236,48 @@ class Swapper:
         with swap.timed("stage"):
             try:
                 if self._retiring:
-                    await _bounded(self._all_retired(), self._settings.drain_seconds)
+                    await bounded(self._all_retired(), self._settings.drain_seconds)
             except TimeoutError:
-                raise _Stopped(
+                raise SwapStopped(
                     "deferred",
                     f"requests on {', '.join(self._retiring)} did not end within "
                     f"{self._settings.drain_seconds:g} s, and the engine holds no third release",
                 ) from None
             swap.stop_if_superseded()
             try:
-                await _bounded(
+                await bounded(
                     self._engine.stage(candidate.release, candidate.folder),
                     self._settings.phase_seconds,
                 )
             except StageError as error:
-                raise _Stopped("refused", *error.reasons) from None
+                raise SwapStopped("refused", *error.reasons) from None
             except TimeoutError:
                 await self._unload(candidate.id)
-                raise _Stopped(
+                raise SwapStopped(
                     "failed", f"staging took more than {self._settings.phase_seconds:g} s"
                 ) from None
             except Exception as error:
                 await self._unload(candidate.id)
-                raise _Stopped("failed", f"stage: {error}") from error
+                raise SwapStopped("failed", f"stage: {error}") from error
 
     async def _switch_beside(
-        self, swap: _Swap, candidate: LiveRelease, previous: LiveRelease | None
+        self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         swap.stop_if_superseded()
-        await self._probe(swap, candidate, self._settings.phase_seconds)
-        swap.stop_if_superseded()
         swap.is_committing = True
-        await self._record(swap, candidate.id)
+        try:
+            await self._commit(swap, candidate)
+            await self._probe(swap, candidate, self._settings.phase_seconds)
+            await self._record(swap, candidate.id)
+        except BaseException:
+            await self._go_back(swap, previous)
+            raise
+        # One turn of the loop: nobody waits at this barrier.
         with swap.timed("barrier"), self._admission.closed():
-            try:
-                await self._commit(swap, candidate)
-            except _Stopped:
-                await self._go_back(swap, previous)
-                raise
             self._admission.switch(candidate)
 
     async def _switch_in_place(
-        self, swap: _Swap, candidate: LiveRelease, previous: LiveRelease | None
+        self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         with self._admission.closed():
             with swap.timed("barrier"):
@@ -326,63 +296,65 @@ class Swapper:
 
     async def _drain(self, previous: LiveRelease) -> None:
         try:
-            await _bounded(self._admission.drained(previous.id), self._settings.drain_seconds)
+            await bounded(self._admission.drained(previous.id), self._settings.drain_seconds)
         except TimeoutError:
-            raise _Stopped(
+            raise SwapStopped(
                 "deferred",
                 f"requests on {previous.id} did not end within "
                 f"{self._settings.drain_seconds:g} s; ask again",
             ) from None
 
-    async def _commit(self, swap: _Swap, candidate: LiveRelease) -> None:
+    async def _commit(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
         with swap.timed("commit"):
             try:
-                await _bounded(self._engine.commit(candidate.id), self._settings.barrier_seconds)
+                await bounded(self._engine.commit(candidate.id), self._settings.barrier_seconds)
             except TimeoutError:
-                raise _Stopped(
+                raise SwapStopped(
                     "failed", f"commit took more than {self._settings.barrier_seconds:g} s"
                 ) from None
             except Exception as error:
-                raise _Stopped("failed", f"commit: {error}") from error
+                raise SwapStopped("failed", f"commit: {error}") from error
 
-    async def _probe(self, swap: _Swap, candidate: LiveRelease, limit_seconds: float) -> None:
+    async def _probe(self, swap: SwapAttempt, candidate: LiveRelease, limit_seconds: float) -> None:
         probe = candidate.release.probe
         if probe is None:
             return
         with swap.timed("probe"):
             bound = probe.bounds[self._settings.dtype]
             try:
-                found: ProbeResult = await _bounded(
+                found: ProbeResult = await bounded(
                     measure_probe(self._engine, candidate.id, probe, bound), limit_seconds
                 )
             except TimeoutError:
-                raise _Stopped("failed", f"probe took more than {limit_seconds:g} s") from None
+                raise SwapStopped("failed", f"probe took more than {limit_seconds:g} s") from None
             except Exception as error:
-                raise _Stopped("failed", f"probe: {error}") from error
+                raise SwapStopped("failed", f"probe: {error}") from error
         swap.max_difference = found.max_difference
         if found.reasons:
-            raise _Stopped("refused", *found.reasons)
+            raise SwapStopped("refused", *found.reasons)
 
-    async def _record(self, swap: _Swap, release_id: str) -> None:
+    async def _record(self, swap: SwapAttempt, release_id: str) -> None:
         if not swap.is_recorded:
             return
         try:
             await asyncio.to_thread(releases.set_current, self._releases_dir, release_id)
         except OSError as error:
-            raise _Stopped("failed", f"{self._releases_dir / releases.CURRENT}: {error}") from None
+            raise SwapStopped(
+                "failed", f"{self._releases_dir / releases.CURRENT}: {error}"
+            ) from None
 
-    async def _go_back(self, swap: _Swap, previous: LiveRelease | None) -> None:
+    async def _go_back(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
         """Under the barrier: the engine and `current` as they were."""
         if previous is None:
-            if swap.is_recorded:
-                (self._releases_dir / releases.CURRENT).unlink(missing_ok=True)
+            if releases.served_release(self._releases_dir) == swap.folder:
+                (self._releases_dir / releases.CURRENT).unlink()
             return
         try:
-            await _bounded(self._engine.commit(previous.id), self._settings.barrier_seconds)
+            await bounded(self._engine.commit(previous.id), self._settings.barrier_seconds)
         except Exception:
             logger.critical("the engine does not go back to %s", previous.id, exc_info=True)
         if swap.is_recorded and previous.folder.parent == self._releases_dir:
-            with suppress(_Stopped):
+            with suppress(SwapStopped):
                 await self._record(swap, previous.id)
 
     def _begin_retiring(self, release_id: str) -> None:
@@ -399,19 +371,22 @@ class Swapper:
 
     async def _unload(self, release_id: str) -> None:
         try:
-            await _bounded(self._engine.unload(release_id), self._settings.barrier_seconds)
+            await bounded(self._engine.unload(release_id), self._settings.barrier_seconds)
         except Exception:
             logger.exception("unloading %s", release_id)
 
     def _live_id(self) -> str | None:
         return self._admission.live.id if self._admission.live else None
 
-    def _stopped_result(self, swap: _Swap) -> SwapResult:
+    def _stopped_result(self, swap: SwapAttempt) -> SwapResult:
         return self._result(swap, "superseded", (f"{swap.superseded_by} was asked for meanwhile",))
+
+    def _shut_down_result(self, swap: SwapAttempt) -> SwapResult:
+        return self._result(swap, "failed", ("the server is shutting down",))
 
     def _result(
         self,
-        swap: _Swap,
+        swap: SwapAttempt,
         result: Literal["live", "refused", "superseded", "deferred", "failed"],
         reasons: tuple[str, ...] = (),
         *,
@@ -427,23 +402,3 @@ class Swapper:
             seconds=swap.seconds,
             probe_max_difference=swap.max_difference,
         )
-
-
-async def _bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Await `work`, but never longer: one that ignores its cancellation is left behind."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    if not done:
-        task.cancel()
-        task.add_done_callback(_forget)
-        raise TimeoutError
-    return task.result()
-
-
-def _forget(task: "asyncio.Future[Any]") -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("after its time was up: %s", task.exception())

@@ -1,8 +1,7 @@
 """A release's tokenizer: text to token ids, and token ids back to text while they arrive."""
 
 import json
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ class ReleaseTokenizer:
     vocab_size: int
     """Token ids are below it."""
     chat_template: ChatTemplate | None
+    _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -35,13 +35,11 @@ class ReleaseTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """How one token is called in `logprobs`, special ones too."""
-        return _token_text(self.tokenizer, token_id)
-
-
-@lru_cache(maxsize=65_536)
-def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
-    return text
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+            self._token_texts[token_id] = text
+        return text
 
 
 class Detokenizer:

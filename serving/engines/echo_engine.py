@@ -23,7 +23,7 @@ from typing import Literal
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 from serving.weights.release import Release
 
-EnginePhase = Literal["stage", "commit", "generate"]
+EnginePhase = Literal["stage", "commit", "generate", "step"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,7 @@ class EchoEngine:
         self.log: list[tuple[str, str]] = []
         """(`stage`, `commit` or `unload`, release id), in order."""
         self._residents: dict[str, _Resident] = {}
+        self._committed: set[str] = set()
         self._doomed: set[str] = set()
         self._live: str | None = None
 
@@ -79,6 +80,7 @@ class EchoEngine:
         if not self.holds_two and others:
             raise EngineError(f"{others} were generating while their weights were replaced")
         self._live = release_id
+        self._committed.add(release_id)
 
     async def unload(self, release_id: str) -> None:
         self.log.append(("unload", release_id))
@@ -87,8 +89,9 @@ class EchoEngine:
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         resident = self._residents.get(release_id)
-        if resident is None or (not self.holds_two and release_id != self._live):
-            raise EngineError(f"{release_id} is not loaded")
+        is_nameable = release_id in self._committed if self.holds_two else release_id == self._live
+        if resident is None or not is_nameable:
+            raise EngineError(f"{release_id} is not loaded and committed")
         self.num_running[release_id] += 1
         try:
             await self._meet("generate")
@@ -116,6 +119,7 @@ class EchoEngine:
             return
         salt = b"" if generation.temperature == 0 else repr(generation.seed).encode()
         for number in range(1, generation.max_tokens + 1):
+            await self._meet("step")
             await asyncio.sleep(self.step_seconds)
             ended = generation.stop_token_ids if number < generation.min_tokens else ()
             token_id = _next_token(resident, tokens, salt, excluded=ended)
@@ -140,6 +144,7 @@ class EchoEngine:
     def _free_ended(self, release_id: str) -> None:
         if release_id in self._doomed and not self.num_running[release_id]:
             self._doomed.discard(release_id)
+            self._committed.discard(release_id)
             self._residents.pop(release_id, None)
 
     async def _meet(self, phase: EnginePhase) -> None:

@@ -138,6 +138,8 @@ def prune(pipeline_dir: Path, keep: int, pinned: Collection[str] = ()) -> list[s
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
+    if not pipeline_dir.is_dir():
+        return []
     with release_lock(pipeline_dir):
         ids = release_ids(pipeline_dir)
         served = served_release(pipeline_dir)

@@ -4,6 +4,7 @@ ports that are taken."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,21 +107,14 @@ def test_an_engine_that_dies_at_once_is_503(slow: Slow, stream: bool, n: int) ->
     assert slow.in_flight().endswith(" 0.0")
 
 
-def test_an_engine_that_dies_later_ends_the_stream_with_an_error(
-    slow: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_dies_later_ends_the_stream_with_an_error(slow: Slow) -> None:
     with httpx.stream(
         "POST", f"{slow.url}/v1/completions", json={**BODY, "stream": True}
     ) as stream:
         lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
         assert json.loads(next(lines))["choices"]
-
-        async def die(_: float) -> None:
-            raise EngineError("gone")
-
-        monkeypatch.setattr("serving.engines.echo_engine.asyncio.sleep", die)
+        slow.engine.fail["step"] = EngineError("gone")
         rest = list(lines)
-        monkeypatch.undo()
     assert json.loads(rest[-2])["error"]["type"] == "service_unavailable"
     assert rest[-1] == "[DONE]"
 
@@ -130,6 +124,11 @@ def test_a_busy_port_says_which_and_what_to_do() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PortBusy, match=rf"127\.0\.0\.1:{port} .*--port or \[serving\] port"):
             bind(ServingSettings(port=port))
+
+
+def test_answers_are_not_held_back_for_an_acknowledgement() -> None:
+    with bind(ServingSettings(port=0)) as listener:
+        assert listener.proto == socket.IPPROTO_TCP  # what asyncio asks before it sets TCP_NODELAY
 
 
 def test_the_world_is_let_in_with_a_key_only() -> None:

@@ -350,9 +350,9 @@ def test_a_newer_request_overtakes_what_has_not_begun_to_commit(tmp_path: Path) 
         asked: list[asyncio.Task[SwapResult]] = []
         for release in (first, second, third):
             asked.append(asyncio.create_task(house.swapper.swap(release.id)))
-            await asyncio.sleep(0.01)
+            await until(lambda: ("stage", first.id) in house.engine.log)
         twice = asyncio.create_task(house.swapper.swap(third.id))
-        await until(lambda: ("stage", first.id) in house.engine.log)
+        await asyncio.sleep(0)
         gate.set()
         results = await asyncio.gather(*asked, twice)
         assert [result.result for result in results] == ["superseded", "superseded", "live", "live"]
@@ -370,9 +370,9 @@ def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
         third, fourth = house.release(3), house.release(4)
         gate = house.engine.hang["commit"] = asyncio.Event()
         first = asyncio.create_task(house.swapper.swap(house.new.id))
-        await until(lambda: house.admission.is_closed)
+        await until(lambda: ("commit", house.new.id) in house.engine.log)
         waiting = asyncio.create_task(house.swapper.swap(third.id))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         newer = asyncio.create_task(house.swapper.swap(fourth.id))
         assert (await waiting).superseded_by == fourth.id
         gate.set()

@@ -28,6 +28,7 @@ def test_releases_are_listed_by_number_and_broken_ones_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert releases.list_releases(tmp_path / "nowhere") == []
+    assert releases.prune(tmp_path / "nowhere", keep=1) == []
     for release_id in ("r1000000-00000000", "r000002-ffffffff", "r000001-aaaaaaaa"):
         put(tmp_path, release_id)
     (tmp_path / "r000003-00000000").mkdir()
