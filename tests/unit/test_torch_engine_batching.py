@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Step
+from serving.engine import EngineError, StageError, Step
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.runner import Batch
 from tests.torch_engine_fixtures import (
@@ -183,6 +183,10 @@ def test_a_dead_engine_says_so(published: Published) -> None:
                 await ask(engine, published.id, greedy(prompt(5)))
             with pytest.raises(EngineError, match="thread died"):
                 await ask(engine, published.id, greedy(prompt(5)))
+            await engine.unload(published.id)
+            await asyncio.sleep(0)
+            with pytest.raises(StageError, match="thread died"):
+                await engine.stage(published.release, published.folder)
 
     asyncio.run(scenario())
 

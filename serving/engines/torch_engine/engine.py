@@ -98,15 +98,16 @@ class TorchEngine:
                 return
             await self._wait_for_room(release.id)
             staged = await self._load(release, folder)
-            if self._is_closed:
-                raise StageError(f"release {release.id}: the engine was closed while it was staged")
+            try:
+                self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
+            except EngineError as error:
+                raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = _Resident(
                 vocab_size=staged.runner.vocab_size,
                 context=staged.runner.context,
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )
-            self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
 
     async def commit(self, release_id: str) -> None:
         """Raises EngineError for a release that is not staged."""
