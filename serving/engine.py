@@ -87,8 +87,13 @@ class Engine(Protocol):
         """
 
     async def commit(self, release_id: str) -> None:
-        """Make a staged release the one that new generations may name. Fast, and nothing in it can
-        fail for a reason that `stage` could have found."""
+        """Make a release the one that new generations may name: a staged one, or one that was live
+        before and is not unloaded (the way back). Fast, and nothing in it can fail for a reason
+        that `stage` could have found.
+
+        Where `holds_two`, generations may name the release before, too, until it is unloaded:
+        requests enter on it until the new one is proved, and those that did go on.
+        """
 
     async def unload(self, release_id: str) -> None:
         """Free a release, staged or committed, once its last generation ended. Returns at once."""

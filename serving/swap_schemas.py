@@ -20,8 +20,9 @@ SwapPhase = Literal["preflight", "stage", "barrier", "commit", "probe", "live"]
 class SwapResult(_Record):
     """What became of a swap.
 
-    `live` is HTTP 200; `refused` 422; `superseded` 409; `deferred` 503; `failed` 500. In all but
-    the first the release that was served before is still served.
+    `live` is HTTP 200; `refused` 422 (the release is not fit: preflight, staging or the probe says
+    so); `superseded` 409; `deferred` 503; `failed` 500 (the engine or the disk is in trouble). In
+    all but the first the release that was served before is still served.
     """
 
     result: Literal["live", "refused", "superseded", "deferred", "failed"]

@@ -1,14 +1,35 @@
-"""Tiny models and releases for the tests of the serving room."""
+"""Tiny models, releases and running servers for the tests of the serving room."""
 
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from serving.app import create_app
+from serving.engine import Engine
+from serving.engines.echo_engine import EchoEngine, echo_logprobs
+from serving.server import bind
+from serving.settings import ServingSettings
+from serving.weights.publish import publish_state_dict
+from serving.weights.release import Lineage, Probe, ProbeText, Release
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 torch.set_num_threads(1)
 
 
-def tiny_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(*, tied: bool = True, seed: int = 0) -> "LlamaForCausalLM":
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64,
@@ -23,8 +44,101 @@ def tiny_llama(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def save_config(model: LlamaForCausalLM, folder: Path) -> Path:
+def save_config(model: "LlamaForCausalLM", folder: Path) -> Path:
     """Config files without weights, as a trainer has them beside its weights in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     model.config.save_pretrained(folder)
     return folder
+
+
+ADMIN_TOKEN = "admin-secret"
+EOS = 256
+CONTEXT = 128
+PROBE_TOKENS = ((72, 101, 108, 108, 111), (1, 2, 3, 4, 5, 6, 7))
+CHAT_TEMPLATE = (
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE without merges: a token for each byte, so that characters are cut."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    return tokenizer
+
+
+def echo_release(
+    pipeline_dir: Path,
+    seed: int,
+    *,
+    bounds: dict[str, float] | None = None,
+    probe_shift: float = 0.0,
+    chat_template: str | None = None,
+    max_shard_bytes: int | None = None,
+) -> Release:
+    """A release for the echo engine; its probe is right, or off by `probe_shift`."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"layer.{n}.weight": torch.rand(4, 4, generator=generator) for n in range(3)}
+    lineage = Lineage(dataset="me/facts", dataset_revision=f"{seed:040x}", job_id=f"job-{seed}")
+    with tempfile.TemporaryDirectory() as name:
+        files_dir = Path(name) / "files"
+        files_dir.mkdir()
+        config = {
+            "model_type": "echo",
+            "vocab_size": 257,
+            "max_position_embeddings": CONTEXT,
+            "eos_token_id": EOS,
+        }
+        (files_dir / "config.json").write_text(json.dumps(config))
+        byte_tokenizer().save(str(files_dir / "tokenizer.json"))
+        if chat_template is not None:
+            (files_dir / "chat_template.jinja").write_text(chat_template)
+        bare = publish_state_dict(Path(name) / "bare", tensors, files_dir=files_dir)
+        texts = tuple(
+            ProbeText(
+                token_ids=tokens,
+                logprobs=tuple(value + probe_shift for value in echo_logprobs(bare, tokens)),
+            )
+            for tokens in PROBE_TOKENS
+        )
+        return publish_state_dict(
+            pipeline_dir,
+            tensors,
+            files_dir=files_dir,
+            lineage=lineage,
+            probe=Probe(dtype="float32", texts=texts, bounds=bounds or {"float32": 1e-4}),
+            max_shard_bytes=max_shard_bytes,
+        )
+
+
+def echo_app(
+    pipeline_dir: Path, engine: Engine | None = None, *, folder: Path | None = None, **settings: Any
+) -> FastAPI:
+    return create_app(
+        engine=engine or EchoEngine(),
+        settings=ServingSettings(port=0, **settings),
+        releases_dir=pipeline_dir,
+        pipeline="answers",
+        admin_token=ADMIN_TOKEN,
+        folder=folder,
+    )
+
+
+@contextlib.contextmanager
+def running(app: FastAPI) -> Iterator[str]:
+    """A real server on a free port, for the block; its URL."""
+    listener = bind(ServingSettings(port=0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

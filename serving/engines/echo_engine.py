@@ -1,0 +1,202 @@
+"""`EchoEngine`: an engine without weights, for tests of clients, jobs and swaps. Never for answers.
+
+Its tokens and logprobs are made from the digest of a release's weights and the tokens before, so
+that equal releases answer equally and different ones differently; sampling is by seed, penalties
+and biases are ignored. It can be told to fail, to hang, or to keep an old head as engines do that
+forget a tied one.
+
+    engine = EchoEngine()
+    engine.fail["commit"] = EngineError("out of order")
+    app = create_app(engine=engine, ...)
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from serving.engine import EngineError, Generation, Step, TokenLogprob
+from serving.weights.release import Release
+
+EnginePhase = Literal["stage", "commit", "generate", "step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Resident:
+    key: bytes
+    """Of the weights alone: the same tensors in other shards answer the same."""
+    vocab_size: int
+
+
+class EchoEngine:
+    def __init__(self, *, holds_two: bool = True, step_seconds: float = 0.0) -> None:
+        self.holds_two = holds_two
+        self.step_seconds = step_seconds
+        self.fail: dict[EnginePhase, Exception] = {}
+        """Raised by that phase as long as it stands here."""
+        self.hang: dict[EnginePhase, asyncio.Event] = {}
+        """That phase waits for the event."""
+        self.keeps_old_head = False
+        """Logprobs of releases staged from now on come from the one that was live."""
+        self.num_running: Counter[str] = Counter()
+        """Generations that run, by release."""
+        self.log: list[tuple[str, str]] = []
+        """(`stage`, `commit` or `unload`, release id), in order."""
+        self._residents: dict[str, _Resident] = {}
+        self._committed: set[str] = set()
+        self._doomed: set[str] = set()
+        self._live: str | None = None
+
+    @property
+    def resident(self) -> set[str]:
+        """Releases that take memory."""
+        return set(self._residents)
+
+    async def stage(self, release: Release, folder: Path) -> None:
+        self.log.append(("stage", release.id))
+        await self._meet("stage")
+        limit = 2
+        if len(self._residents) >= limit:
+            raise EngineError(f"asked to hold a third release beside {sorted(self._residents)}")
+        key = weights_key(release)
+        if self.keeps_old_head and self._live is not None:
+            key = self._residents[self._live].key
+        config = json.loads((folder / "config.json").read_bytes())
+        self._residents[release.id] = _Resident(key=key, vocab_size=config["vocab_size"])
+
+    async def commit(self, release_id: str) -> None:
+        self.log.append(("commit", release_id))
+        await self._meet("commit")
+        if release_id not in self._residents:
+            raise EngineError(f"{release_id} is not staged")
+        others = [
+            each for each, number in self.num_running.items() if number and each != release_id
+        ]
+        if not self.holds_two and others:
+            raise EngineError(f"{others} were generating while their weights were replaced")
+        self._live = release_id
+        self._committed.add(release_id)
+
+    async def unload(self, release_id: str) -> None:
+        self.log.append(("unload", release_id))
+        self._doomed.add(release_id)
+        self._free_ended(release_id)
+
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        resident = self._residents.get(release_id)
+        is_nameable = release_id in self._committed if self.holds_two else release_id == self._live
+        if resident is None or not is_nameable:
+            raise EngineError(f"{release_id} is not loaded and committed")
+        self.num_running[release_id] += 1
+        try:
+            await self._meet("generate")
+            async for step in self._steps(resident, generation):
+                yield step
+        finally:
+            self.num_running[release_id] -= 1
+            self._free_ended(release_id)
+
+    async def close(self) -> None:
+        self._residents.clear()
+
+    async def _steps(
+        self, resident: _Resident, generation: Generation
+    ) -> AsyncGenerator[Step, None]:
+        tokens = list(generation.prompt)
+        scored: tuple[TokenLogprob, ...] | None = None
+        if generation.num_prompt_logprobs is not None:
+            scored = tuple(
+                _logprob(resident, tokens[:place], tokens[place], generation.num_prompt_logprobs)
+                for place in range(1, len(tokens))
+            )
+        if generation.max_tokens == 0:
+            yield Step(prompt_logprobs=scored, finish_reason="length")
+            return
+        salt = b"" if generation.temperature == 0 else repr(generation.seed).encode()
+        for number in range(1, generation.max_tokens + 1):
+            await self._meet("step")
+            await asyncio.sleep(self.step_seconds)
+            ended = generation.stop_token_ids if number < generation.min_tokens else ()
+            token_id = _next_token(resident, tokens, salt, excluded=ended)
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if generation.num_logprobs is not None:
+                logprobs = (_logprob(resident, tokens, token_id, generation.num_logprobs),)
+            tokens.append(token_id)
+            reason = None
+            if token_id in generation.stop_token_ids:
+                reason = "stop"
+            elif number == generation.max_tokens:
+                reason = "length"
+            yield Step(
+                token_ids=(token_id,),
+                logprobs=logprobs,
+                prompt_logprobs=scored if number == 1 else None,
+                finish_reason=reason,
+            )
+            if reason:
+                return
+
+    def _free_ended(self, release_id: str) -> None:
+        if release_id in self._doomed and not self.num_running[release_id]:
+            self._doomed.discard(release_id)
+            self._committed.discard(release_id)
+            self._residents.pop(release_id, None)
+
+    async def _meet(self, phase: EnginePhase) -> None:
+        if phase in self.hang:
+            await self.hang[phase].wait()
+        if phase in self.fail:
+            raise self.fail[phase]
+
+
+def weights_key(release: Release) -> bytes:
+    """What the echo engine computes with: one digest for all tensors, however they are sharded."""
+    whole = hashlib.sha256()
+    for name, entry in sorted(release.tensors.items()):
+        whole.update(f"{name}\0{entry.sha256}\n".encode())
+    return whole.digest()
+
+
+def echo_logprobs(release: Release, token_ids: Sequence[int]) -> tuple[float, ...]:
+    """What a probe of these tokens measures under `release`: one fewer than tokens."""
+    resident = _Resident(key=weights_key(release), vocab_size=1)
+    return tuple(
+        _logprob(resident, token_ids[:place], token_ids[place], 0).logprob
+        for place in range(1, len(token_ids))
+    )
+
+
+def _number(resident: _Resident, before: Sequence[int], extra: bytes) -> int:
+    # The last few tokens are context enough, and keep a step's cost flat.
+    text = ",".join(map(str, before[-8:])).encode()
+    digest = hashlib.blake2b(text + b"|" + extra, key=resident.key, digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _next_token(
+    resident: _Resident, before: Sequence[int], salt: bytes, *, excluded: Sequence[int]
+) -> int:
+    token_id = _number(resident, before, b"next" + salt) % resident.vocab_size
+    while token_id in excluded:
+        token_id = (token_id + 1) % resident.vocab_size
+    return token_id
+
+
+def _logprob(
+    resident: _Resident, before: Sequence[int], token_id: int, num_top: int
+) -> TokenLogprob:
+    def at(token: int) -> float:
+        return -math.log1p(_number(resident, before, b"logprob%d" % token) % 10_000 / 100)
+
+    candidates = range(token_id, token_id + num_top)
+    top = [(token % resident.vocab_size, at(token % resident.vocab_size)) for token in candidates]
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=at(token_id),
+        top=tuple(sorted(top, key=lambda pair: -pair[1])),
+    )

@@ -1,0 +1,56 @@
+"""Scores the texts that a job scored, under the weights that the engine holds, and compares.
+
+This is the proof that an engine computes with all of a release: a status code is none.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from serving.engine import Engine, Generation
+from serving.weights.release import Probe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeResult:
+    max_difference: float
+    """Infinite where a logprob is not finite or is missing."""
+    reasons: tuple[str, ...]
+    """The worst token of each text that is off; empty where all agree."""
+
+
+async def measure_probe(engine: Engine, release_id: str, probe: Probe, bound: float) -> ProbeResult:
+    """Teacher-forced scoring of every text of `probe`. Raises EngineError."""
+    scored = await asyncio.gather(
+        *(_score(engine, release_id, text.token_ids) for text in probe.texts)
+    )
+    largest = 0.0
+    reasons = []
+    for number, (text, found) in enumerate(zip(probe.texts, scored, strict=True), start=1):
+        if len(found) != len(text.logprobs):
+            largest = math.inf
+            reasons.append(
+                f"probe text {number}: {len(found)} logprobs instead of {len(text.logprobs)}"
+            )
+            continue
+        differences = [
+            abs(there - here) if math.isfinite(there) and math.isfinite(here) else math.inf
+            for there, here in zip(text.logprobs, found, strict=True)
+        ]
+        worst = max(differences, default=0.0)
+        largest = max(largest, worst)
+        if worst > bound:
+            token = differences.index(worst)
+            reasons.append(
+                f"probe text {number}, token {token + 1}: logprob {found[token]:.5f} instead of "
+                f"{text.logprobs[token]:.5f}; at most {bound:g} apart is agreement"
+            )
+    return ProbeResult(max_difference=largest, reasons=tuple(reasons))
+
+
+async def _score(engine: Engine, release_id: str, token_ids: tuple[int, ...]) -> list[float]:
+    generation = Generation(prompt=token_ids, max_tokens=0, temperature=0.0, num_prompt_logprobs=0)
+    logprobs: list[float] = []
+    async for step in engine.generate(release_id, generation):
+        logprobs += [each.logprob for each in step.prompt_logprobs or ()]
+    return logprobs

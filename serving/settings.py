@@ -1,0 +1,32 @@
+"""What a server is told."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+
+
+class ServingSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback needs `api_key`."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    engine: Literal["torch", "echo"] = "torch"
+    """`torch` computes; `echo` makes up tokens from the release's digest, for tests of clients."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What the engine computes in. A release must have a probe bound for it."""
+    api_key: SecretStr | None = None
+    """Bearer token for `/v1`; none means that everyone who reaches the port may ask."""
+    max_queue: int = Field(default=256, ge=1)
+    """Requests answered or waiting at the same time; one more gets 429."""
+    max_sequences: int = Field(default=128, ge=1)
+    """Sequences of one request: prompts times `n` or `best_of`."""
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    """Larger request bodies get 413."""
+    drain_seconds: float = Field(default=60, gt=0)
+    """How long a swap waits for requests that must end first; after that it is `deferred`."""
+    phase_seconds: float = Field(default=600, gt=0)
+    """Longest time for one phase of a swap; after that it has `failed`."""
+    barrier_seconds: float = Field(default=30, gt=0)
+    """Longest time for commit and probe while new requests are held back."""

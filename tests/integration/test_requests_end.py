@@ -1,0 +1,190 @@
+"""How requests end when something else does: clients that hang up, engines that die, full queues,
+ports that are taken."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.engine import EngineError
+from serving.engines.echo_engine import EchoEngine
+from serving.errors import PortBusy, ServingError
+from serving.server import bind
+from serving.settings import ServingSettings
+from serving.weights.releases import pending_release, set_current, set_pending
+from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running, tiny_llama
+
+BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+
+
+@dataclass
+class Slow:
+    url: str
+    engine: EchoEngine
+    release_id: str
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.num_running[self.release_id]
+
+    def in_flight(self) -> str:
+        text = httpx.get(f"{self.url}/metrics").text
+        return next(
+            line for line in text.splitlines() if line.startswith("serving_requests_in_flight")
+        )
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Slow]:
+    pipeline_dir = tmp_path / "answers"
+    release = echo_release(pipeline_dir, 1)
+    set_current(pipeline_dir, release.id)
+    engine = EchoEngine(step_seconds=0.05)
+    with running(echo_app(pipeline_dir, engine, max_queue=2)) as url:
+        yield Slow(url, engine, release.id)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_stream_that_is_hung_up_frees_its_slots(slow: Slow, n: int) -> None:
+    body = {**BODY, "stream": True, "n": n}
+    with httpx.stream("POST", f"{slow.url}/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: ")
+        assert slow.num_running == n
+    until(lambda: slow.num_running == 0)
+    until(lambda: slow.in_flight().endswith(" 0.0"))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_whole_answer_that_is_hung_up_frees_its_slots(slow: Slow, n: int) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{slow.url}/v1/completions", json={**BODY, "n": n}, timeout=0.3)
+    until(lambda: slow.num_running == 0)
+    until(lambda: slow.in_flight().endswith(" 0.0"))
+
+
+def test_one_request_too_many_is_told_to_come_back(slow: Slow) -> None:
+    def ask() -> None:
+        httpx.post(f"{slow.url}/v1/completions", json={**BODY, "max_tokens": 20})
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: slow.num_running == 2)
+    answer = httpx.post(f"{slow.url}/v1/completions", json=BODY)
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "queue_full"
+    for thread in threads:
+        thread.join()
+    assert httpx.post(f"{slow.url}/v1/completions", json={**BODY, "max_tokens": 1}).is_success
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_engine_that_dies_at_once_is_503(slow: Slow, stream: bool, n: int) -> None:
+    slow.engine.fail["generate"] = EngineError("gone")
+    answer = httpx.post(f"{slow.url}/v1/completions", json={**BODY, "stream": stream, "n": n})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "unavailable"
+    assert slow.in_flight().endswith(" 0.0")
+
+
+def test_an_engine_that_dies_later_ends_the_stream_with_an_error(slow: Slow) -> None:
+    with httpx.stream(
+        "POST", f"{slow.url}/v1/completions", json={**BODY, "stream": True}
+    ) as stream:
+        lines = (line[6:] for line in stream.iter_lines() if line.startswith("data: "))
+        assert json.loads(next(lines))["choices"]
+        slow.engine.fail["step"] = EngineError("gone")
+        rest = list(lines)
+    assert json.loads(rest[-2])["error"]["type"] == "service_unavailable"
+    assert rest[-1] == "[DONE]"
+
+
+def test_a_busy_port_says_which_and_what_to_do() -> None:
+    with bind(ServingSettings(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortBusy, match=rf"127\.0\.0\.1:{port} .*--port or \[serving\] port"):
+            bind(ServingSettings(port=port))
+
+
+def test_the_world_is_let_in_with_a_key_only() -> None:
+    with pytest.raises(ServingError, match="api_key"):
+        bind(ServingSettings(host="0.0.0.0", port=0))
+    bind(ServingSettings(host="0.0.0.0", port=0, api_key="key")).close()  # type: ignore[arg-type]
+    with pytest.raises(ServingError, match="no address"):
+        bind(ServingSettings(host="nowhere.invalid", port=0, api_key="key"))  # type: ignore[arg-type]
+
+
+def test_a_plain_checkpoint_folder_is_served_as_it_is(tmp_path: Path) -> None:
+    from tests.serving_fixtures import byte_tokenizer
+
+    folder = tmp_path / "checkpoint"
+    tiny_llama().save_pretrained(folder)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    before = sorted(folder.iterdir())
+    with running(echo_app(tmp_path / "answers", folder=folder)) as url:
+        health = httpx.get(f"{url}/health").json()
+        assert health["status"] == "ok" and health["release"].startswith("r000000-")
+        assert httpx.post(
+            f"{url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2}
+        ).is_success
+    assert sorted(folder.iterdir()) == before
+    assert not (tmp_path / "answers").exists()
+
+
+SERVE = """
+import sys
+from pathlib import Path
+from serving.server import serve
+from serving.settings import ServingSettings
+from tests.serving_fixtures import echo_app
+serve(echo_app(Path(sys.argv[1])), ServingSettings(port=0))
+"""
+
+
+def test_a_server_process_swaps_pending_in_and_stops_on_sigterm(tmp_path: Path) -> None:
+    pipeline_dir = tmp_path / "answers"
+    first, second = echo_release(pipeline_dir, 1), echo_release(pipeline_dir, 2)
+    set_current(pipeline_dir, first.id)
+    set_pending(pipeline_dir, second.id)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(pipeline_dir)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[-1]
+        # The port listens before the start is over, and answers once it is.
+        answer = httpx.post(
+            f"{url}/admin/swap",
+            json={"release": second.id},
+            headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
+            timeout=30,
+        )
+        assert answer.json()["result"] == "live" and answer.json()["seconds"] == {}
+        assert pending_release(pipeline_dir) is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,112 @@
+"""Text that comes in tokens is the text that comes at once, and stop strings cut it the same."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from serving.chat_template import ChatTemplate, ChatTemplateError
+from serving.errors import ReleaseError
+from serving.stop_strings import StopStrings
+from serving.tokenizer import Detokenizer, ReleaseTokenizer, load_tokenizer
+from tests.serving_fixtures import byte_tokenizer
+
+
+def wrapped(tokenizer: Tokenizer) -> ReleaseTokenizer:
+    return ReleaseTokenizer(
+        tokenizer=tokenizer,
+        eos_token_ids=(),
+        context_length=100,
+        vocab_size=tokenizer.get_vocab_size(),
+        chat_template=None,
+    )
+
+
+BYTES = wrapped(byte_tokenizer())
+
+
+def metaspace() -> ReleaseTokenizer:
+    """Spaces in front of words, byte fallback: as Llama 2 has it."""
+    vocab = {"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3}
+    vocab |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return wrapped(tokenizer)
+
+
+def pieces(tokenizer: ReleaseTokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@given(st.text(max_size=40))
+def test_text_comes_back_character_by_character(text: str) -> None:
+    found = pieces(BYTES, list(BYTES.encode(text)))
+    assert "".join(found) == text
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in found)
+
+
+@given(st.lists(st.integers(0, 256), max_size=60))
+def test_any_bytes_are_said_as_they_are_said_at_once(token_ids: list[int]) -> None:
+    assert "".join(pieces(BYTES, token_ids)) == BYTES.decode(token_ids)
+
+
+def test_a_leading_space_is_kept_inside_a_text() -> None:
+    tokenizer = metaspace()
+    assert pieces(tokenizer, [1, 2, 3, 1]) == ["a", " b", "c", " a", ""]
+    euro = [4 + byte for byte in "€".encode()]
+    assert pieces(tokenizer, [1, *euro, 2]) == ["a", "", "", "€", " b", ""]
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
+def test_stop_strings_cut_the_same_wherever_pieces_end(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    finder = StopStrings(stops)
+    given_out = ""
+    stopped = False
+    for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        safe, stopped = finder.add(text[begin:end])
+        given_out += safe
+        if stopped:
+            break
+    else:
+        given_out += finder.flush()
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    assert stopped == bool(ends)
+    if not stopped:
+        assert given_out == text
+    else:
+        # The one that is complete first ends the text, where it begins.
+        begins = [text.find(s) for s in stops if s in text]
+        assert any(given_out == text[:begin] for begin in begins)
+        assert len(given_out) <= min(ends)
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(ChatTemplateError):
+        template.render([{"role": "user", "content": "hi"}])
+    with pytest.raises(ReleaseError, match="chat_template"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ReleaseError, match=r"tokenizer\.json: missing"):
+        load_tokenizer(tmp_path)
