@@ -29,7 +29,7 @@ _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 def create_engine(
     *,
-    dtype: Literal["float32", "auto"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
     device: str | None = None,
     num_threads: int | None = None,
     max_batch: int = 16,

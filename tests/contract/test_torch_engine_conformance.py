@@ -1,0 +1,53 @@
+"""The torch engine keeps what every engine must."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from serving.engines.torch_engine.engine import create_engine
+from serving.weights.release import Probe, ProbeText, Release
+from tests.contract.engine_conformance import EngineBench, EngineConformance
+from tests.serving_fixtures import CONTEXT, PROBE_TOKENS, byte_tokenizer
+from tests.torch_engine_fixtures import build, expected, llama_config, publish
+
+PROMPTS = ("Hello", "What is new?", "Grüße")
+MAX_TOKENS = 24
+
+
+def torch_release(home: Path, seed: int, *, tied: bool, format: str) -> Release:
+    config = llama_config(
+        vocab_size=257,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+    )
+    network = build(config, seed)
+    tokenizer = byte_tokenizer()
+    for text in PROMPTS:
+        expected(network, tuple(tokenizer.encode(text).ids), MAX_TOKENS)
+    files = home / "files"
+    files.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(files / "tokenizer.json"))
+    texts = []
+    for token_ids in PROBE_TOKENS:
+        with torch.inference_mode():
+            found = network(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        logprobs = found[range(len(token_ids) - 1), token_ids[1:]].tolist()
+        texts.append(ProbeText(token_ids=token_ids, logprobs=tuple(logprobs)))
+    probe = Probe(dtype="float32", texts=tuple(texts), bounds={"float32": 1e-3})
+    return publish(network, home, probe=probe, format=format, max_shard_bytes=60_000).release
+
+
+class TestTorchEngine(EngineConformance):
+    @pytest.fixture(params=["tied", "untied", "bin"])
+    def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> EngineBench:
+        tied = request.param == "tied"
+        format = "bin" if request.param == "bin" else "safetensors"
+        first, second = (torch_release(tmp_path, seed, tied=tied, format=format) for seed in (1, 2))
+        return EngineBench(
+            make_engine=lambda: create_engine(num_threads=1, kv_cache_bytes=64 << 20),
+            pipeline_dir=tmp_path / "releases",
+            first=first,
+            second=second,
+            prompts=PROMPTS,
+        )
