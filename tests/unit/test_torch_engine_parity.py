@@ -15,7 +15,6 @@ from transformers import (
     Qwen3Config,
 )
 
-from serving.engines.torch_engine import staging
 from serving.engines.torch_engine.architecture import llama_shape, read_config
 from tests.torch_engine_fixtures import (
     VOCAB,
@@ -159,14 +158,12 @@ def test_plain_matrices_serve_where_there_is_no_packing(
     assert asyncio.run(scenario()) == expected(published.network, prompt(20))
 
 
-def test_half_precision_stays_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    monkeypatch.setattr(staging, "choose_dtype", lambda *_: torch.bfloat16)
+def test_half_precision_stays_near(tmp_path: Path) -> None:
     published = publish(build(llama_config(initializer_range=0.05)), tmp_path)
     asked = greedy(prompt(40), max_tokens=0, num_prompt_logprobs=0)
 
     async def scenario() -> Any:
-        async with engine_with(published, max_batch_tokens=9) as engine:
+        async with engine_with(published, dtype="bfloat16", max_batch_tokens=9) as engine:
             return (await ask(engine, published.id, asked))[0].prompt_logprobs
 
     found = [one.logprob for one in asyncio.run(scenario())]
