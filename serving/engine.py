@@ -77,9 +77,8 @@ class EngineError(Exception):
 
 class Engine(Protocol):
     holds_two: bool
-    """Whether a staged release can generate, uncommitted, beside the live one: the server then
-    proves it before it commits. Where it cannot, `commit` replaces the live one's weights, and the
-    server drains its requests first."""
+    """Whether two releases can generate side by side. Where they cannot, `commit` replaces the live
+    one's weights, and the server drains its requests first."""
 
     async def stage(self, release: Release, folder: Path) -> None:
         """Load `release` from `folder` beside what is live, without delaying running requests.

@@ -103,7 +103,7 @@ def _engine(settings: "ServingSettings") -> "Engine":
         raise PipelineError(
             f"serving needs {error.name}; install it with the extra: pip install 'hotpush[torch]'"
         ) from None
-    return create_engine(dtype="float32" if settings.dtype == "float32" else "auto")
+    return create_engine(dtype=settings.dtype)
 
 
 def _given(**options: Any) -> dict[str, Any]:

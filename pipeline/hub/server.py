@@ -16,7 +16,8 @@ GRACE_SECONDS = 10
 def serve(app: ASGIApp, settings: HubSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises HubError for a port that is taken."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family) as listener:
+    # Named, the protocol lets asyncio send answers at once instead of waiting for acknowledgements.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((settings.host, settings.port))

@@ -25,10 +25,10 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
     },
     "88M": {
-        "vocab_size": 16000,
+        "vocab_size": 4096,
         "hidden_size": 768,
         "intermediate_size": 2048,
-        "num_hidden_layers": 10,
+        "num_hidden_layers": 12,
         "num_attention_heads": 12,
         "num_key_value_heads": 12,
     },

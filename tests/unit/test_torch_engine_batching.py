@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from serving.engine import EngineError, Step
+from serving.engine import EngineError, StageError, Step
+from serving.engines.torch_engine import lane
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.runner import Batch
 from tests.torch_engine_fixtures import (
@@ -77,6 +78,41 @@ def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
     assert found == expected(published.network, prompt(5), 40)
     assert answer == expected(published.network, prompt(100, seed=1), 5)
     assert num_both >= 7
+
+
+def test_a_step_beside_running_streams_keeps_to_its_seconds(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
+
+    async def scenario() -> list[tuple[bool, int]]:
+        async with engine_with(published, step_seconds=0.05) as engine:
+            runner = lane_of(engine, published.id)._runner
+            forward, sizes = runner.forward, []
+
+            def slow(batch: Batch) -> Any:
+                nonlocal now
+                count = sum(len(chunk.token_ids) for chunk in batch.chunks)
+                now += 0.002 * count
+                sizes.append((bool(batch.token_ids), count))
+                return forward(batch)
+
+            runner.forward = slow
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+            await anext(running)
+            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
+            async for _ in running:
+                pass
+            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
+            return [size for size in sizes if size[1]]
+
+    # Nothing is known of the first: 16. Each of the next ones has 0.05 s at 2 ms a token.
+    assert asyncio.run(scenario()) == [
+        (False, 5),
+        *[(True, count) for count in (16, 25, 25, 25, 9)],
+        (False, 100),
+    ]
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])
@@ -183,6 +219,10 @@ def test_a_dead_engine_says_so(published: Published) -> None:
                 await ask(engine, published.id, greedy(prompt(5)))
             with pytest.raises(EngineError, match="thread died"):
                 await ask(engine, published.id, greedy(prompt(5)))
+            await engine.unload(published.id)
+            await asyncio.sleep(0)
+            with pytest.raises(StageError, match="thread died"):
+                await engine.stage(published.release, published.folder)
 
     asyncio.run(scenario())
 

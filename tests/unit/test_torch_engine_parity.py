@@ -145,6 +145,36 @@ def test_logprobs_equal_those_of_transformers(config: Any, chunk: int, tmp_path:
         assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+def test_plain_matrices_serve_where_there_is_no_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    published = publish(build(LLAMA_LIKE["biases"]), tmp_path)
+
+    async def scenario() -> list[int]:
+        async with engine_with(published) as engine:
+            return tokens(await ask(engine, published.id, greedy(prompt(20))))
+
+    assert asyncio.run(scenario()) == expected(published.network, prompt(20))
+
+
+def test_half_precision_stays_near(tmp_path: Path) -> None:
+    published = publish(build(llama_config(initializer_range=0.05)), tmp_path)
+    asked = greedy(prompt(40), max_tokens=0, num_prompt_logprobs=0)
+
+    async def scenario() -> Any:
+        async with engine_with(published, dtype="bfloat16", max_batch_tokens=9) as engine:
+            return (await ask(engine, published.id, asked))[0].prompt_logprobs
+
+    found = [one.logprob for one in asyncio.run(scenario())]
+    with torch.inference_mode():
+        whole = torch.tensor([asked.prompt])
+        reference = published.network(whole).logits[0].log_softmax(-1)
+    wanted = reference[range(39), asked.prompt[1:]].tolist()
+    assert found == pytest.approx(wanted, abs=0.05)
+    assert found != pytest.approx(wanted, abs=1e-5)
+
+
 def test_scoring_generates_nothing(tmp_path: Path) -> None:
     published = publish(build(llama_config()), tmp_path)
 

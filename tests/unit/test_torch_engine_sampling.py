@@ -68,6 +68,11 @@ def test_settings_bound_what_is_drawn(settings: dict[str, Any], allowed: set[int
     assert set(draws(400, **settings)) == allowed
 
 
+def test_a_flat_distribution_keeps_a_wide_nucleus() -> None:
+    found = draws(4000, torch.zeros(1000), top_p=0.5)
+    assert 450 < len(found) <= 500
+
+
 def test_penalties() -> None:
     sampler = Sampler(CPU)
 

@@ -8,6 +8,11 @@ import torch
 
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 
 
@@ -21,8 +26,8 @@ def choose_dtype(
     settings: TorchEngineSettings, device: torch.device, stored: str | None
 ) -> torch.dtype:
     """`stored` is the dtype that the release's configuration names, None where it names none."""
-    if settings.dtype == "float32":
-        return torch.float32
+    if settings.dtype != "auto":
+        return _DTYPES[settings.dtype]
     if stored == "bfloat16" and (device.type == "cuda" or _cpu_is_fast_in_bfloat16()):
         return torch.bfloat16
     if stored == "float16" and device.type == "cuda":

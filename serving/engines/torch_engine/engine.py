@@ -29,7 +29,7 @@ _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 def create_engine(
     *,
-    dtype: Literal["float32", "auto"] = "auto",
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
     device: str | None = None,
     num_threads: int | None = None,
     max_batch: int = 16,
@@ -98,15 +98,16 @@ class TorchEngine:
                 return
             await self._wait_for_room(release.id)
             staged = await self._load(release, folder)
-            if self._is_closed:
-                raise StageError(f"release {release.id}: the engine was closed while it was staged")
+            try:
+                self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
+            except EngineError as error:
+                raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = _Resident(
                 vocab_size=staged.runner.vocab_size,
                 context=staged.runner.context,
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )
-            self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
 
     async def commit(self, release_id: str) -> None:
         """Raises EngineError for a release that is not staged."""
@@ -129,8 +130,8 @@ class TorchEngine:
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
         """The sequence is on its way when this returns, and keeps its release until it ends."""
         resident = self._find(release_id)
-        if resident.is_leaving:
-            raise EngineError(f"release {release_id} is being unloaded")
+        if not resident.is_committed or resident.is_leaving:
+            raise EngineError(f"release {release_id} is not live: commit it first")
         _check_fits(generation, resident)
         sequence = Sequence(
             release_id,

@@ -109,11 +109,15 @@ class Lane:
         return chunks
 
     def _prompt_budget(self) -> int:
+        """Prompt tokens for the next step: as many as `step_seconds` allows beside streams that
+        run, few while it is not known how long one takes."""
         budget = self._settings.max_batch_tokens
-        if self._decoding and self._seconds_per_prompt_token > 0:
+        if not self._decoding:
+            return budget
+        fitting = 0
+        if self._seconds_per_prompt_token > 0:
             fitting = int(self._settings.step_seconds / self._seconds_per_prompt_token)
-            budget = min(budget, max(fitting, _LEAST_PROMPT_TOKENS))
-        return budget
+        return min(budget, max(fitting, _LEAST_PROMPT_TOKENS))
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)

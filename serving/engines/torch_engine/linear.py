@@ -16,13 +16,12 @@ class Linear:
     `F.linear` takes on the plain layout.
     """
 
-    __slots__ = ("__weakref__", "_bias", "_is_packed", "_weight", "nbytes")
+    __slots__ = ("__weakref__", "_bias", "_is_packed", "_weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is [out, in] and `bias` [out], both on the device and in the dtype to use."""
-        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self._bias = bias
-        self._is_packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self._is_packed = _is_packable(weight)
         if self._is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._weight = weight
@@ -35,3 +34,13 @@ class Linear:
             )
             return y
         return F.linear(x, self._weight, self._bias)
+
+
+def _is_packable(weight: Tensor) -> bool:
+    if weight.device.type != "cpu":
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

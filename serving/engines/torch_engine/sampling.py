@@ -8,6 +8,9 @@ from torch import Tensor
 from serving.engine import TokenLogprob
 from serving.engines.torch_engine.sequence import Sequence
 
+# A whole vocabulary is sorted only where this many tokens do not hold top-p.
+_LIKELY_NUCLEUS = 256
+
 
 class Sampler:
     def __init__(self, device: torch.device) -> None:
@@ -96,8 +99,18 @@ def _truncate(logits: Tensor, sequence: Sequence) -> None:
         least = logits.topk(generation.top_k).values[-1]
         logits.masked_fill_(logits < least, -torch.inf)
     if generation.top_p < 1:
-        ordered, at = torch.softmax(logits, dim=-1).sort(descending=True)
-        # A token stays while those before it hold less than top-p: the first one always does.
-        is_out = ordered.cumsum(dim=-1) - ordered >= generation.top_p
-        is_out[0] = False
-        logits[at[is_out]] = -torch.inf
+        kept = _nucleus(torch.softmax(logits, dim=-1), generation.top_p)
+        values = logits[kept]
+        logits.fill_(-torch.inf)
+        logits[kept] = values
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """The fewest most probable tokens that hold `top_p` together (arXiv:1904.09751)."""
+    ordered, at = probabilities.topk(min(_LIKELY_NUCLEUS, len(probabilities)))
+    if ordered.sum() < top_p:
+        ordered, at = probabilities.sort(descending=True)
+    # A token stays while those before it hold less: the first one always does.
+    is_kept = ordered.cumsum(dim=-1) - ordered < top_p
+    is_kept[0] = True
+    return at[is_kept]

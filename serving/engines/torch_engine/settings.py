@@ -8,7 +8,7 @@ from typing import Literal
 class TorchEngineSettings:
     """Settings of one embedded engine; the same for every release that it holds."""
 
-    dtype: Literal["float32", "auto"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """`auto` computes in the dtype of the release where the device is fast in it, else float32."""
     device: str | None = None
     """As torch spells it; None takes CUDA where there is one."""

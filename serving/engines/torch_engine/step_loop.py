@@ -40,14 +40,20 @@ class StepLoop:
         return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
 
     def add(self, release_id: str, lane: Lane) -> None:
+        """Raises EngineError where the thread is no more."""
         with self._changed:
+            if self._death is not None:
+                raise self._death
             self._lanes[release_id] = lane
 
     def retire(self, release_id: str, on_gone: Callable[[], None]) -> None:
-        """Let a lane go once it is idle; `on_gone` is then called on this loop's thread."""
+        """Let a lane go once it is idle, and then call `on_gone`, on whatever thread that is."""
         with self._changed:
-            self._leaving[release_id] = on_gone
-            self._changed.notify()
+            if self._death is None:
+                self._leaving[release_id] = on_gone
+                self._changed.notify()
+                return
+        on_gone()
 
     def keep(self, release_id: str) -> bool:
         """Take `retire` back. False where the lane is gone already."""

@@ -1,0 +1,146 @@
+"""However sequences come, go and are cut into chunks, each is computed from its own tokens."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.engine import EngineError, Generation, Step
+from serving.engines.torch_engine.lane import Lane
+from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.settings import TorchEngineSettings
+
+CPU = torch.device("cpu")
+VOCAB = 13
+CONTEXT = 40
+
+
+def next_token(tokens: list[int]) -> int:
+    value = 1
+    for token_id in tokens:
+        value = (value * 31 + token_id + 7) % 10007
+    return value % VOCAB
+
+
+class RememberingRunner:
+    """Slots that hold the tokens themselves, and complain of every slot used wrongly."""
+
+    context = CONTEXT
+    vocab_size = VOCAB
+
+    def __init__(self, num_slots: int, max_tokens: int) -> None:
+        self.num_slots = num_slots
+        self._max_tokens = max_tokens
+        self._slots: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        rows = []
+        for slot, (token_id, length) in enumerate(zip(batch.token_ids, batch.lengths, strict=True)):
+            assert len(self._slots[slot]) == length < CONTEXT
+            self._slots[slot].append(token_id)
+            rows.append(next_token(self._slots[slot]))
+        assert sum(len(chunk.token_ids) for chunk in batch.chunks) <= self._max_tokens
+        for number, chunk in enumerate(batch.chunks):
+            assert chunk.slot == len(batch.token_ids) + number < self.num_slots
+            if chunk.start == 0:
+                self._slots[chunk.slot] = []
+            read = self._slots[chunk.slot]
+            assert len(read) == chunk.start
+            found = []
+            for token_id in chunk.token_ids:
+                read.append(token_id)
+                found.append(next_token(read))
+            rows.extend(found[{"none": len(found), "last": -1, "all": 0}[chunk.wants] :])
+        return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        assert len(self._slots[source]) == length
+        self._slots[target], self._slots[source] = self._slots[source], []
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+generations = st.builds(
+    Generation,
+    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT).map(tuple),
+    max_tokens=st.integers(0, 12),
+    temperature=st.just(0.0),
+    stop_token_ids=st.sampled_from([(), (3,), (5, 6)]),
+    num_prompt_logprobs=st.sampled_from([None, 1]),
+)
+moves = st.lists(
+    st.one_of(generations, st.integers(0, 9), st.just("step")), min_size=1, max_size=40
+)
+
+
+@given(moves=moves, num_slots=st.integers(1, 4), max_tokens=st.integers(1, 30))
+def test_each_sequence_gets_the_tokens_it_would_get_alone(
+    moves: list[Generation | int | str],
+    num_slots: int,
+    max_tokens: int,
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    settings = TorchEngineSettings(max_batch_tokens=max_tokens)
+    lane = Lane(RememberingRunner(num_slots, max_tokens), Sampler(CPU), settings)
+    submitted: list[Sequence] = []
+    answers: dict[Sequence, list[Step]] = {}
+
+    def step() -> None:
+        for sequence, event in lane.step():
+            assert not isinstance(event, EngineError)
+            assert not sequence.is_cancelled
+            answers[sequence].append(event)
+
+    for move in moves:
+        if isinstance(move, Generation):
+            sequence = Sequence("r000001-00000000", move, loop, device=CPU, vocab_size=VOCAB)
+            submitted.append(sequence)
+            answers[sequence] = []
+            lane.submit(sequence)
+        elif isinstance(move, int):
+            if move < len(submitted):
+                submitted[move].is_cancelled = True
+        else:
+            step()
+    for _ in range(1000):
+        if lane.is_idle:
+            break
+        step()
+    assert lane.is_idle
+    for sequence, steps in answers.items():
+        tokens, reason = alone(sequence.generation)
+        found = [token_id for one in steps for token_id in one.token_ids]
+        assert found == tokens[: len(found)]
+        if not sequence.is_cancelled:
+            assert found == tokens
+            assert [one.finish_reason for one in steps[:-1]] == [None] * (len(steps) - 1)
+            assert steps[-1].finish_reason == reason
+            scored = steps[0].prompt_logprobs
+            if sequence.generation.num_prompt_logprobs is None:
+                assert scored is None
+            else:
+                assert scored is not None
+                prompt = sequence.generation.prompt
+                assert [one.token_id for one in scored] == list(prompt[1:])
+                assert [one.top[0][0] for one in scored] == [
+                    next_token(list(prompt[:end])) for end in range(1, len(prompt))
+                ]
+
+
+def alone(generation: Generation) -> tuple[list[int], str]:
+    tokens = list(generation.prompt)
+    while len(tokens) < min(len(generation.prompt) + generation.max_tokens, CONTEXT):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in generation.stop_token_ids:
+            return tokens[len(generation.prompt) :], "stop"
+    return tokens[len(generation.prompt) :], "length"
