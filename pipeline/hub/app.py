@@ -1,0 +1,223 @@
+"""Puts the hub together: one ASGI app for git, the API, and the deliverer behind them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipeline.hub import (
+    answers,
+    auth,
+    content_routes,
+    git_http,
+    ref_routes,
+    repository_routes,
+    upload_routes,
+    webhook_routes,
+)
+from pipeline.hub.database import check_schema, open_database
+from pipeline.hub.deliveries import Deliverer
+from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
+from pipeline.hub.events import EventLog
+from pipeline.hub.git_http import GitHttp
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
+from pipeline.hub.reconcile import reconcile_at_start, reconcile_forever
+from pipeline.hub.repositories import Repositories
+from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import SecretBox
+
+# The registry of agents is what the client fetches before it has read a token.
+_OPEN_PATHS = frozenset({"/health", "/api/agent-harnesses"})
+
+_READ = {
+    "revision": content_routes.describe,
+    "tree": content_routes.tree,
+    "commits": content_routes.commits,
+    "xet-write-token": upload_routes.refuse_upload,
+    "xet-read-token": upload_routes.refuse_upload,
+}
+_POST = {
+    "paths-info": content_routes.paths_info,
+    "branch": ref_routes.create_branch,
+    "tag": ref_routes.create_tag,
+    "preupload": upload_routes.refuse_upload,
+    "commit": upload_routes.refuse_upload,
+}
+_DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
+_BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
+
+
+def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: bytes) -> ASGIApp:
+    """The hub whose state is in the folder `root`, which only one hub may use at a time.
+
+    `token` is what every client must show; `secret_key` is a Fernet key for the webhooks' secrets.
+    Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
+    what opens it.
+    """
+    if not token:
+        raise HubError("The hub needs a token: without one anybody could push.")
+    box = SecretBox(secret_key)
+    # Asked here too: a server shows a traceback for what its lifespan raises.
+    with _only_hub_in(root):
+        check_schema(_database_path(root))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        with _only_hub_in(root):
+            database = open_database(_database_path(root))
+            metrics = HubMetrics()
+            deliverer = Deliverer(database, settings, box, metrics)
+            log = EventLog(
+                database=database, hub_url=settings.url, metrics=metrics, wake=deliverer.wake
+            )
+            repositories = Repositories(root.absolute())
+            reconcile_at_start(repositories, log)
+            deliverer.start()
+            reconciler = asyncio.create_task(
+                reconcile_forever(repositories, log, every_seconds=settings.reconcile_seconds)
+            )
+            app.state.hub = Hub(
+                settings=settings,
+                database=database,
+                repositories=repositories,
+                log=log,
+                deliverer=deliverer,
+                box=box,
+                metrics=metrics,
+            )
+            app.state.git = GitHttp(settings, token, repositories, database, log, metrics)
+            try:
+                yield
+            finally:
+                reconciler.cancel()
+                await asyncio.gather(reconciler, return_exceptions=True)
+                await deliverer.stop()
+                database.close()
+
+    api = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/metrics", render_metrics),
+            Route("/api/agent-harnesses", agent_harnesses),
+            *repository_routes.routes(),
+            *webhook_routes.routes(),
+            Route("/api/{rest:path}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
+            Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
+        ],
+        exception_handlers={
+            RequestError: answers.on_request_error,
+            HTTPException: answers.on_http_exception,
+            Exception: answers.on_crash,
+        },
+        lifespan=lifespan,
+    )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            if (git_request := git_http.match(scope)) is not None:
+                await api.state.git(git_request, scope, receive, send)
+                return
+            if scope["path"] not in _OPEN_PATHS:
+                try:
+                    auth.check_token(scope["headers"], token)
+                except RequestError as error:
+                    await answers.error_response(error)(scope, receive, send)
+                    return
+        await api(scope, receive, send)
+
+    return app
+
+
+async def health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def render_metrics(request: Request) -> Response:
+    return Response(hub_of(request).metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+async def agent_harnesses(request: Request) -> Response:
+    return JSONResponse({"standardEnvVars": [], "harnesses": {}})
+
+
+async def repository_api(request: Request) -> Response:
+    """`/api/<type>s`, `/api/<type>s/<owner>/<name>`, `/api/<type>s/<owner>/<name>/<verb>/…`"""
+    hub = hub_of(request)
+    _, types, *rest = [*segments(request.scope["raw_path"]), ""][:-1]
+    type = next((type for type in REPOSITORY_TYPES if f"{type}s" == types), None)
+    if type is None:
+        raise HTTPException(404)
+    if not rest and request.method in ("GET", "HEAD"):
+        return await content_routes.list_repositories(request, hub, type)
+    if len(rest) < 2:
+        raise RepositoryNotFound(f"No {type} {'/'.join(rest)!r} here: names read owner/name.")
+    name = requested_name(type, rest[0], rest[1])
+    verb, arguments = (rest[2], rest[3:]) if len(rest) > 2 else (None, [])
+    return await _repository_call(request, hub, name, verb, arguments)
+
+
+async def _repository_call(
+    request: Request, hub: Hub, name: RepositoryName, verb: str | None, arguments: list[str]
+) -> Response:
+    method = request.method
+    if verb is None and method in ("GET", "HEAD"):
+        return await content_routes.describe(request, hub, name, [])
+    if verb == "refs" and method in ("GET", "HEAD"):
+        return await ref_routes.list_refs(request, hub, name)
+    if verb == "settings" and method == "PUT":
+        return await repository_routes.change_settings(request, hub, name)
+    if verb == "auth-check" and method == "GET":
+        await run_in_threadpool(hub.find, name)
+        return JSONResponse({})
+    handler = _BY_METHOD.get(method, {}).get(verb or "")
+    if handler is None:
+        raise HTTPException(404)
+    return await handler(request, hub, name, arguments)
+
+
+async def repository_files(request: Request) -> Response:
+    """`[<type>s/]<owner>/<name>/resolve/<revision>/<path>`, and where git-lfs asks."""
+    hub = hub_of(request)
+    parts = segments(request.scope["raw_path"])
+    type = next((type for type in REPOSITORY_TYPES if f"{type}s" == parts[0]), None)
+    owner, name, *rest = [*(parts[1:] if type else parts), "", ""]
+    rest = rest[:-2]
+    type = type or "model"
+    if len(rest) >= 3 and rest[0] in ("resolve", "raw") and request.method in ("GET", "HEAD"):
+        repository = requested_name(type, owner, name)
+        return await content_routes.resolve(request, hub, repository, rest[1], rest[2:])
+    if rest[:2] == ["info", "lfs"]:
+        repository = requested_name(type, owner, name.removesuffix(".git"))
+        return await upload_routes.refuse_lfs(request, hub, repository)
+    raise HTTPException(404)
+
+
+def _database_path(root: Path) -> Path:
+    return root.absolute() / "hub.sqlite"
+
+
+@contextlib.contextmanager
+def _only_hub_in(root: Path) -> Iterator[None]:
+    root.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(root / "hub.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise HubError(
+            f"Another hub uses {root}: stop it first, or give this one a folder of its own."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,121 @@
+"""Opens the hub's SQLite file, its schema brought up; a commit is on disk when it returns."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Literal
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from pipeline.hub.errors import HubError
+
+SCHEMA_REVISION = "0001"
+KNOWN_REVISIONS = ("0001",)
+
+
+class Database:
+    def __init__(self, engine: Engine, relaxed: Engine) -> None:
+        self._engine = engine
+        self._relaxed = relaxed
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction, alone from its first statement; on disk when the block ends."""
+        with _immediate(self._engine) as connection:
+            yield connection
+
+    @contextmanager
+    def write_relaxed(self) -> Iterator[Connection]:
+        """As `write`, several times faster: a kill cannot lose it, only a power cut can."""
+        with _immediate(self._relaxed) as connection:
+            yield connection
+
+    def close(self) -> None:
+        self._engine.dispose()
+        self._relaxed.dispose()
+
+
+@contextmanager
+def _immediate(engine: Engine) -> Iterator[Connection]:
+    with engine.connect() as connection:
+        connection = connection.execution_options(sqlite_begin="BEGIN IMMEDIATE")
+        with connection.begin():
+            yield connection
+
+
+def open_database(path: Path) -> Database:
+    """Raises HubError, the file untouched, where it is of a newer hub or no hub's at all."""
+    found = check_schema(path)
+    engine = _engine(path, synchronous="FULL")
+    if found != SCHEMA_REVISION:
+        _migrate(engine)
+    return Database(engine, _engine(path, synchronous="NORMAL"))
+
+
+def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30})
+
+    @event.listens_for(engine, "connect")
+    def set_up(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
+        # Else sqlite3 begins transactions on its own, too late and without a lock.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", "foreign_keys = ON"):
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        options = connection.get_execution_options()
+        connection.exec_driver_sql(options.get("sqlite_begin", "BEGIN"))
+
+    return engine
+
+
+def check_schema(path: Path) -> str | None:
+    """The schema's revision, None for a new file. Raises as `open_database`; changes nothing."""
+    found = _schema_revision(path)
+    if found is not None and found not in KNOWN_REVISIONS:
+        raise HubError(
+            f"{path} has schema {found!r}, and this hub knows {', '.join(KNOWN_REVISIONS)}: "
+            "a newer release wrote it. Start that release, or choose another folder."
+        )
+    return found
+
+
+def _schema_revision(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            tables = connection.execute(
+                "SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'"
+            )
+            if tables.fetchone() is None:
+                return None
+            row = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+            return str(row[0]) if row else None
+    except sqlite3.DatabaseError as error:
+        raise HubError(
+            f"{path} cannot be read as the hub's database ({error}): move it away or restore it."
+        ) from error
+
+
+def _migrate(engine: Engine) -> None:
+    # Imported here: a hub whose schema is up to date starts without it.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", "pipeline.hub:migrations")
+    with _immediate(engine) as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, SCHEMA_REVISION)

@@ -1,0 +1,84 @@
+"""What the hub refuses, and how the Hugging Face client is told.
+
+    HubError                     the hub cannot start or go on; shown at the terminal
+    └── RequestError             answered to the client, never a traceback
+        ├── BadRequest           400
+        ├── Unauthorized         401
+        ├── RepositoryNotFound   404, code RepoNotFound
+        ├── RevisionNotFound     404, code RevisionNotFound
+        ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
+        ├── WebhookNotFound      404
+        ├── Conflict             409
+        ├── TooLarge             413
+        └── RangeNotSatisfiable  416
+
+The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
+"""
+
+from collections.abc import Mapping
+
+from pipeline.errors import PipelineError
+
+
+class HubError(PipelineError):
+    """The hub cannot start or go on; the message is for the person at the terminal."""
+
+
+class RequestError(HubError):
+    """A request that is answered with an error; the message is for the client's user."""
+
+    status = 500
+    code: str | None = None
+
+    def __init__(self, message: str, *, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.headers = dict(headers or {})
+
+
+class BadRequest(RequestError):
+    status = 400
+
+
+class Unauthorized(RequestError):
+    status = 401
+
+
+class RepositoryNotFound(RequestError):
+    status = 404
+    code = "RepoNotFound"
+
+
+class RevisionNotFound(RequestError):
+    status = 404
+    code = "RevisionNotFound"
+
+
+class EntryNotFound(RequestError):
+    status = 404
+    code = "EntryNotFound"
+
+    def __init__(self, message: str, *, commit: str) -> None:
+        # The client caches the absence of a file, but only when it knows of which commit.
+        super().__init__(message, headers={"X-Repo-Commit": commit})
+
+
+class WebhookNotFound(RequestError):
+    status = 404
+
+
+class Conflict(RequestError):
+    """The body carries `url` too: the client's `exist_ok` reads it."""
+
+    status = 409
+
+    def __init__(self, message: str, *, url: str | None = None) -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class TooLarge(RequestError):
+    status = 413
+
+
+class RangeNotSatisfiable(RequestError):
+    status = 416

@@ -1,0 +1,153 @@
+"""Stores what happened to repositories, and in the same transaction whom it must be told."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, delete, insert, select
+
+from pipeline.hub import payloads, schema
+from pipeline.hub.database import Database
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import DEFAULT_BRANCH
+from pipeline.hub.payloads import RefChange
+from pipeline.hub.repositories import Repository
+from pipeline.hub.webhooks import list_webhooks
+from receiver.payload import EventAction
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventLog:
+    database: Database
+    hub_url: str
+    metrics: HubMetrics
+    wake: Callable[[], None]
+    """Called after a commit that left deliveries to send; from any thread."""
+
+    def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
+        """Compares `refs` with where the last stored events left them; one event per difference.
+
+        The caller holds the repository's lock and read `refs` under it. When this returns, the
+        events and their deliveries are on disk.
+        """
+        with self.database.write() as connection:
+            changes = list(_changes(_known_refs(connection, repository), refs))
+            for change in changes:
+                self._store(
+                    connection,
+                    action="update",
+                    scope="repo.content",
+                    repository=repository,
+                    head_sha=refs.get(DEFAULT_BRANCH),
+                    change=change,
+                )
+                _remember(connection, repository, change)
+        if changes:
+            self.metrics.events.labels(scope="repo.content").inc(len(changes))
+            self.wake()
+        return changes
+
+    def record(
+        self,
+        connection: Connection,
+        repository: Repository,
+        *,
+        action: EventAction,
+        scope: str = "repo",
+        moved_to: Repository | None = None,
+    ) -> None:
+        """An event of the repository itself, within the caller's transaction.
+
+        The caller calls `wake` after its commit.
+        """
+        head_sha = _known_refs(connection, repository).get(DEFAULT_BRANCH)
+        self._store(
+            connection,
+            action=action,
+            scope=scope,
+            repository=repository,
+            head_sha=head_sha,
+            moved_to=moved_to,
+        )
+        self.metrics.events.labels(scope=scope).inc()
+
+    def _store(
+        self,
+        connection: Connection,
+        *,
+        action: EventAction,
+        scope: str,
+        repository: Repository,
+        head_sha: str | None,
+        change: RefChange | None = None,
+        moved_to: Repository | None = None,
+    ) -> None:
+        now = time.time()
+        inserted = connection.execute(
+            insert(schema.events).values(
+                repository_id=repository.id,
+                type=repository.name.type,
+                owner=repository.name.owner,
+                name=repository.name.name,
+                action=action,
+                scope=scope,
+                ref=change and change.ref,
+                old_sha=change and change.old_sha,
+                new_sha=change and change.new_sha,
+                created_at=now,
+            )
+        )
+        assert inserted.inserted_primary_key is not None
+        for webhook in list_webhooks(connection):
+            if not webhook.wants(repository.name):
+                continue
+            payload = payloads.compose(
+                action=action,
+                scope=scope,
+                repository=repository,
+                webhook_id=webhook.id,
+                hub_url=self.hub_url,
+                head_sha=head_sha,
+                change=change,
+                moved_to=moved_to,
+            )
+            connection.execute(
+                insert(schema.deliveries).values(
+                    id=str(uuid.uuid4()),
+                    webhook_id=webhook.id,
+                    event_seq=inserted.inserted_primary_key[0],
+                    payload=payload,
+                    status="pending",
+                    attempt=0,
+                    created_at=now,
+                    queued_at=now,
+                    next_attempt_at=now,
+                )
+            )
+
+
+def _known_refs(connection: Connection, repository: Repository) -> dict[str, str]:
+    table = schema.refs
+    rows = connection.execute(
+        select(table.c.ref, table.c.sha).where(table.c.repository_id == repository.id)
+    )
+    return {row.ref: row.sha for row in rows}
+
+
+def _changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefChange]:
+    for ref in sorted(known.keys() | now.keys()):
+        old, new = known.get(ref), now.get(ref)
+        if old != new:
+            yield RefChange(ref=ref, old_sha=old, new_sha=new)
+
+
+def _remember(connection: Connection, repository: Repository, change: RefChange) -> None:
+    table = schema.refs
+    connection.execute(
+        delete(table).where(table.c.repository_id == repository.id, table.c.ref == change.ref)
+    )
+    if change.new_sha is not None:
+        connection.execute(
+            insert(table).values(repository_id=repository.id, ref=change.ref, sha=change.new_sha)
+        )

@@ -1,0 +1,43 @@
+"""Runs git. Its environment is built from nothing, so that no setting of the user's own gets in."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.hub.errors import HubError
+
+
+def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    return {
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": os.devnull,
+        "LC_ALL": "C",
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+        **(extra or {}),
+    }
+
+
+def git(
+    folder: Path, *arguments: str, stdin: bytes = b"", extra: Mapping[str, str] | None = None
+) -> bytes:
+    """What `git` printed in the bare repository `folder`.
+
+    Raises HubError with git's own words where it failed.
+    """
+    try:
+        done = subprocess.run(
+            ["git", f"--git-dir={folder}", *arguments],
+            input=stdin,
+            capture_output=True,
+            env=git_environment(extra),
+        )
+    except FileNotFoundError:
+        raise HubError("The program 'git' is not on PATH; install git and start again.") from None
+    if done.returncode != 0:
+        reason = done.stderr.decode(errors="replace").strip()
+        raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
+    return done.stdout

@@ -1,0 +1,84 @@
+"""Names that come from outside: repositories, revisions, files. Checked here, before any use."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+from urllib.parse import unquote_to_bytes
+
+from pipeline.hub.errors import BadRequest, RepositoryNotFound
+
+RepositoryType = Literal["dataset", "model", "space"]
+REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
+DEFAULT_BRANCH = "refs/heads/main"
+SHA = re.compile(r"[0-9a-f]{40}")
+
+# As huggingface_hub.utils.validate_repo_id has it, for either half of `owner/name`.
+_NAME = re.compile(r"(?!.*(--|\.\.))(?![.-])[A-Za-z0-9._-]{1,96}(?<![.-])")
+# What git check-ref-format forbids, and so everything that git would read as an expression.
+_FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryName:
+    type: RepositoryType
+    owner: str
+    name: str
+
+    @property
+    def id(self) -> str:
+        """`owner/name`, as clients say it."""
+        return f"{self.owner}/{self.name}"
+
+    @property
+    def path(self) -> str:
+        """Below the hub's URL: `datasets/owner/name`, `owner/name` for a model."""
+        return self.id if self.type == "model" else f"{self.type}s/{self.id}"
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.id}"
+
+
+def repository_name(type: str, owner: str, name: str) -> RepositoryName:
+    """Raises BadRequest for what can be no repository's name."""
+    if type not in REPOSITORY_TYPES:
+        raise BadRequest(
+            f"{type!r} is no type of repository: choose one of {', '.join(REPOSITORY_TYPES)}."
+        )
+    for part in (owner, name):
+        if not _NAME.fullmatch(part) or part.endswith(".git"):
+            raise BadRequest(
+                f"{f'{owner}/{name}'!r} is no repository name: use owner/name, each of 1 to "
+                "96 letters, digits, '-', '_' and '.', without '--' or '..', not ending in '.git'."
+            )
+    return RepositoryName(type=type, owner=owner, name=name)
+
+
+def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryName:
+    """As `repository_name`, where a bad name is simply one that does not exist."""
+    try:
+        return repository_name(type, owner, name)
+    except BadRequest as error:
+        raise RepositoryNotFound(f"No {type} {f'{owner}/{name}'!r} here. {error}") from None
+
+
+def segments(raw_path: bytes) -> list[str]:
+    """The decoded segments of a request's path; an encoded slash stays inside its segment."""
+    try:
+        return [unquote_to_bytes(part).decode() for part in raw_path.strip(b"/").split(b"/")]
+    except UnicodeDecodeError:
+        raise BadRequest(f"The path {raw_path!r} is not UTF-8 once decoded.") from None
+
+
+def is_ref_name(name: str) -> bool:
+    """Whether git would take `name` below `refs/heads/` or `refs/tags/`."""
+    return bool(name) and not _FORBIDDEN_IN_REF.search(name)
+
+
+def file_path(parts: Sequence[str]) -> str:
+    """The parts of a path inside a repository, joined. Raises BadRequest for a path no tree has."""
+    pieces = [piece for part in parts for piece in part.split("/")]
+    if any(piece in ("", ".", "..") or _CONTROL.search(piece) for piece in pieces):
+        raise BadRequest(f"{'/'.join(parts)!r} is no path of a file in a repository.")
+    return "/".join(pieces)

@@ -1,0 +1,62 @@
+"""Makes the events agree with the repositories: what a kill left between git and the database."""
+
+import asyncio
+import logging
+
+from pipeline.hub.errors import HubError
+from pipeline.hub.events import EventLog
+from pipeline.hub.repositories import Repositories, Repository, read_refs
+
+logger = logging.getLogger(__name__)
+
+
+def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
+    """Completes what a killed hub left half-done; returns how many ref changes had no event.
+
+    Only safe before the first request: it takes no locks.
+    """
+    repositories.clear_leftovers()
+    with log.database.write() as connection:
+        known = {repository.name: repository for repository in repositories.all(connection)}
+        on_disk = set(repositories.on_disk())
+        for name, repository in known.items():
+            if name not in on_disk:
+                logger.warning("%s is gone from %s", name, repository.folder)
+                log.record(connection, repository, action="delete")
+                repositories.forget(connection, repository)
+        for name in sorted(on_disk - known.keys(), key=str):
+            logger.warning("found %s, which was not entered yet", name)
+            log.record(
+                connection, repositories.adopt(connection, name, private=True), action="create"
+            )
+        present = repositories.all(connection)
+    return sum(_record_or_complain(repository, log) for repository in present)
+
+
+def record_ref_changes(repository: Repository, log: EventLog) -> int:
+    """Stores an event for each ref that moved since the last one. The caller holds the lock."""
+    return len(log.record_refs(repository, read_refs(repository)))
+
+
+async def reconcile_forever(
+    repositories: Repositories, log: EventLog, *, every_seconds: float
+) -> None:
+    """Finds refs that moved behind the hub's back: by a git process that outlived a killed hub,
+    or by hand in the folder."""
+    while True:
+        await asyncio.sleep(every_seconds)
+        with log.database.read() as connection:
+            present = repositories.all(connection)
+        for repository in present:
+            async with repositories.lock(repository):
+                if repository.folder.exists():
+                    await asyncio.to_thread(_record_or_complain, repository, log)
+
+
+def _record_or_complain(repository: Repository, log: EventLog) -> int:
+    # One damaged repository must not keep the hub from serving the others.
+    try:
+        return record_ref_changes(repository, log)
+    except HubError as error:
+        logger.error("the refs of %s cannot be read: %s", repository.name, error)
+        return 0

@@ -1,0 +1,143 @@
+"""API: branches and tags, listed, made and deleted. A change here is an event, as a push is."""
+
+from collections.abc import Callable, Sequence
+
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pipeline.hub.answers import read_json
+from pipeline.hub.contents import peeled_refs, resolve_revision
+from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
+from pipeline.hub.git_process import git
+from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
+from pipeline.hub.reconcile import record_ref_changes
+from pipeline.hub.repositories import Repository, read_refs
+from pipeline.hub.service import Hub
+
+_NO_REF = "0" * 40
+
+
+class NewBranch(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    startingPoint: str | None = None
+
+
+class NewTag(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    tag: str
+    message: str | None = None
+
+
+async def list_refs(request: Request, hub: Hub, name: RepositoryName) -> Response:
+    def read() -> dict[str, object]:
+        repository = hub.find(name)
+        return {
+            "branches": _as_json(repository, "refs/heads/"),
+            "tags": _as_json(repository, "refs/tags/"),
+            "converts": [],
+            "pullRequests": [],
+        }
+
+    return JSONResponse(await run_in_threadpool(read))
+
+
+async def create_branch(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    ref = _full("refs/heads/", "/".join(rest))
+    body = await read_json(request, NewBranch)
+
+    def act(repository: Repository) -> None:
+        _refuse_existing(repository, ref)
+        if body.startingPoint is None and not read_refs(repository):
+            raise BadRequest(
+                f"The {name} has no commit to branch from yet: push one, a push makes the branch."
+            )
+        start = resolve_revision(repository, body.startingPoint or "main")
+        git(repository.folder, "update-ref", ref, start, _NO_REF)
+
+    await _change_refs(hub, name, act)
+    return Response(status_code=200)
+
+
+async def delete_branch(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    ref = _full("refs/heads/", "/".join(rest))
+    if ref == DEFAULT_BRANCH:
+        raise BadRequest(f"Cannot delete {DEFAULT_BRANCH}: it is the default branch.")
+    await _change_refs(hub, name, lambda repository: _delete(repository, ref))
+    return Response(status_code=200)
+
+
+async def create_tag(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    body = await read_json(request, NewTag)
+    ref = _full("refs/tags/", body.tag)
+
+    def act(repository: Repository) -> None:
+        commit = resolve_revision(repository, "/".join(rest))
+        _refuse_existing(repository, ref)
+        if not body.message:
+            git(repository.folder, "update-ref", ref, commit, _NO_REF)
+            return
+        who = hub.settings.owner
+        tagger = {"GIT_COMMITTER_NAME": who, "GIT_COMMITTER_EMAIL": f"{who}@localhost"}
+        message = body.message.encode()
+        git(
+            repository.folder, "tag", "-a", "-F", "-", body.tag, commit, stdin=message, extra=tagger
+        )
+
+    await _change_refs(hub, name, act)
+    return Response(status_code=200)
+
+
+async def delete_tag(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    ref = _full("refs/tags/", "/".join(rest))
+    await _change_refs(hub, name, lambda repository: _delete(repository, ref))
+    return Response(status_code=200)
+
+
+async def _change_refs(hub: Hub, name: RepositoryName, act: Callable[[Repository], None]) -> None:
+    def act_and_record() -> None:
+        repository = hub.find(name)
+        act(repository)
+        record_ref_changes(repository, hub.log)
+
+    found = await run_in_threadpool(hub.find, name)
+    async with hub.repositories.lock(found):
+        await run_in_threadpool(act_and_record)
+
+
+def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
+    return [
+        {"name": name, "ref": f"{prefix}{name}", "targetCommit": commit}
+        for name, commit in peeled_refs(repository, prefix)
+    ]
+
+
+def _full(prefix: str, name: str) -> str:
+    if not is_ref_name(name) or name == "HEAD":
+        raise BadRequest(f"{name!r} is no name for a branch or tag.")
+    return f"{prefix}{name}"
+
+
+def _refuse_existing(repository: Repository, ref: str) -> None:
+    for existing in read_refs(repository):
+        if existing == ref:
+            raise Conflict(f"Reference {ref} already exists")
+        if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
+            raise Conflict(f"Reference {ref} cannot be beside {existing}: git keeps refs as files.")
+
+
+def _delete(repository: Repository, ref: str) -> None:
+    if ref not in read_refs(repository):
+        raise RevisionNotFound(f"The {repository.name} has no {ref}.")
+    git(repository.folder, "update-ref", "-d", ref)

@@ -1,0 +1,184 @@
+"""The bare git repositories on disk, and the table that names them. It never stores an event."""
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, Row, and_, delete, insert, select, update
+from sqlalchemy.sql.elements import ColumnElement
+
+from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
+from pipeline.hub.git_process import git
+from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
+from pipeline.hub.schema import repositories as table
+
+logger = logging.getLogger(__name__)
+
+# gc: a job may still need a commit that a force-push left unreachable, so git never removes one,
+# and serves it when it is asked for by its sha. fsync: an acknowledged push outlives a power cut.
+# fsck: a tree with '..' or '.git' in it is refused when it is pushed, not where it is checked out.
+_CONFIG = """\
+[core]
+\trepositoryformatversion = 0
+\tfilemode = true
+\tbare = true
+\tfsync = all
+\tfsyncMethod = batch
+[gc]
+\tauto = 0
+[receive]
+\tautogc = false
+[transfer]
+\tfsckObjects = true
+[http]
+\treceivepack = true
+[uploadpack]
+\tallowAnySHA1InWant = true
+\tallowFilter = true
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repository:
+    id: str
+    name: RepositoryName
+    private: bool
+    created_at: float
+    folder: Path
+
+
+class Repositories:
+    """`root/repos/<type>s/<owner>/<name>.git`, with `root/incoming` and `root/removed` beside."""
+
+    def __init__(self, root: Path) -> None:
+        self.incoming = root / "incoming"
+        """Half-made repositories and half-received pushes; emptied at start."""
+        self._removed = root / "removed"
+        self._repos = root / "repos"
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def lock(self, repository: Repository) -> asyncio.Lock:
+        """Held by whoever changes refs, from before the change until its events are stored."""
+        return self._locks[repository.id]
+
+    def folder(self, name: RepositoryName) -> Path:
+        return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
+
+    def find(self, connection: Connection, name: RepositoryName) -> Repository:
+        row = connection.execute(select(table).where(_is(name))).one_or_none()
+        if row is None:
+            raise RepositoryNotFound(
+                f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
+                "or check the name."
+            )
+        return self._record(row)
+
+    def all(self, connection: Connection) -> list[Repository]:
+        return [self._record(row) for row in connection.execute(select(table))]
+
+    def create(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
+        """An empty repository. Raises Conflict where the name is taken."""
+        taken = connection.execute(select(table.c.id).where(_is(name))).first()
+        if taken is not None or self.folder(name).exists():
+            raise Conflict(f"There is a {name} here already.")
+        aside = self.incoming / f"{secrets.token_hex(12)}.git"
+        git(aside, "init", "--quiet", "--bare", "--template=")
+        (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
+        (aside / "config").write_text(_CONFIG)
+        self.folder(name).parent.mkdir(parents=True, exist_ok=True)
+        aside.rename(self.folder(name))
+        return self.adopt(connection, name, private=private)
+
+    def adopt(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
+        """Enters the folder of a repository into the table."""
+        values = {
+            "id": secrets.token_hex(12),
+            "type": name.type,
+            "owner": name.owner,
+            "name": name.name,
+            "private": private,
+            "created_at": time.time(),
+        }
+        connection.execute(insert(table).values(values))
+        return self.find(connection, name)
+
+    def set_private(self, connection: Connection, repository: Repository, private: bool) -> None:
+        connection.execute(update(table).where(table.c.id == repository.id).values(private=private))
+
+    @contextmanager
+    def removal(self, repository: Repository) -> Iterator[None]:
+        """Within the block the folder is put aside: back on an error, gone for good after it."""
+        aside = self._removed / f"{repository.id}.git"
+        if repository.folder.exists():
+            repository.folder.rename(aside)
+        try:
+            yield
+        except BaseException:
+            aside.rename(repository.folder)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def forget(self, connection: Connection, repository: Repository) -> None:
+        """Takes the repository out of the table."""
+        connection.execute(delete(table).where(table.c.id == repository.id))
+
+    def move(
+        self, connection: Connection, repository: Repository, to: RepositoryName
+    ) -> Repository:
+        if self.folder(to).exists():
+            raise Conflict(f"There is a {to} here already.")
+        connection.execute(
+            update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
+        )
+        self.folder(to).parent.mkdir(parents=True, exist_ok=True)
+        repository.folder.rename(self.folder(to))
+        return self.find(connection, to)
+
+    def clear_leftovers(self) -> None:
+        """What a killed hub left half-made. Only safe before the first request."""
+        for folder in (self.incoming, self._removed):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    def on_disk(self) -> Iterator[RepositoryName]:
+        for type in REPOSITORY_TYPES:
+            for folder in sorted(self._repos.glob(f"{type}s/*/*.git")):
+                name = folder.name.removesuffix(".git")
+                try:
+                    yield repository_name(type, folder.parent.name, name)
+                except BadRequest as error:
+                    logger.warning("%s is left alone: %s", folder, error)
+
+    def _record(self, row: Row[tuple[object, ...]]) -> Repository:
+        name = RepositoryName(type=row.type, owner=row.owner, name=row.name)
+        return Repository(
+            id=row.id,
+            name=name,
+            private=row.private,
+            created_at=row.created_at,
+            folder=self.folder(name),
+        )
+
+
+def read_refs(repository: Repository) -> Mapping[str, str]:
+    """Branches and tags in full (`refs/heads/main`) → the sha that each names."""
+    lines = git(
+        repository.folder,
+        "for-each-ref",
+        "--format=%(objectname) %(refname)",
+        "refs/heads/",
+        "refs/tags/",
+    )
+    pairs = (line.split(" ", 1) for line in lines.decode(errors="replace").splitlines())
+    return {ref: sha for sha, ref in pairs}
+
+
+def _is(name: RepositoryName) -> ColumnElement[bool]:
+    return and_(table.c.type == name.type, table.c.owner == name.owner, table.c.name == name.name)

@@ -1,0 +1,162 @@
+"""API: who is asking; repositories come, go, move, and change their settings."""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub.answers import hub_url, read_json
+from pipeline.hub.errors import BadRequest, Conflict
+from pipeline.hub.names import RepositoryName, RepositoryType, repository_name, requested_name
+from pipeline.hub.payloads import owner_id
+from pipeline.hub.repositories import Repository
+from pipeline.hub.service import Hub, hub_of
+
+Answer = TypeVar("Answer")
+
+
+class _Body(BaseModel):
+    # The client sends options of hardware and templates too, which say nothing here.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class NamedRepository(_Body):
+    name: str
+    organization: str | None = None
+    type: RepositoryType = "model"
+    visibility: Literal["private", "protected", "public"] | None = None
+    private: bool | None = None
+
+
+class Move(_Body):
+    fromRepo: str
+    toRepo: str
+    type: RepositoryType = "model"
+
+
+class RepositorySettings(_Body):
+    visibility: Literal["private", "protected", "public"] | None = None
+    private: bool | None = None
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/api/whoami-v2", whoami),
+        Route("/api/repos/create", create, methods=["POST"]),
+        Route("/api/repos/delete", remove, methods=["DELETE"]),
+        Route("/api/repos/move", move, methods=["POST"]),
+    ]
+
+
+async def whoami(request: Request) -> Response:
+    owner = hub_of(request).settings.owner
+    return JSONResponse(
+        {
+            "type": "user",
+            "id": owner_id(owner),
+            "name": owner,
+            "fullname": owner,
+            "orgs": [],
+            "auth": {
+                "type": "access_token",
+                "accessToken": {"displayName": "hub", "role": "write"},
+            },
+        }
+    )
+
+
+async def create(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, NamedRepository)
+    name = repository_name(body.type, body.organization or hub.settings.owner, body.name)
+    url = f"{hub_url(request)}/{name.path}"
+    private = _is_private(body, default=True)
+
+    def act() -> Repository:
+        with hub.database.write() as connection:
+            repository = hub.repositories.create(connection, name, private=private)
+            hub.log.record(connection, repository, action="create")
+            return repository
+
+    try:
+        repository = await _changing(hub, act)
+    except Conflict as error:
+        raise Conflict(str(error), url=url) from None
+    return JSONResponse({"url": url, "name": name.id, "id": repository.id})
+
+
+async def remove(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, NamedRepository)
+    name = requested_name(body.type, body.organization or hub.settings.owner, body.name)
+    found = await run_in_threadpool(hub.find, name)
+
+    def act() -> None:
+        repository = hub.find(name)
+        with hub.repositories.removal(repository), hub.database.write() as connection:
+            hub.log.record(connection, repository, action="delete")
+            hub.repositories.forget(connection, repository)
+
+    async with hub.repositories.lock(found):
+        await _changing(hub, act)
+    return Response(status_code=200)
+
+
+async def move(request: Request) -> Response:
+    hub = hub_of(request)
+    body = await read_json(request, Move)
+    source = requested_name(body.type, *_halves(body.fromRepo))
+    target = repository_name(body.type, *_halves(body.toRepo))
+    found = await run_in_threadpool(hub.find, source)
+
+    def act() -> None:
+        repository = hub.find(source)
+        with hub.database.write() as connection:
+            moved = hub.repositories.move(connection, repository, target)
+            hub.log.record(connection, repository, action="move", moved_to=moved)
+
+    async with hub.repositories.lock(found):
+        await _changing(hub, act)
+    return JSONResponse({"url": f"{hub_url(request)}/{target.path}"})
+
+
+async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:
+    body = await read_json(request, RepositorySettings)
+
+    def act() -> Repository:
+        repository = hub.find(name)
+        private = _is_private(body, default=repository.private)
+        if private == repository.private:
+            return repository
+        with hub.database.write() as connection:
+            hub.repositories.set_private(connection, repository, private)
+            changed = hub.repositories.find(connection, name)
+            hub.log.record(connection, changed, action="update", scope="repo.config")
+            return changed
+
+    changed = await _changing(hub, act)
+    return JSONResponse({"private": changed.private})
+
+
+async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:
+    """Runs what stores an event, then tells the deliverer."""
+    answer = await run_in_threadpool(act)
+    hub.log.wake()
+    return answer
+
+
+def _is_private(body: NamedRepository | RepositorySettings, *, default: bool) -> bool:
+    if body.visibility is not None:
+        return body.visibility == "private"
+    return default if body.private is None else body.private
+
+
+def _halves(id: str) -> tuple[str, str]:
+    owner, slash, name = id.partition("/")
+    if not slash:
+        raise BadRequest(f"{id!r} is no repository name: use owner/name.")
+    return owner, name

@@ -1,0 +1,101 @@
+"""The hub's tables. Times are seconds since the epoch, UTC."""
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    UniqueConstraint,
+    text,
+)
+
+metadata = MetaData()
+
+repositories = Table(
+    "repositories",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("type", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("private", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+    UniqueConstraint("type", "owner", "name"),
+)
+
+# Where each ref stood when its last event was stored: what the next comparison starts from.
+refs = Table(
+    "refs",
+    metadata,
+    Column(
+        "repository_id",
+        String,
+        ForeignKey("repositories.id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    Column("ref", String, primary_key=True),
+    Column("sha", String, nullable=False),
+)
+
+# Outlives its repository: the event of a deletion is delivered when the repository is gone.
+events = Table(
+    "events",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("repository_id", String, nullable=False, index=True),
+    Column("type", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("scope", String, nullable=False),
+    Column("ref", String),
+    Column("old_sha", String),
+    Column("new_sha", String),
+    Column("created_at", Float, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("url", String, nullable=False),
+    Column("watched", JSON, nullable=False),
+    Column("domains", JSON, nullable=False),
+    Column("encrypted_secret", LargeBinary),
+    Column("disabled", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("webhook_id", String, ForeignKey("webhooks.id", ondelete="CASCADE"), nullable=False),
+    Column("event_seq", Integer, ForeignKey("events.seq"), nullable=False),
+    Column("payload", String, nullable=False),
+    Column("status", String, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("queued_at", Float, nullable=False),
+    Column("next_attempt_at", Float),
+    Column("last_attempt_at", Float),
+    Column("response_status", Integer),
+    Column("response_head", String),
+    Column("error", String),
+    Column("milliseconds", Float),
+    Index("deliveries_of_webhook", "webhook_id", "event_seq"),
+    Index(
+        "deliveries_pending",
+        "webhook_id",
+        "event_seq",
+        sqlite_where=text("status = 'pending'"),
+    ),
+)

@@ -1,0 +1,35 @@
+"""What every route of the hub is given."""
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from pipeline.hub.database import Database
+from pipeline.hub.deliveries import Deliverer
+from pipeline.hub.events import EventLog
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import SecretBox
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub:
+    settings: HubSettings
+    database: Database
+    repositories: Repositories
+    log: EventLog
+    deliverer: Deliverer
+    box: SecretBox
+    metrics: HubMetrics
+
+    def find(self, name: RepositoryName) -> Repository:
+        """Raises RepositoryNotFound."""
+        with self.database.read() as connection:
+            return self.repositories.find(connection, name)
+
+
+def hub_of(request: Request) -> Hub:
+    hub: Hub = request.app.state.hub
+    return hub

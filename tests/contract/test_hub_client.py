@@ -1,0 +1,336 @@
+"""The hub seen by the unmodified `huggingface_hub` client."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import HfApi, HfFileSystem
+from huggingface_hub.errors import (
+    BadRequestError,
+    EntryNotFoundError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from tests.hub_fixtures import Receiver, RunningHub, commit_file, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
+
+
+@pytest.fixture
+def pushed(hub: RunningHub, worktree: Path) -> str:
+    """The sha of a commit with a README, and a file in a folder with a space in its name."""
+    (worktree / "README.md").write_text("# Facts\n")
+    sha = commit_file(hub, worktree, "some data/train.jsonl", '{"text": "a"}\n' * 3)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    return sha
+
+
+def test_whoami(hub: RunningHub) -> None:
+    assert hub.api.whoami()["name"] == "local"
+
+
+@pytest.mark.parametrize("type", ["dataset", "model", "space"])
+def test_repositories_come_and_go(hub: RunningHub, type: str) -> None:
+    options = {"space_sdk": "static"} if type == "space" else {}
+    url = hub.api.create_repo("thing", repo_type=type, **options)
+    assert (url.repo_id, url.repo_type, url.endpoint) == ("local/thing", type, hub.url)
+    with pytest.raises(HfHubHTTPError, match="here already"):
+        hub.api.create_repo("local/thing", repo_type=type, **options)
+    assert hub.api.create_repo("local/thing", repo_type=type, exist_ok=True, **options) == url
+    assert hub.api.repo_exists("local/thing", repo_type=type)
+    hub.api.delete_repo("local/thing", repo_type=type)
+    assert not hub.api.repo_exists("local/thing", repo_type=type)
+    with pytest.raises(RepositoryNotFoundError):
+        hub.api.delete_repo("local/thing", repo_type=type)
+    hub.api.delete_repo("local/thing", repo_type=type, missing_ok=True)
+
+
+def test_a_repository_moves_with_its_commits(hub: RunningHub, pushed: str) -> None:
+    hub.api.move_repo("local/facts", "team/known-facts", repo_type="dataset")
+    assert hub.api.dataset_info("team/known-facts").sha == pushed
+    assert not hub.api.repo_exists("local/facts", repo_type="dataset")
+
+
+def test_settings_are_kept(hub: RunningHub, pushed: str) -> None:
+    assert hub.api.dataset_info("local/facts").private
+    hub.api.update_repo_settings("local/facts", repo_type="dataset", private=False)
+    assert not hub.api.dataset_info("local/facts").private
+
+
+def test_info_and_listings(hub: RunningHub, pushed: str) -> None:
+    info = hub.api.dataset_info("local/facts", files_metadata=True)
+    assert (info.id, info.sha, info.author) == ("local/facts", pushed, "local")
+    assert info.last_modified is not None
+    sizes = {file.rfilename: file.size for file in info.siblings or []}
+    assert sizes == {"README.md": 8, "some data/train.jsonl": 42}
+    assert hub.api.dataset_info("local/facts", revision=pushed).sha == pushed
+    assert [one.id for one in hub.api.list_datasets(author="local")] == ["local/facts"]
+    assert [one.id for one in hub.api.list_datasets(author="nobody")] == []
+
+
+def test_trees_and_paths(hub: RunningHub, pushed: str) -> None:
+    assert hub.api.list_repo_files("local/facts", repo_type="dataset") == [
+        "README.md",
+        "some data/train.jsonl",
+    ]
+    top = list(hub.api.list_repo_tree("local/facts", repo_type="dataset"))
+    assert [one.path for one in top] == ["README.md", "some data"]
+    inside = list(hub.api.list_repo_tree("local/facts", "some data", repo_type="dataset"))
+    assert [one.path for one in inside] == ["some data/train.jsonl"]
+    with pytest.raises(EntryNotFoundError):
+        list(hub.api.list_repo_tree("local/facts", "none", repo_type="dataset"))
+    found = hub.api.get_paths_info(
+        "local/facts", ["README.md", "some data", "none", "../x"], repo_type="dataset"
+    )
+    assert [one.path for one in found] == ["README.md", "some data"]
+
+
+def test_downloads(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
+    file = hub.api.hf_hub_download(
+        "local/facts", "some data/train.jsonl", repo_type="dataset", cache_dir=tmp_path
+    )
+    assert Path(file).read_text() == '{"text": "a"}\n' * 3
+    folder = hub.api.snapshot_download(
+        "local/facts", repo_type="dataset", revision=pushed, cache_dir=tmp_path
+    )
+    assert Path(folder).name == pushed
+    assert (Path(folder) / "README.md").read_text() == "# Facts\n"
+
+
+def test_byte_ranges(hub: RunningHub, pushed: str) -> None:
+    path = "/datasets/local/facts/resolve/main/some%20data/train.jsonl"
+    text = b'{"text": "a"}\n' * 3
+    for asked, status, expected in [
+        ("bytes=0-3", 206, text[:4]),
+        ("bytes=10-", 206, text[10:]),
+        ("bytes=-5", 206, text[-5:]),
+        ("bytes=40-999", 206, text[40:]),
+        ("bytes=0-999", 200, text),
+        ("lines=1-2", 200, text),
+    ]:
+        answer = hub.request("GET", path, headers={"Range": asked})
+        assert (answer.status_code, answer.content) == (status, expected), asked
+    past = hub.request("GET", path, headers={"Range": "bytes=42-"})
+    assert (past.status_code, past.headers["content-range"]) == (416, "bytes */42")
+    head = hub.request("HEAD", path)
+    assert (head.headers["content-length"], head.content) == ("42", b"")
+    fs = HfFileSystem(endpoint=hub.url, token=hub.token)
+    with fs.open("datasets/local/facts/some data/train.jsonl", "rb") as remote:
+        remote.seek(14)
+        assert remote.read(13) == b'{"text": "a"}'
+
+
+def test_refs_are_listed_made_and_deleted_as_events(
+    hub: RunningHub, pushed: str, receiver: Receiver, webhook: str
+) -> None:
+    hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset")
+    with pytest.raises(HfHubHTTPError, match="already exists"):
+        hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset")
+    hub.api.create_branch("local/facts", branch="review/one", repo_type="dataset", exist_ok=True)
+    hub.api.create_tag("local/facts", tag="v1", repo_type="dataset")
+    hub.api.create_tag("local/facts", tag="v2", tag_message="Second", repo_type="dataset")
+    refs = hub.api.list_repo_refs("local/facts", repo_type="dataset")
+    assert {one.ref: one.target_commit for one in [*refs.branches, *refs.tags]} == {
+        "refs/heads/main": pushed,
+        "refs/heads/review/one": pushed,
+        "refs/tags/v1": pushed,
+        "refs/tags/v2": pushed,
+    }
+    info = hub.api.dataset_info("local/facts", revision="review/one")
+    assert info.sha == pushed
+    hub.api.delete_branch("local/facts", branch="review/one", repo_type="dataset")
+    hub.api.delete_tag("local/facts", tag="v1", repo_type="dataset")
+    with pytest.raises(BadRequestError, match="Cannot delete refs/heads/main"):
+        hub.api.delete_branch("local/facts", branch="main", repo_type="dataset")
+    received = receiver.wait_for(5)
+    assert [one.json["updatedRefs"][0]["ref"] for one in received] == [
+        "refs/heads/review/one",
+        "refs/tags/v1",
+        "refs/tags/v2",
+        "refs/heads/review/one",
+        "refs/tags/v1",
+    ]
+
+
+def test_ten_thousand_commits_are_listed(hub: RunningHub, worktree: Path) -> None:
+    count = 10_000
+    stream = "".join(
+        f"commit refs/heads/main\ncommitter Ada <ada@example.org> {1700000000 + number} +0000\n"
+        f"data <<END\nCommit {number}\nEND\nM 644 inline n.txt\ndata <<END\n{number}\nEND\n\n"
+        for number in range(count)
+    )
+    subprocess.run(
+        ["git", "fast-import", "--quiet"],
+        input=stream.encode(),
+        cwd=worktree,
+        env=hub.git_env,
+        check=True,
+    )
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    commits = hub.api.list_repo_commits("local/facts", repo_type="dataset")
+    assert [one.title for one in commits] == [f"Commit {n}" for n in reversed(range(count))]
+
+
+def test_what_is_missing_is_said_in_the_clients_own_errors(
+    hub: RunningHub, pushed: str, tmp_path: Path
+) -> None:
+    api = hub.api
+    with pytest.raises(RepositoryNotFoundError):
+        api.dataset_info("local/none")
+    with pytest.raises(RevisionNotFoundError):
+        api.dataset_info("local/facts", revision="none")
+    with pytest.raises(RevisionNotFoundError):
+        api.dataset_info("local/facts", revision="0" * 40)
+    with pytest.raises(RevisionNotFoundError):
+        api.list_repo_commits("local/facts", revision="main~1", repo_type="dataset")
+    for revision, error in [("main", EntryNotFoundError), ("none", RevisionNotFoundError)]:
+        with pytest.raises(error):
+            api.hf_hub_download(
+                "local/facts", "x", repo_type="dataset", revision=revision, cache_dir=tmp_path
+            )
+    with pytest.raises(EntryNotFoundError):
+        api.hf_hub_download("local/facts", "some data", repo_type="dataset", cache_dir=tmp_path)
+    head = hub.request("HEAD", "/datasets/local/facts/resolve/main/x")
+    assert (head.status_code, head.headers["x-repo-commit"]) == (404, pushed)
+
+
+def test_an_empty_repository_says_so(hub: RunningHub, worktree: Path) -> None:
+    info = hub.api.dataset_info("local/facts")
+    assert (info.sha, info.siblings) == (None, [])
+    for read in (
+        lambda: hub.api.list_repo_files("local/facts", repo_type="dataset"),
+        lambda: hub.api.snapshot_download("local/facts", repo_type="dataset", revision="main"),
+        lambda: hub.api.list_repo_commits("local/facts", repo_type="dataset"),
+    ):
+        with pytest.raises(RevisionNotFoundError, match="no commit yet"):
+            read()
+
+
+def test_uploads_are_refused_with_the_git_url(hub: RunningHub, pushed: str) -> None:
+    with pytest.raises(BadRequestError, match="git push") as error:
+        hub.api.upload_file(
+            path_or_fileobj=b"x", path_in_repo="x", repo_id="local/facts", repo_type="dataset"
+        )
+    assert f"{hub.url}/datasets/local/facts" in str(error.value)
+
+
+@pytest.mark.parametrize("token", ["wrong", False])
+def test_nothing_is_read_without_the_token(
+    hub: RunningHub, pushed: str, token: str | bool, tmp_path: Path
+) -> None:
+    stranger = HfApi(endpoint=hub.url, token=token)
+    for act in (
+        stranger.whoami if token else lambda: stranger.dataset_info("local/none"),
+        lambda: stranger.dataset_info("local/facts"),
+        lambda: stranger.list_repo_files("local/facts", repo_type="dataset"),
+        lambda: stranger.create_repo("local/other"),
+        lambda: stranger.list_webhooks(token=token),
+    ):
+        with pytest.raises(HfHubHTTPError) as error:
+            act()
+        assert error.value.response.status_code == 401
+
+
+def test_datasets_loads_what_was_pushed(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
+    program = (
+        "import datasets, sys;"
+        "rows = datasets.load_dataset('local/facts', revision=sys.argv[1], split='train');"
+        "print(rows['text'][:])"
+    )
+    env = {
+        "PATH": os.environ["PATH"],
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": hub.token,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, pushed], env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "['a', 'a', 'a']", done.stderr
+
+
+def test_two_names_meet_in_no_case(hub: RunningHub) -> None:
+    for name in ("a..b", "../up", "a--b", "x.git", "-a", "a/b/c", "ä", "a b", "a" * 97):
+        answer = hub.request("POST", "/api/repos/create", json={"name": name, "type": "dataset"})
+        assert answer.status_code == 400, name
+        assert "repository name" in answer.json()["error"]
+
+
+BAD_PATHS = [
+    "/api/datasets/local/facts/tree/main/..%2f..%2f..",
+    "/api/datasets/local/facts/tree/%ff",
+    "/api/datasets/local/facts/tree/--upload-pack=x",
+    "/api/datasets/local/facts/tree/main%0aHEAD",
+    "/api/datasets/local/facts/revision/main:README.md",
+    "/api/datasets/local/facts/revision/@%7b1%7d",
+    "/api/datasets/local/facts/commits/main?p=-1",
+    "/api/datasets/local/facts/commits/main?limit=x",
+    "/api/datasets/local",
+    "/api/datasets/..%2f..%2fx/y",
+    "/api/nothings/local/facts",
+    "/api/datasets/local/facts/none",
+    "/datasets/local/facts/resolve/main/..%2f..%2fconfig",
+    "/datasets/local/facts/resolve/main/a%0ab",
+    "/datasets/local/facts/resolve/main/%2e%2e/config",
+    "/datasets/local/facts/resolve/main/%zz",
+    "/datasets/local/facts/resolve/main",
+    "/datasets/local/facts/resolve/-main/README.md",
+    "/datasets",
+    "/",
+    "//",
+    "/%00",
+]
+
+
+def test_bad_paths_get_an_error_in_one_shape(hub: RunningHub, pushed: str) -> None:
+    for path in BAD_PATHS:
+        answer = hub.request("GET", path)
+        assert answer.status_code in (400, 404), path
+        assert isinstance(answer.json()["error"], str), path
+        assert answer.headers["x-request-id"], path
+
+
+def test_bodies_that_are_no_json_get_an_error(hub: RunningHub) -> None:
+    for method, path in [
+        ("POST", "/api/repos/create"),
+        ("DELETE", "/api/repos/delete"),
+        ("POST", "/api/repos/move"),
+        ("POST", "/api/settings/webhooks"),
+    ]:
+        for content in (b"{", b"[]", b'"x"', b"\xff", b"{}"):
+            answer = hub.request(method, path, content=content)
+            assert answer.status_code == 400, (path, content)
+        assert hub.request(method, path, content=b"x" * 2**21).status_code == 413
+
+
+def test_health_needs_no_token_and_metrics_count(hub: RunningHub, pushed: str) -> None:
+    assert httpx.get(f"{hub.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{hub.url}/metrics").status_code == 401
+    text = hub.request("GET", "/metrics").text
+    assert 'hub_pushes_total{result="ok"} 1.0' in text
+    assert 'hub_events_total{scope="repo.content"} 1.0' in text
+
+
+def test_a_change_of_a_repository_itself_is_told(
+    hub: RunningHub, receiver: Receiver, webhook: str
+) -> None:
+    hub.create_dataset("local/one")
+    hub.api.update_repo_settings("local/one", repo_type="dataset", private=False)
+    hub.api.move_repo("local/one", "local/two", repo_type="dataset")
+    hub.api.delete_repo("local/two", repo_type="dataset")
+    told = [(one.json["event"], one.json["repo"]["name"]) for one in receiver.wait_for(4)]
+    assert told == [
+        ({"action": "create", "scope": "repo"}, "local/one"),
+        ({"action": "update", "scope": "repo.config"}, "local/one"),
+        ({"action": "move", "scope": "repo"}, "local/one"),
+        ({"action": "delete", "scope": "repo"}, "local/two"),
+    ]
+    assert receiver.received[2].json["movedTo"]["name"] == "local/two"
+    wait_until(lambda: len(hub.deliveries(webhook)) == 4)

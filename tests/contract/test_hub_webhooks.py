@@ -1,0 +1,299 @@
+"""Webhook management through the unmodified `HfApi`, and what a receiver is sent."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError
+from standardwebhooks import Webhook as Verifier
+
+from receiver.payload import WebhookPayload
+from tests.hub_fixtures import (
+    Receiver,
+    RunningHub,
+    commit_file,
+    listening_socket,
+    recording_receiver,
+    running_hub,
+    wait_until,
+)
+
+pytest_plugins = ["tests.hub_plugin"]
+
+WATCHED = [{"type": "dataset", "name": "local/facts"}]
+SECRET = "whsec_c2VjcmV0IG9mIHRoZSB0ZXN0cw=="
+
+
+def test_a_webhook_is_created_listed_changed_and_deleted(hub: RunningHub) -> None:
+    api = hub.api
+    created = api.create_webhook(url="http://127.0.0.1:9/x", watched=WATCHED, secret="s3cret")
+    assert created.secret == "s3cret"
+    assert (created.disabled, created.domains) == (False, ["repo", "discussion"])
+    assert [(one.type, one.name) for one in created.watched] == [("dataset", "local/facts")]
+
+    assert api.get_webhook(created.id).secret is None
+    assert [(one.id, one.url, one.secret) for one in api.list_webhooks()] == [
+        (created.id, "http://127.0.0.1:9/x", None)
+    ]
+    changed = api.update_webhook(created.id, url="http://127.0.0.1:9/y", domains=["repo"])
+    assert (changed.url, changed.domains) == ("http://127.0.0.1:9/y", ["repo"])
+    assert changed.watched == created.watched  # the client sent "watched": []
+    changed = api.update_webhook(created.id, watched=[{"type": "org", "name": "team"}])
+    assert [(one.type, one.name) for one in changed.watched] == [("org", "team")]
+    assert changed.url == "http://127.0.0.1:9/y"
+
+    assert api.disable_webhook(created.id).disabled
+    assert not api.enable_webhook(created.id).disabled
+    api.delete_webhook(created.id)
+    assert api.list_webhooks() == []
+    for act in (api.get_webhook, api.delete_webhook, api.disable_webhook):
+        with pytest.raises(HfHubHTTPError) as error:
+            act(created.id)
+        assert error.value.response.status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"watched": WATCHED}, "url"),
+        ({"url": "ftp://x/y", "watched": WATCHED}, "url"),
+        ({"url": "http://", "watched": WATCHED}, "url"),
+        ({"url": "http://x:port/", "watched": WATCHED}, "url"),
+        ({"url": "http://x/", "watched": []}, "watched"),
+        ({"url": "http://x/", "watched": [{"type": "planet", "name": "x"}]}, "watched.0.type"),
+        ({"url": "http://x/", "watched": WATCHED, "domains": ["weather"]}, "domains.0"),
+        ({"url": "http://x/", "watched": WATCHED, "secret": "two\nlines"}, "secret"),
+        ({"jobSourceId": "1", "watched": WATCHED}, "url"),
+    ],
+)
+def test_what_makes_no_webhook_is_refused(hub: RunningHub, body: object, named: str) -> None:
+    answer = hub.request("POST", "/api/settings/webhooks", json=body)
+    assert answer.status_code == 400
+    assert named in answer.json()["error"]
+    assert "lines" not in answer.text  # the secret
+
+
+def test_the_payload_is_the_documented_one(
+    hub: RunningHub, receiver: Receiver, worktree: Path
+) -> None:
+    created = hub.api.create_webhook(url=receiver.url, watched=WATCHED, secret=SECRET)
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    [received] = receiver.wait_for(1)
+    repo = received.json["repo"]
+    assert received.json == {
+        "event": {"action": "update", "scope": "repo.content"},
+        "repo": {
+            "type": "dataset",
+            "name": "local/facts",
+            "id": repo["id"],
+            "private": True,
+            "owner": {"id": repo["owner"]["id"]},
+            "url": {
+                "web": f"{hub.url}/datasets/local/facts",
+                "api": f"{hub.url}/api/datasets/local/facts",
+            },
+            "headSha": sha,
+        },
+        "webhook": {"id": created.id, "version": 3},
+        "updatedRefs": [{"ref": "refs/heads/main", "oldSha": None, "newSha": sha}],
+    }
+    payload = WebhookPayload.model_validate_json(received.body)
+    assert payload.repo.head_sha == sha
+    [delivery] = wait_until(
+        lambda: [d for d in hub.deliveries(created.id) if d["status"] != "pending"]
+    )
+    assert received.headers["webhook-id"] == delivery["id"]
+    assert received.headers["x-webhook-secret"] == SECRET
+    Verifier(SECRET).verify(received.body, received.headers)
+    assert delivery["status"] == "delivered"
+    assert delivery["response_status"] == 200
+    assert delivery["response_head"] == '{"ok": true}'
+    assert delivery["milliseconds"] > 0
+
+
+def test_without_a_secret_nothing_is_signed(
+    hub: RunningHub, receiver: Receiver, worktree: Path
+) -> None:
+    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    [received] = receiver.wait_for(1)
+    assert "x-webhook-secret" not in received.headers
+    assert "webhook-signature" not in received.headers
+
+
+def test_only_who_watches_is_told(hub: RunningHub, worktree: Path) -> None:
+    watched = {
+        "by name": [{"type": "dataset", "name": "local/facts"}],
+        "by owner": [{"type": "user", "name": "local"}],
+        "by org": [{"type": "org", "name": "local"}],
+        "other type": [{"type": "model", "name": "local/facts"}],
+        "other name": [{"type": "dataset", "name": "local/fact"}],
+        "other owner": [{"type": "user", "name": "locals"}],
+    }
+    ids = {
+        name: hub.api.create_webhook(url="http://127.0.0.1:9/", watched=items).id
+        for name, items in watched.items()
+    }
+    ids["disabled"] = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED).id
+    hub.api.disable_webhook(ids["disabled"])
+    ids["discussions"] = hub.api.create_webhook(
+        url="http://127.0.0.1:9/", watched=WATCHED, domains=["discussion"]
+    ).id
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    told = {name for name, id in ids.items() if hub.deliveries(id)}
+    assert told == {"by name", "by owner", "by org"}
+
+
+def test_an_answer_that_is_not_2xx_is_tried_again_under_the_same_id(
+    hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
+) -> None:
+    receiver.answers = [(500, {}), (302, {"Location": receiver.url}), (200, {})]
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    received = receiver.wait_for(3)
+    [delivery] = wait_until(
+        lambda: [d for d in hub.deliveries(webhook) if d["status"] != "pending"]
+    )
+    assert (delivery["status"], delivery["attempt"]) == ("delivered", 3)
+    assert {one.headers["webhook-id"] for one in received} == {delivery["id"]}
+    assert len({one.body for one in received}) == 1
+
+
+def test_after_the_last_attempt_a_delivery_is_dead_until_replayed(
+    hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
+) -> None:
+    receiver.answers = [(503, {})] * 4
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    path = f"/api/settings/webhooks/{webhook}/deliveries"
+    [dead] = wait_until(lambda: hub.request("GET", f"{path}?status=dead").json())
+    assert (dead["attempt"], dead["response_status"], dead["next_attempt_at"]) == (4, 503, None)
+    assert hub.request("GET", f"{path}?status=pending").json() == []
+
+    replayed = hub.request("POST", f"{path}/{dead['id']}/replay")
+    assert replayed.json()["delivery"]["status"] == "pending"
+    received = receiver.wait_for(5)
+    assert received[4].headers["webhook-id"] == dead["id"]
+    wait_until(lambda: hub.deliveries(webhook)[0]["status"] == "delivered")
+    assert hub.request("POST", f"{path}/none/replay").status_code == 404
+    assert hub.request("GET", f"{path}?status=lost").status_code == 400
+
+
+def test_retry_after_is_honoured(
+    hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
+) -> None:
+    receiver.answers = [(429, {"Retry-After": "1"})]
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    first, second = receiver.wait_for(2)
+    assert second.at - first.at >= 0.95
+
+
+def test_a_receiver_that_hangs_delays_nobody_else(
+    hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
+) -> None:
+    with recording_receiver() as quick:
+        hub.api.create_webhook(url=quick.url, watched=WATCHED)
+        receiver.hang.set()
+        for number in range(3):
+            commit_file(hub, worktree, "a.txt", str(number))
+            hub.git("push", "-q", "origin", "main", cwd=worktree)
+        assert len(quick.wait_for(3, seconds=4)) == 3
+        assert len(receiver.received) == 1
+        receiver.hang.clear()
+        receiver.wait_for(3)
+
+
+def test_a_hanging_receiver_is_given_up_after_the_timeout(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    with running_hub(
+        tmp_path / "hub", delivery_schedule_seconds=(0, 0), delivery_timeout_seconds=0.2
+    ) as hub:
+        id = hub.api.create_webhook(
+            url=receiver.url, watched=[{"type": "user", "name": "local"}]
+        ).id
+        receiver.hang.set()
+        hub.create_dataset("local/facts")
+        [dead] = wait_until(lambda: [d for d in hub.deliveries(id) if d["status"] == "dead"])
+        assert (dead["error"], dead["response_status"]) == ("no answer within 0.2 s", None)
+
+
+def test_a_receiver_that_starts_late_gets_everything_in_order(
+    hub: RunningHub, worktree: Path
+) -> None:
+    listener = listening_socket()
+    port = listener.getsockname()[1]
+    listener.close()
+    url = f"http://127.0.0.1:{port}/webhooks/record"
+    id = hub.api.create_webhook(url=url, watched=WATCHED).id
+    shas = []
+    for number in range(3):
+        shas.append(commit_file(hub, worktree, "a.txt", str(number)))
+        hub.git("push", "-q", "origin", "main", cwd=worktree)
+    wait_until(lambda: any(one["error"] for one in hub.deliveries(id)))
+    with recording_receiver(port) as late:
+        received = late.wait_for(3)
+    assert [one.json["updatedRefs"][0]["newSha"] for one in received] == shas
+    # Connections that were refused used up no attempt.
+    wait_until(lambda: [one["attempt"] for one in hub.deliveries(id)] == [1, 1, 1])
+
+
+def test_what_was_pending_waits_while_the_webhook_is_disabled(
+    hub: RunningHub, worktree: Path
+) -> None:
+    listener = listening_socket()
+    port = listener.getsockname()[1]
+    listener.close()
+    id = hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED).id
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.api.disable_webhook(id)
+    with recording_receiver(port) as receiver:
+        commit_file(hub, worktree, "a.txt", "2")
+        hub.git("push", "-q", "origin", "main", cwd=worktree)  # tells nobody
+        assert [one["status"] for one in hub.deliveries(id)] == ["pending"]
+        hub.api.enable_webhook(id)
+        receiver.wait_for(1)
+        wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
+
+
+def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:
+    hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED, secret="s3cret-of-mine")
+    with sqlite3.connect(hub.root / "hub.sqlite") as connection:
+        dump = "\n".join(connection.iterdump())
+    connection.close()
+    assert "encrypted_secret" in dump
+    assert "s3cret" not in dump
+    for file in hub.root.glob("hub.sqlite*"):
+        assert b"s3cret" not in file.read_bytes()
+
+
+def test_the_hub_webhooks_command_works(hub: RunningHub, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    env = {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": hub.token,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
+        "PATH": str(Path(sys.executable).parent),
+    }
+
+    def hf(*arguments: str) -> str:
+        return subprocess.run(
+            ["hf", "webhooks", *arguments], env=env, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    id = hf("create", "--watch", "user:local", "--url", "http://127.0.0.1:9/", "--quiet")
+    assert hf("ls", "--quiet") == id
+    hf("update", id, "--secret", "x")
+    assert '"name": "local"' in hf("info", id)
+    hf("disable", id)
+    hf("delete", id, "--yes")
+    assert HfApi(endpoint=hub.url, token=hub.token).list_webhooks() == []

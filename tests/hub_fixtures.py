@@ -1,0 +1,227 @@
+"""A running hub, a clone to push from, and a receiver that records what it is sent.
+
+For any test that needs the real thing: put `pytest_plugins = ["tests.hub_plugin"]` into the module
+and ask for `hub`, `receiver`, `worktree`, `webhook`; or use `running_hub(...)` for other settings.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from cryptography.fernet import Fernet
+from huggingface_hub import HfApi
+
+from pipeline.hub.app import create_app
+from pipeline.hub.settings import HubSettings
+
+TOKEN = "hub-token-for-tests"
+SECRET_KEY = Fernet.generate_key()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningHub:
+    url: str
+    token: str
+    root: Path
+    settings: HubSettings
+
+    @property
+    def api(self) -> HfApi:
+        return HfApi(endpoint=self.url, token=self.token)
+
+    @property
+    def git_env(self) -> dict[str, str]:
+        return git_env(self.url, self.token)
+
+    def git(self, *arguments: str, cwd: Path, check: bool = True) -> str:
+        return run_git(*arguments, cwd=cwd, env=self.git_env, check=check)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token}", **options.pop("headers", {})}
+        return httpx.request(method, f"{self.url}{path}", headers=headers, timeout=60, **options)
+
+    def create_dataset(self, name: str) -> str:
+        """Its git URL."""
+        self.api.create_repo(name, repo_type="dataset")
+        return f"{self.url}/datasets/{name}"
+
+    def deliveries(self, webhook_id: str) -> list[dict[str, Any]]:
+        answer = self.request("GET", f"/api/settings/webhooks/{webhook_id}/deliveries")
+        found: list[dict[str, Any]] = answer.json()
+        return found
+
+
+def git_env(url: str, token: str) -> dict[str, str]:
+    """For the real git program: the token from a helper, nothing of the user's own settings."""
+    helper = '!f() { test "$1" = get && echo username=hub && echo "password=$HUB_TOKEN"; }; f'
+    settings = {
+        f"credential.{url}.helper": helper,
+        "user.name": "Ada",
+        "user.email": "ada@example.org",
+        "init.defaultBranch": "main",
+        "gc.auto": "0",
+    }
+    env = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.devnull,
+        "HUB_TOKEN": token,
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_CONFIG_COUNT": str(len(settings)),
+    }
+    for number, (key, value) in enumerate(settings.items()):
+        env[f"GIT_CONFIG_KEY_{number}"] = key
+        env[f"GIT_CONFIG_VALUE_{number}"] = value
+    return env
+
+
+def run_git(*arguments: str, cwd: Path, env: dict[str, str], check: bool = True) -> str:
+    """What git printed, both streams; an AssertionError with it where git failed."""
+    done = subprocess.run(
+        ["git", *arguments],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=120,
+    )
+    assert not check or done.returncode == 0, f"git {' '.join(arguments)}:\n{done.stdout}"
+    return done.stdout.strip()
+
+
+def commit_file(hub: RunningHub, worktree: Path, name: str, content: str) -> str:
+    """Commits one file; the sha."""
+    path = worktree / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    hub.git("add", "-A", cwd=worktree)
+    hub.git("commit", "-qm", f"Change {name}", cwd=worktree)
+    return hub.git("rev-parse", "HEAD", cwd=worktree)
+
+
+def listening_socket() -> socket.socket:
+    # The protocol is named because asyncio turns Nagle's delay off only where it is.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    return listener
+
+
+@contextlib.contextmanager
+def running_hub(root: Path, **settings: Any) -> Iterator[RunningHub]:
+    """A hub in this process, on a free port, in a thread of its own."""
+    listener = listening_socket()
+    told = HubSettings(port=listener.getsockname()[1], **settings)
+    app = create_app(told, root, token=TOKEN, secret_key=SECRET_KEY)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started, "the hub did not start"
+        yield RunningHub(url=told.url, token=TOKEN, root=root, settings=told)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        listener.close()
+
+
+def wait_until(
+    condition: Callable[[], Any], *, seconds: float = 30, every_seconds: float = 0.01
+) -> Any:
+    """The first true answer of `condition`."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(every_seconds)
+    return answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    path: str
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes
+    at: float
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(kw_only=True)
+class Receiver:
+    url: str
+    received: list[Received] = field(default_factory=list)
+    answers: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    """Given in turn; 200 when there are none left."""
+    hang: threading.Event = field(default_factory=threading.Event)
+    """While set, a request is received and not answered."""
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def wait_for(self, count: int, *, seconds: float = 30) -> list[Received]:
+        wait_until(lambda: len(self.received) >= count, seconds=seconds)
+        return list(self.received)
+
+
+@contextlib.contextmanager
+def recording_receiver(port: int = 0) -> Iterator[Receiver]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            receiver.received.append(
+                Received(
+                    path=self.path,
+                    headers={name.lower(): value for name, value in self.headers.items()},
+                    body=body,
+                    at=time.time(),
+                )
+            )
+            while receiver.hang.is_set() and not receiver.closing.is_set():
+                time.sleep(0.01)
+            status, headers = receiver.answers.pop(0) if receiver.answers else (200, {})
+            answer = b'{"ok": true}'
+            with contextlib.suppress(ConnectionError):
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a hub that was killed in the middle of a request
+
+    server = Server(("127.0.0.1", port), Handler)
+    receiver = Receiver(url=f"http://127.0.0.1:{server.server_address[1]}/webhooks/record")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        receiver.closing.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,319 @@
+"""SIGKILL at bad moments, a hub that stops and starts again, and a client that goes away."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import HfApi
+
+from pipeline.hub.app import create_app
+from pipeline.hub.database import open_database
+from pipeline.hub.errors import HubError
+from tests.hub_fixtures import (
+    SECRET_KEY,
+    TOKEN,
+    Receiver,
+    RunningHub,
+    commit_file,
+    git_env,
+    listening_socket,
+    recording_receiver,
+    run_git,
+    running_hub,
+    wait_until,
+)
+
+pytest_plugins = ["tests.hub_plugin"]
+
+NUM_KILLS = int(os.environ.get("HUB_KILLS", "2"))
+WATCHED = [{"type": "user", "name": "local"}]
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import uvicorn
+from pipeline.hub.app import create_app
+from pipeline.hub.settings import HubSettings
+root, port, token, key, fault = sys.argv[1:]
+if fault == "before-record":
+    # The worst moment: git has moved the refs, the hub knows nothing of it yet.
+    import os, signal
+    from pipeline.hub import git_http
+    git_http.record_ref_changes = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+settings = HubSettings(
+    port=int(port), delivery_schedule_seconds=(0,) + (0.05,) * 50,
+    refused_min_seconds=0.05, refused_max_seconds=0.1,
+)
+app = create_app(settings, Path(root), token=token, secret_key=key.encode())
+uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+"""
+
+
+class HubProcess:
+    def __init__(self, root: Path) -> None:
+        listener = listening_socket()
+        self.port = listener.getsockname()[1]
+        listener.close()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.root = root
+        self.env = git_env(self.url, TOKEN)
+        self.api = HfApi(endpoint=self.url, token=TOKEN)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, fault: str = "") -> None:
+        arguments = [str(self.root), str(self.port), TOKEN, SECRET_KEY.decode(), fault]
+        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
+        wait_until(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process is not None and self.process.poll() is None
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health").status_code == 200
+        return False
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def git(self, *arguments: str, cwd: Path, check: bool = True) -> str:
+        return run_git(*arguments, cwd=cwd, env=self.env, check=check)
+
+
+@pytest.fixture
+def hub_process(tmp_path: Path) -> Iterator[HubProcess]:
+    hub = HubProcess(tmp_path / "hub")
+    hub.start()
+    yield hub
+    hub.kill()
+
+
+def make_worktree(hub: HubProcess, folder: Path) -> Path:
+    hub.api.create_repo("local/facts", repo_type="dataset")
+    hub.git("init", "-q", str(folder), cwd=folder.parent)
+    hub.git("remote", "add", "origin", f"{hub.url}/datasets/local/facts", cwd=folder)
+    return folder
+
+
+def commit(hub: HubProcess, worktree: Path, text: str) -> str:
+    (worktree / "a.txt").write_text(text)
+    hub.git("add", "-A", cwd=worktree)
+    hub.git("commit", "-qm", text, cwd=worktree)
+    return hub.git("rev-parse", "HEAD", cwd=worktree)
+
+
+def new_shas(receiver: Receiver) -> list[str]:
+    return [ref["newSha"] for one in receiver.received for ref in one.json.get("updatedRefs", [])]
+
+
+def test_a_push_before_a_kill_is_delivered_after_it(
+    hub_process: HubProcess, tmp_path: Path
+) -> None:
+    hub = hub_process
+    worktree = make_worktree(hub, tmp_path / "facts")
+    listener = listening_socket()
+    port = listener.getsockname()[1]
+    listener.close()
+    hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED)
+    sha = commit(hub, worktree, "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.kill()
+    with recording_receiver(port) as receiver:
+        hub.start()
+        receiver.wait_for(1)
+        assert new_shas(receiver) == [sha]
+
+
+def test_a_delivery_that_a_kill_interrupted_is_sent_again_under_its_id(
+    hub_process: HubProcess, receiver: Receiver, tmp_path: Path
+) -> None:
+    hub = hub_process
+    worktree = make_worktree(hub, tmp_path / "facts")
+    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+    receiver.hang.set()
+    commit(hub, worktree, "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    receiver.wait_for(1)
+    hub.kill()
+    receiver.hang.clear()
+    hub.start()
+    first, second = receiver.wait_for(2)
+    assert first.headers["webhook-id"] == second.headers["webhook-id"]
+    assert first.body == second.body
+
+
+def test_the_gap_between_git_and_the_database_is_closed_at_start(
+    hub_process: HubProcess, receiver: Receiver, tmp_path: Path
+) -> None:
+    hub = hub_process
+    worktree = make_worktree(hub, tmp_path / "facts")
+    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+    hub.kill()
+    hub.start("before-record")
+    sha = commit(hub, worktree, "1")
+    said = hub.git("push", "origin", "main", cwd=worktree, check=False)
+    assert "new branch" not in said  # the hub died before it could answer
+    assert hub.process is not None
+    assert hub.process.wait(timeout=30) == -signal.SIGKILL
+    assert new_shas(receiver) == []
+    hub.start()
+    receiver.wait_for(1)
+    assert new_shas(receiver) == [sha]
+    assert hub.git("push", "origin", "main", cwd=worktree) == "Everything up-to-date"
+
+
+def test_kills_at_random_moments_lose_nothing_acknowledged(
+    hub_process: HubProcess, receiver: Receiver, tmp_path: Path
+) -> None:
+    hub = hub_process
+    worktree = make_worktree(hub, tmp_path / "facts")
+    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+    moments = random.Random(0)
+    for number in range(NUM_KILLS):
+        assert hub.process is not None
+        push_env = {**hub.env}
+        tip = commit(hub, worktree, str(number))
+        push = subprocess.Popen(
+            ["git", "push", "-q", "origin", "main"],
+            cwd=worktree,
+            env=push_env,
+            stderr=subprocess.DEVNULL,
+        )
+        time.sleep(moments.uniform(0, 0.15))  # the moment is the test
+        hub.kill()
+        acknowledged = push.wait() == 0
+        hub.start()
+        if acknowledged:
+            wait_until(lambda tip=tip: tip in new_shas(receiver))
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    wait_until(lambda: tip in new_shas(receiver))
+    # Whatever was told, the ranges join without a hole, from nothing to the last commit.
+    ranges = {
+        one.headers["webhook-id"]: one.json["updatedRefs"][0]
+        for one in receiver.received
+        if "updatedRefs" in one.json
+    }
+    joined = None
+    for step in ranges.values():
+        assert step["oldSha"] == joined
+        joined = step["newSha"]
+    assert joined == tip
+
+
+def test_refs_that_moved_behind_the_hubs_back_are_told_within_the_interval(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    with running_hub(tmp_path / "hub", reconcile_seconds=0.05) as hub:
+        hub.create_dataset("local/facts")
+        hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+        bare = hub.root / "repos/datasets/local/facts.git"
+        tree = hub.git("--git-dir", str(bare), "mktree", cwd=tmp_path)
+        sha = hub.git("--git-dir", str(bare), "commit-tree", "-m", "By hand", tree, cwd=tmp_path)
+        hub.git("--git-dir", str(bare), "update-ref", "refs/heads/main", sha, cwd=tmp_path)
+        receiver.wait_for(1)
+        assert new_shas(receiver) == [sha]
+
+
+def test_a_repository_put_into_the_folder_is_found_at_start(tmp_path: Path) -> None:
+    root = tmp_path / "hub"
+    with running_hub(root) as hub:
+        hub.git(
+            "init", "-q", "--bare", str(root / "repos/datasets/local/brought.git"), cwd=tmp_path
+        )
+        (root / "repos/datasets/local/not--a-name.git").mkdir()
+    with running_hub(root) as hub:
+        assert [one.id for one in hub.api.list_datasets()] == ["local/brought"]
+
+
+def test_webhooks_and_repositories_outlive_the_hub(tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub") as hub:
+        hub.create_dataset("local/facts")
+        created = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED)
+    with running_hub(tmp_path / "hub") as hub:
+        assert [one.id for one in hub.api.list_webhooks()] == [created.id]
+        assert hub.api.repo_exists("local/facts", repo_type="dataset")
+
+
+def test_a_second_hub_in_one_folder_is_refused(hub: RunningHub) -> None:
+    with pytest.raises(HubError, match="Another hub uses"):
+        create_app(hub.settings, hub.root, token=TOKEN, secret_key=SECRET_KEY)
+    assert hub.api.whoami()["name"] == "local"
+
+
+def test_a_database_of_a_newer_hub_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "hub.sqlite"
+    database = open_database(path)
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(HubError, match="a newer release wrote it"):
+        open_database(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_database_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "hub.sqlite"
+    path.write_bytes(b"not a database" * 100)
+    with pytest.raises(HubError, match="cannot be read"):
+        open_database(path)
+    assert path.read_bytes() == b"not a database" * 100
+
+
+def git_processes() -> set[int]:
+    """Process ids of this process's children that are git."""
+    found = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    ).stdout
+    return {int(line.split()[0]) for line in found.splitlines() if "http-backend" in line}
+
+
+def test_a_client_that_goes_away_ends_the_clone(hub: RunningHub, worktree: Path) -> None:
+    with open("/dev/urandom", "rb") as noise:
+        (worktree / "large.bin").write_bytes(noise.read(20 * 1024 * 1024))
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("-c", "core.compression=0", "push", "-q", "origin", "main", cwd=worktree)
+    sha = hub.git("rev-parse", "HEAD", cwd=worktree)
+    body = f"0032want {sha}\n00000009done\n".encode()
+    with socket.create_connection(("127.0.0.1", hub.settings.port)) as client:
+        client.sendall(
+            b"POST /datasets/local/facts/git-upload-pack HTTP/1.1\r\nHost: x\r\n"
+            b"Authorization: Bearer " + hub.token.encode() + b"\r\n"
+            b"Content-Type: application/x-git-upload-pack-request\r\n"
+            b"Content-Length: " + str(len(body)).encode() + b"\r\n\r\n" + body
+        )
+        assert client.recv(15) == b"HTTP/1.1 200 OK"
+        assert wait_until(git_processes)
+    wait_until(lambda: not git_processes())
+
+
+def test_a_push_that_breaks_off_changes_nothing(hub: RunningHub, worktree: Path) -> None:
+    with socket.create_connection(("127.0.0.1", hub.settings.port)) as client:
+        client.sendall(
+            b"POST /datasets/local/facts/git-receive-pack HTTP/1.1\r\nHost: x\r\n"
+            b"Authorization: Bearer " + hub.token.encode() + b"\r\n"
+            b"Content-Type: application/x-git-receive-pack-request\r\n"
+            b"Content-Length: 1000000\r\n\r\n00"
+        )
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    assert hub.api.dataset_info("local/facts").sha == sha
+    wait_until(lambda: not list((hub.root / "incoming").iterdir()))
+
+
+def test_a_push_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub", max_push_bytes=1000) as hub:
+        url = hub.create_dataset("local/facts")
+        hub.git("init", "-q", "facts", cwd=tmp_path)
+        commit_file(hub, tmp_path / "facts", "a.txt", os.urandom(5000).hex())
+        assert "413" in hub.git("push", url, "main", cwd=tmp_path / "facts", check=False)
+        assert hub.api.dataset_info("local/facts").sha is None

@@ -1,0 +1,233 @@
+"""The hub seen by the real git program."""
+
+import base64
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hub_fixtures import Receiver, RunningHub, commit_file, git_env, run_git, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
+
+
+def content_events(receiver: Receiver) -> list[tuple[str, str | None, str | None]]:
+    """(ref, old sha, new sha) of each, in the order received."""
+    return [
+        (ref["ref"], ref["oldSha"], ref["newSha"])
+        for one in receiver.received
+        if one.json["event"]["scope"] == "repo.content"
+        for ref in one.json["updatedRefs"]
+    ]
+
+
+def test_a_push_arrives_in_a_clone_and_at_the_receiver(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str, tmp_path: Path
+) -> None:
+    sha = commit_file(hub, worktree, "data/train.jsonl", '{"text": "a"}\n')
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", "copy", cwd=tmp_path)
+    assert (tmp_path / "copy/data/train.jsonl").read_text() == '{"text": "a"}\n'
+
+    [received] = receiver.wait_for(1)
+    assert content_events(receiver) == [("refs/heads/main", None, sha)]
+    assert received.json["event"] == {"action": "update", "scope": "repo.content"}
+    assert received.json["repo"]["name"] == "local/facts"
+    assert received.json["repo"]["headSha"] == sha
+
+
+def test_each_kind_of_ref_change_is_one_event(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
+) -> None:
+    first = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    second = commit_file(hub, worktree, "a.txt", "2")
+    hub.git("push", "-q", "origin", "main", "main:refs/heads/side", cwd=worktree)
+    hub.git("reset", "-q", "--hard", first, cwd=worktree)
+    other = commit_file(hub, worktree, "a.txt", "3")
+    hub.git("push", "-q", "--force", "origin", "main", cwd=worktree)
+    hub.git("tag", "v1", cwd=worktree)
+    hub.git("push", "-q", "origin", "v1", cwd=worktree)
+    hub.git("push", "-q", "origin", ":side", cwd=worktree)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)  # nothing to push, nothing to tell
+
+    receiver.wait_for(6)
+    wait_until(lambda: all(one["status"] == "delivered" for one in hub.deliveries(webhook)))
+    assert content_events(receiver) == [
+        ("refs/heads/main", None, first),
+        ("refs/heads/main", first, second),
+        ("refs/heads/side", None, second),
+        ("refs/heads/main", second, other),
+        ("refs/tags/v1", None, other),
+        ("refs/heads/side", second, None),
+    ]
+
+
+def test_a_commit_that_a_force_push_left_behind_can_still_be_fetched(
+    hub: RunningHub, worktree: Path, tmp_path: Path
+) -> None:
+    left_behind = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.git("commit", "-q", "--amend", "-m", "Other", cwd=worktree)
+    hub.git("push", "-q", "--force", "origin", "main", cwd=worktree)
+
+    hub.git("init", "-q", "copy", cwd=tmp_path)
+    url = f"{hub.url}/datasets/local/facts"
+    hub.git("fetch", "-q", url, left_behind, cwd=tmp_path / "copy")
+    found = hub.request("GET", f"/datasets/local/facts/resolve/{left_behind}/a.txt")
+    assert found.text == "1"
+
+
+def test_short_and_git_suffixed_urls_name_the_same_dataset(hub: RunningHub, worktree: Path) -> None:
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", f"{hub.url}/local/facts.git", "main", cwd=worktree)
+    for path in ("datasets/local/facts.git", "datasets/local/facts", "local/facts"):
+        listed = hub.git("ls-remote", f"{hub.url}/{path}", "refs/heads/main", cwd=worktree)
+        assert listed.split() == [sha, "refs/heads/main"]
+
+
+@pytest.mark.slow
+def test_a_hundred_megabytes_are_pushed_and_read_back(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
+) -> None:
+    size = 100 * 1024 * 1024
+    with open("/dev/urandom", "rb") as noise:
+        (worktree / "large.bin").write_bytes(noise.read(size))
+    commit_file(hub, worktree, "small.txt", "x")
+    hub.git("-c", "core.compression=0", "push", "-q", "origin", "main", cwd=worktree)
+    assert len(content_events(receiver)) <= 1  # a big push is two POSTs and one event
+    receiver.wait_for(1)
+    tail = hub.request(
+        "GET", "/datasets/local/facts/resolve/main/large.bin", headers={"Range": "bytes=-1000"}
+    )
+    assert tail.status_code == 206
+    with open(worktree / "large.bin", "rb") as file:
+        file.seek(-1000, 2)
+        assert tail.content == file.read()
+    assert len(content_events(receiver)) == 1
+
+
+def test_concurrent_pushes_to_one_repository_are_one_event_each(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str, tmp_path: Path
+) -> None:
+    base = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+
+    def push(number: int) -> tuple[str, None, str]:
+        folder = tmp_path / f"clone{number}"
+        hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", str(folder), cwd=tmp_path)
+        sha = commit_file(hub, folder, f"{number}.txt", "x")
+        hub.git("push", "-q", "origin", f"main:refs/heads/b{number}", cwd=folder)
+        return (f"refs/heads/b{number}", None, sha)
+
+    with ThreadPoolExecutor(4) as pool:
+        pushed = list(pool.map(push, range(6)))
+    receiver.wait_for(7)
+    assert sorted(content_events(receiver)) == sorted([("refs/heads/main", None, base), *pushed])
+
+
+def test_of_two_pushes_to_one_branch_the_late_one_is_refused(
+    hub: RunningHub, worktree: Path, tmp_path: Path
+) -> None:
+    commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.git("clone", "-q", f"{hub.url}/datasets/local/facts", "copy", cwd=tmp_path)
+    commit_file(hub, worktree, "a.txt", "2")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    commit_file(hub, tmp_path / "copy", "a.txt", "3")
+    said = hub.git("push", "origin", "main", cwd=tmp_path / "copy", check=False)
+    assert "rejected" in said
+
+
+def test_a_wrong_token_and_none_are_refused(hub: RunningHub, worktree: Path) -> None:
+    commit_file(hub, worktree, "a.txt", "1")
+    wrong = run_git(
+        "push", "origin", "main", cwd=worktree, env=git_env(hub.url, "wrong"), check=False
+    )
+    assert "Authentication failed" in wrong
+    nobody = {**hub.git_env, "GIT_CONFIG_COUNT": "0"}
+    assert "could not read Username" in run_git(
+        "push", "origin", "main", cwd=worktree, env=nobody, check=False
+    )
+    assert hub.git("ls-remote", "origin", cwd=worktree) == ""
+
+
+def test_an_unknown_repository_is_said_with_what_to_do(hub: RunningHub, worktree: Path) -> None:
+    said = hub.git("ls-remote", f"{hub.url}/datasets/local/none", cwd=worktree, check=False)
+    assert "hf repos create local/none --type dataset" in said
+
+
+def test_the_default_branch_cannot_be_deleted(hub: RunningHub, worktree: Path) -> None:
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    assert "refusing to delete the current branch" in hub.git(
+        "push", "origin", ":main", cwd=worktree, check=False
+    )
+    assert hub.api.dataset_info("local/facts").sha == sha
+
+
+def test_a_tree_that_leads_outside_is_refused(hub: RunningHub, worktree: Path) -> None:
+    blob = subprocess.run(
+        ["git", "hash-object", "-w", "--stdin"],
+        input=b"x",
+        cwd=worktree,
+        env=hub.git_env,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    entry = f"100644 blob {blob.strip()}\t..\n"
+    tree = subprocess.run(
+        ["git", "mktree"], input=entry.encode(), cwd=worktree, env=hub.git_env, capture_output=True
+    ).stdout.decode()
+    commit = hub.git("commit-tree", "-m", "Bad", tree.strip(), cwd=worktree)
+    said = hub.git("push", "origin", f"{commit}:refs/heads/main", cwd=worktree, check=False)
+    assert "hasDotdot" in said
+
+
+def authorization(hub: RunningHub) -> dict[str, str]:
+    pair = base64.b64encode(f"anyone:{hub.token}".encode()).decode()
+    return {"Authorization": f"Basic {pair}"}
+
+
+def test_names_that_lead_elsewhere_are_unknown(hub: RunningHub) -> None:
+    for path in (
+        "/datasets/local/..%2f..%2fhub.sqlite/info/refs?service=git-upload-pack",
+        "/datasets/..%2f../x/info/refs?service=git-upload-pack",
+        "/datasets/local/facts%00/info/refs?service=git-upload-pack",
+        "/datasets/local/%ff%fe/info/refs?service=git-upload-pack",
+        "/datasets/local/-u/info/refs?service=git-receive-pack",
+    ):
+        assert hub.request("GET", path).status_code in (400, 404), path
+
+
+def test_requests_that_are_not_gits_are_refused(hub: RunningHub, worktree: Path) -> None:
+    base = f"{hub.url}/datasets/local/facts"
+    for method, path, options in [
+        ("GET", "/info/refs", {}),  # the dumb protocol
+        ("GET", "/info/refs?service=git-shell", {}),
+        ("POST", "/info/refs?service=git-upload-pack", {}),
+        ("GET", "/git-receive-pack", {}),
+        ("POST", "/git-receive-pack", {"content": b"0000"}),  # no content type
+    ]:
+        answer = httpx.request(method, base + path, headers=authorization(hub), **options)
+        assert answer.status_code == 400, (method, path)
+    garbage = httpx.post(
+        f"{base}/git-receive-pack",
+        content=b"not a pkt-line",
+        headers={
+            **authorization(hub),
+            "Content-Type": "application/x-git-receive-pack-request",
+        },
+    )
+    assert garbage.status_code in (200, 400, 500)  # git's own words; the hub goes on:
+    assert hub.request("GET", "/health").status_code == 200
+
+
+def test_protocol_version_2_is_spoken(hub: RunningHub, worktree: Path) -> None:
+    answer = httpx.get(
+        f"{hub.url}/datasets/local/facts/info/refs?service=git-upload-pack",
+        headers={**authorization(hub), "Git-Protocol": "version=2"},
+    )
+    assert b"version 2" in answer.content

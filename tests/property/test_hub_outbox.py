@@ -1,0 +1,102 @@
+"""The outbox and the comparison of refs, against plain models of what they promise."""
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.hub import outbox, schema
+from pipeline.hub.database import open_database
+from pipeline.hub.events import EventLog
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.outbox import Attempt
+from pipeline.hub.repositories import Repositories
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import CreateWebhook, SecretBox, Watched, create_webhook
+from receiver.payload import WebhookPayload
+from tests.hub_fixtures import SECRET_KEY
+
+SETTINGS = HubSettings(delivery_schedule_seconds=(0, 0, 0), refused_give_up_seconds=3600)
+NAME = RepositoryName(type="dataset", owner="local", name="facts")
+
+refs = st.dictionaries(
+    st.sampled_from(["refs/heads/main", "refs/heads/side", "refs/tags/v1"]),
+    st.sampled_from(["a" * 40, "b" * 40, "c" * 40]),
+)
+answers = st.sampled_from([200, 204, 302, 404, 500, None, "refused"])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(states=st.lists(refs, max_size=6), outcomes=st.lists(answers, max_size=40))
+def test_every_ref_change_is_delivered_or_dead_and_in_order(
+    states: list[dict[str, str]], outcomes: list[int | str | None]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        database = open_database(root / "hub.sqlite")
+        repositories = Repositories(root)
+        log = EventLog(
+            database=database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
+        )
+        with database.write() as connection:
+            repository = repositories.adopt(connection, NAME, private=True)
+            webhook = create_webhook(
+                connection,
+                CreateWebhook(url="http://x/", watched=(Watched(type="user", name="local"),)),
+                SecretBox(SECRET_KEY),
+            )
+        for state in states:
+            log.record_refs(repository, state)
+
+        sent: dict[str, int] = {}
+        delivered: list[str] = []
+        pending_outcomes = list(outcomes)
+        while True:
+            with database.read() as connection:
+                due = outbox.next_due(connection, webhook.id)
+            if due is None:
+                break
+            outcome = pending_outcomes.pop(0) if pending_outcomes else 200
+            refused = outcome == "refused"
+            attempt = Attempt(
+                started_at=0,
+                milliseconds=1,
+                response_status=outcome if isinstance(outcome, int) else None,
+                refused=refused,
+            )
+            if not refused:
+                sent[due.id] = sent.get(due.id, 0) + 1
+            with database.write() as connection:
+                status = outbox.settle(connection, due, attempt, SETTINGS)
+            assert (status == "delivered") == (outcome in (200, 204))
+            assert (status == "dead") == (
+                status != "delivered"
+                and sent.get(due.id, 0) >= len(SETTINGS.delivery_schedule_seconds)
+            )
+            if status == "delivered":
+                delivered.append(due.id)
+
+        # Followed from nothing, the events lead from each state to the next, dead ones included.
+        with database.read() as connection:
+            rows = connection.execute(
+                schema.deliveries.select().order_by(schema.deliveries.c.event_seq)
+            ).all()
+        replayed: dict[str, str] = {}
+        for row in rows:
+            assert row.status in ("delivered", "dead")
+            payload = WebhookPayload.model_validate_json(row.payload)
+            assert payload.updatedRefs is not None
+            [change] = payload.updatedRefs
+            assert change.oldSha == replayed.get(change.ref)
+            assert change.oldSha != change.newSha
+            if change.newSha is None:
+                del replayed[change.ref]
+            else:
+                replayed[change.ref] = change.newSha
+        assert replayed == (states[-1] if states else {})
+        order = [row.id for row in rows if row.status == "delivered"]
+        if set(outcomes) <= {200, 204, "refused"}:
+            assert delivered == order
+        database.close()

@@ -1,0 +1,69 @@
+"""Names from outside, as the hub takes and refuses them."""
+
+import subprocess
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pipeline.hub.errors import BadRequest, RepositoryNotFound
+from pipeline.hub.names import (
+    file_path,
+    is_ref_name,
+    repository_name,
+    requested_name,
+    segments,
+)
+
+
+@pytest.mark.parametrize("name", ["facts", "a", "A_b-c.d", "0", "x" * 96])
+def test_usual_names_are_taken(name: str) -> None:
+    assert repository_name("dataset", "local", name).path == f"datasets/local/{name}"
+    assert repository_name("model", "local", name).path == f"local/{name}"
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a..b", "a--b", ".a", "-a", "a-", "a.git", "a/b", "a\nb", "é", "x" * 97]
+)
+def test_names_that_could_lead_elsewhere_are_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match="repository name"):
+        repository_name("dataset", "local", name)
+    with pytest.raises(BadRequest, match="repository name"):
+        repository_name("dataset", name, "facts")
+    with pytest.raises(RepositoryNotFound):
+        requested_name("dataset", "local", name)
+
+
+@given(st.text())
+@example("../../etc/passwd")
+@example("a/./b")
+@example("a\0b")
+def test_a_file_path_never_leads_out(path: str) -> None:
+    try:
+        taken = file_path([path])
+    except BadRequest:
+        return
+    assert taken == path
+    assert not {"", ".", ".."} & set(taken.split("/"))
+    assert "\n" not in taken and "\0" not in taken
+
+
+def test_an_encoded_slash_stays_in_its_segment() -> None:
+    assert segments(b"/api/datasets/a/b/tree/refs%2Fpr%2F1/x") == [
+        *("api", "datasets", "a", "b", "tree", "refs/pr/1", "x")
+    ]
+    with pytest.raises(BadRequest, match="UTF-8"):
+        segments(b"/%ff")
+
+
+@given(st.text(st.characters(max_codepoint=0x17F), min_size=1, max_size=12))
+@example("a.lock/b")
+@example("@{1}")
+@example("main~1")
+@example("a//b")
+@example("@")
+def test_a_name_taken_for_a_ref_is_one_for_git_too(name: str) -> None:
+    if not is_ref_name(name):
+        return
+    checked = subprocess.run(["git", "check-ref-format", f"refs/heads/{name}"])
+    assert checked.returncode == 0
