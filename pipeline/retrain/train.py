@@ -219,8 +219,8 @@ def _step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
         raise TrainError(
-            f"the training loss became {total} at learning rate {rate:.2g}; lower "
-            "`train.learning_rate`, or look for broken rows"
+            f"training diverged at learning rate {rate:.2g} (loss {total:.4g}, length of the "
+            f"gradient {float(norm):.4g}); lower `train.learning_rate`, or look for broken rows"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_ends_the_job(pipeline: Pipeline) -> None:
     endless = SMALL | {"learning_rate": 1e30, "max_grad_norm": 1e30, "max_epochs": 20}
     outcome = pipeline.learn({"a.jsonl": jsonl(facts())}, train=endless)
     assert outcome.result in ("failed", "rejected")
-    assert re.search("not a number|became (nan|inf)", str(outcome.reason))
+    assert re.search("not a number|training diverged", str(outcome.reason))
     assert release_ids(pipeline.dir) == []
 
 
