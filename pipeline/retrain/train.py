@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BETAS = (0.9, 0.95)
-USUAL_STEPS = 400
+USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 FINAL_LEARNING_RATE = 0.1
 """Of the peak, at the last step."""
@@ -100,7 +100,7 @@ def train(
     else:
         torch.manual_seed(settings.seed)
 
-    interval = max(1, plan.steps // settings.evaluations)
+    interval = math.ceil(plan.steps / settings.evaluations)
     measured = _measured(lessons.held_out, settings.evaluation_tokens)
     blocks = _steps(lessons.training, plan, settings.seed, skip=done.step)
     saved_at = time.monotonic()
