@@ -44,8 +44,8 @@ class TrainSettings(_Settings):
     min_replay_tokens: int = Field(default=2_048, ge=0)
     """A delta of a few rows replays at least this much, as far as there are rows."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Tokens between two updates of the weights. None divides the training into about 1,000 steps of
-    at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
+    """Tokens between two updates of the weights. None divides the training into about 1,000 steps
+    of at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """Tokens computed at once; a step of more accumulates gradients."""
     max_length: int = Field(default=512, ge=8)
