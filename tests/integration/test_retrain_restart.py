@@ -59,12 +59,15 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     assert weights[0] == weights[1]
 
 
-def test_a_job_that_had_published_only_promotes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [(), ("release.json",)])
+def test_a_job_that_had_published_only_promotes(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    """Also where it was killed between the release's rename and the record of it."""
     pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500})
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
     first = pipeline.run(folder)
     (folder / "outcome.json").unlink()
-    (folder / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", *lost):
+        (folder / name).unlink()
     again = pipeline.run(folder)
     assert again.release == first.release
     assert again.dataset_revision == first.dataset_revision
