@@ -29,7 +29,6 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     job: Job | None = None
     try:
         job = Job.from_environment(environ)
-        _prepare_libraries(environ)
         outcome = retrain(job)
     except (PipelineError, ServingError) as error:
         logger.error("%s", error)
@@ -51,19 +50,6 @@ def _failed(job: Job | None, environ: Mapping[str, str], reason: str) -> JobOutc
             result="failed", reason=one_line, exit_code=1, job_id=environ.get("JOB_ID")
         )
     return job.outcome("failed", one_line)
-
-
-def _prepare_libraries(environ: Mapping[str, str]) -> None:
-    """Threads as the runner granted them, and no progress bars in the log."""
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    import torch
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    if environ.get("OMP_NUM_THREADS", "").isdigit():
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Snapshot → what to train on and what to hold out, and whether anything changed at all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,7 +40,6 @@ def sort_out(
     mode, reason = choose_mode(settings.mode, snapshot, parent, base_model, change)
     training, held_out = split(rows, settings.held_out_ratio, settings.min_held_out_rows)
     added = {row.digest for row in change.added}
-    is_new: Callable[[Row], bool] = lambda row: row.digest in added  # noqa: E731
     # Too few rows to hold one out: judged on what is trained on.
     judged = held_out or training
     return Data(
@@ -48,10 +47,10 @@ def sort_out(
         reason=reason,
         digest=data_digest(rows),
         rows=tuple(rows),
-        new=tuple(filter(is_new, training)),
-        known=tuple(row for row in training if not is_new(row)),
-        held_out_new=tuple(filter(is_new, judged)),
-        held_out_known=tuple(row for row in judged if not is_new(row)),
+        new=tuple(row for row in training if row.digest in added),
+        known=tuple(row for row in training if row.digest not in added),
+        held_out_new=tuple(row for row in judged if row.digest in added),
+        held_out_known=tuple(row for row in judged if row.digest not in added),
     )
 
 

@@ -6,13 +6,10 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.gate import Comparison, Pair, refusals
-from pipeline.retrain.rows import Row
-from pipeline.retrain.scoring import RowLoss, row_losses
 from pipeline.retrain.settings import GateSettings
-from pipeline.retrain.tokens import sequences
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from pipeline.retrain.scoring import RowLoss
 
 
 class Evaluation(BaseModel):
@@ -36,19 +33,9 @@ class Evaluation(BaseModel):
         return not self.refusals
 
 
-def measure(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    rows: Sequence[Row],
-    max_length: int,
-) -> list[RowLoss]:
-    """The loss of each row that has something to learn."""
-    return row_losses(model, sequences(rows, tokenizer, max_length))
-
-
 def compare(
-    new: tuple[Sequence[RowLoss], Sequence[RowLoss]],
-    served: tuple[Sequence[RowLoss], Sequence[RowLoss]],
+    new: tuple[Sequence["RowLoss"], Sequence["RowLoss"]],
+    served: tuple[Sequence["RowLoss"], Sequence["RowLoss"]],
     gate: GateSettings,
     *,
     against: str,
@@ -67,7 +54,7 @@ def compare(
     )
 
 
-def _pairs(new: Sequence[RowLoss], served: Sequence[RowLoss]) -> list[Pair]:
+def _pairs(new: Sequence["RowLoss"], served: Sequence["RowLoss"]) -> list[Pair]:
     """Nats of whole rows compare even where the two models cut them into different tokens."""
     by_row = {loss.row: loss.nats for loss in served}
     return [

@@ -23,12 +23,12 @@ class Pair:
 class Comparison(BaseModel):
     """A group of held-out rows. Losses are nats per token."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int
     tokens: int
     loss: float | None
-    """None where it is not a number."""
+    """None where it is not a number, or no row was measured."""
     served_loss: float | None
 
     @classmethod
@@ -37,8 +37,8 @@ class Comparison(BaseModel):
         return cls(
             rows=len(pairs),
             tokens=tokens,
-            loss=_finite(sum(pair.new_nats for pair in pairs) / max(tokens, 1)),
-            served_loss=_finite(sum(pair.served_nats for pair in pairs) / max(tokens, 1)),
+            loss=_mean([pair.new_nats for pair in pairs], tokens),
+            served_loss=_mean([pair.served_nats for pair in pairs], tokens),
         )
 
 
@@ -89,5 +89,6 @@ def _refusal(
     )
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _mean(nats: Sequence[float], tokens: int) -> float | None:
+    mean = sum(nats) / tokens if tokens else math.nan
+    return mean if math.isfinite(mean) else None

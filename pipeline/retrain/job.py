@@ -42,6 +42,8 @@ class Job:
     hub_token: str | None = field(repr=False)
     server_url: str | None
     admin_token: str | None = field(repr=False)
+    num_threads: int | None
+    """For torch; None leaves its default."""
     metrics: MetricsWriter
     progress: Progress = Progress()
 
@@ -54,6 +56,7 @@ class Job:
                 "`pipeline jobs run`"
             )
         folder = Path(environ["JOB_DIR"])
+        threads = environ.get("OMP_NUM_THREADS", "")
         try:
             spec = JobSpec.model_validate_json((folder / job_folder.SPEC).read_bytes())
             settings = RetrainSettings.model_validate(spec.settings)
@@ -75,6 +78,7 @@ class Job:
             hub_token=environ.get("HF_TOKEN"),
             server_url=environ.get("PIPELINE_SERVER_URL"),
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
+            num_threads=int(threads) if threads.isdigit() else None,
             metrics=MetricsWriter(folder / job_folder.METRICS),
         )
 

@@ -16,7 +16,7 @@ from pipeline.retrain.parent import Parent, find_parent, load_parent
 from pipeline.retrain.promote import promote
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.weights.release import Lineage, Release
-from serving.weights.releases import prune
+from serving.weights.releases import list_releases, prune
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +54,17 @@ def retrain(job: Job) -> JobOutcome:
 
 
 def _published_before(job: Job) -> Release | None:
-    release = job_folder.read_record(job.dir / job_folder.RELEASE, Release)
-    if release is None or not (job.pipeline_dir / release.id).is_dir():
+    """This job's release, where an earlier attempt got as far."""
+    mine = [
+        release for release in list_releases(job.pipeline_dir) if release.lineage.job_id == job.id
+    ]
+    if not mine:
         return None
+    job_folder.write_record(job.dir / job_folder.RELEASE, mine[-1])
     job.learned(
-        dataset_revision=release.lineage.dataset_revision, parent_release=release.lineage.parent
+        dataset_revision=mine[-1].lineage.dataset_revision, parent_release=mine[-1].lineage.parent
     )
-    return release
+    return mine[-1]
 
 
 def _snapshot(job: Job) -> tuple[DatasetSnapshot, Parent | None]:

@@ -33,7 +33,7 @@ class TrainSettings(_Settings):
     """Passes over the training rows of a full training, at most."""
     delta_max_epochs: float = Field(default=8.0, gt=0)
     """Passes over the new and the replayed rows of a delta, at most."""
-    max_tokens: int = Field(default=320_000, ge=1)
+    max_tokens: int = Field(default=250_000, ge=1)
     """Training tokens of a full training, at most: what bounds its time. A laptop's two cores
     train the preset on about 3,000 tokens/s. Where deltas have taken the served release further
     than this, a full training may go as far, up to four times this: it is measured against it."""
@@ -44,8 +44,8 @@ class TrainSettings(_Settings):
     min_replay_tokens: int = Field(default=2_048, ge=0)
     """A delta of a few rows replays at least this much, as far as there are rows."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Tokens between two updates of the weights. None divides the training into about 400 steps of
-    at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
+    """Tokens between two updates of the weights. None divides the training into about 1,000 steps
+    of at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """Tokens computed at once; a step of more accumulates gradients."""
     max_length: int = Field(default=512, ge=8)
@@ -59,7 +59,7 @@ class TrainSettings(_Settings):
     """Held out of a small dataset, but never more than a quarter of it."""
     evaluations: int = Field(default=12, ge=1)
     """How often the held-out loss is measured during training; the best weights are kept."""
-    evaluation_tokens: int = Field(default=8_192, ge=1)
+    evaluation_tokens: int = Field(default=4_096, ge=1)
     """Held-out tokens of one such measurement, at most. The gate measures all of them."""
     patience: int = Field(default=3, ge=1)
     """Training stops after this many measurements without a better one."""

@@ -75,7 +75,9 @@ class DatasetHub:
         """The data files at exactly `sha`, from the cache where they are there. Raises
         SnapshotError."""
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
+        disable_progress_bars()  # they would fill the job's log
         with _translated(f"revision {sha} of {self.dataset}", self._endpoint):
             folder = Path(
                 snapshot_download(

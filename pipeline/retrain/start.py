@@ -10,13 +10,14 @@ from pipeline.retrain.base_model import base_folder
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import Data
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.evaluate import Evaluation, compare, measure
+from pipeline.retrain.evaluate import Evaluation, compare
 from pipeline.retrain.export import export, round_weights
 from pipeline.retrain.job import Job
 from pipeline.retrain.lessons import prepare
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.probe import make_probe, probe_texts
-from pipeline.retrain.scoring import RowLoss, check_head
+from pipeline.retrain.scoring import RowLoss, check_head, row_losses
+from pipeline.retrain.tokens import sequences
 from pipeline.retrain.train import train
 from serving.weights.release import Lineage, Release
 
@@ -93,16 +94,18 @@ class Start:
     def _measure(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
     ) -> tuple[list[RowLoss], list[RowLoss]]:
-        data, length = self.data, self.max_length
-        return (
-            measure(model, tokenizer, data.held_out_new, length),
-            measure(model, tokenizer, data.held_out_known, length),
+        """Losses on the held-out rows of the new range, and on those known before."""
+        new, known = (
+            row_losses(model, sequences(rows, tokenizer, self.max_length))
+            for rows in (self.data.held_out_new, self.data.held_out_known)
         )
+        return new, known
 
 
 def open_start(job: Job, data: Data, parent: Parent | None) -> Start:
     """Load what the job sets out from. Raises BaseModelError."""
     settings = job.settings
+    _prepare_libraries(job)
 
     def base() -> Path:
         return base_folder(
@@ -131,6 +134,16 @@ def open_start(job: Job, data: Data, parent: Parent | None) -> Start:
         data=data,
         tokens_before=int(parent.evaluation.get("total_tokens", 0)) if parent is not None else 0,
     )
+
+
+def _prepare_libraries(job: Job) -> None:
+    """Threads as the runner granted them: a process forked from a warm parent has read no
+    environment of its own. And no progress bars in the log."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    if job.num_threads is not None:
+        torch.set_num_threads(job.num_threads)
 
 
 def load_model(

@@ -63,7 +63,7 @@ def _ids(
 
 
 def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[_Piece]:
-    token_ids = _ids(tokenizer, text) + [tokenizer.eos_token_id]
+    token_ids = [*_ids(tokenizer, text), tokenizer.eos_token_id]
     # Pieces share one token, so that every token but the first is predicted once.
     starts = range(0, max(1, len(token_ids) - 1), max_length - 1)
     pieces = [token_ids[start : start + max_length] for start in starts]
@@ -74,7 +74,7 @@ def _completion(
     prompt: str, completion: str, tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> _Piece:
     before = _ids(tokenizer, prompt)
-    after = _ids(tokenizer, completion, add_special_tokens=False) + [tokenizer.eos_token_id]
+    after = [*_ids(tokenizer, completion, add_special_tokens=False), tokenizer.eos_token_id]
     if not before:
         before = [tokenizer.eos_token_id]
     after = after[: max_length - 1]

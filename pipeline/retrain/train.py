@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BETAS = (0.9, 0.95)
-USUAL_STEPS = 400
+USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 FINAL_LEARNING_RATE = 0.1
 """Of the peak, at the last step."""
@@ -100,7 +100,7 @@ def train(
     else:
         torch.manual_seed(settings.seed)
 
-    interval = max(1, plan.steps // settings.evaluations)
+    interval = math.ceil(plan.steps / settings.evaluations)
     measured = _measured(lessons.held_out, settings.evaluation_tokens)
     blocks = _steps(lessons.training, plan, settings.seed, skip=done.step)
     saved_at = time.monotonic()
@@ -219,8 +219,8 @@ def _step(
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
         raise TrainError(
-            f"the training loss became {total} at learning rate {rate:.2g}; lower "
-            "`train.learning_rate`, or look for broken rows"
+            f"training diverged at learning rate {rate:.2g} (loss {total:.4g}, length of the "
+            f"gradient {float(norm):.4g}); lower `train.learning_rate`, or look for broken rows"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate

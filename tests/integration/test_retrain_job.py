@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_ends_the_job(pipeline: Pipeline) -> None:
     endless = SMALL | {"learning_rate": 1e30, "max_grad_norm": 1e30, "max_epochs": 20}
     outcome = pipeline.learn({"a.jsonl": jsonl(facts())}, train=endless)
     assert outcome.result in ("failed", "rejected")
-    assert re.search("not a number|became (nan|inf)", str(outcome.reason))
+    assert re.search("not a number|training diverged", str(outcome.reason))
     assert release_ids(pipeline.dir) == []
 
 
@@ -152,21 +152,23 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
         ({"README.md": "# nothing yet"}, "the dataset is empty"),
         ({"a.jsonl": '{"q": "a"}\n'}, "columns 'q'"),
         ({"a.jsonl": jsonl([{"text": "x" * 5_000_000}])}, "a.jsonl, line 1: a row of 5,000,000"),
-        ({"a.jsonl": '{"prompt": "", "completion": ""}\n{"text": ""}\n'}, None),
     ],
 )
 def test_bad_data_fails_the_job_and_leaves_the_release(
-    pipeline: Pipeline, files: dict[str, str], expected: str | None
+    pipeline: Pipeline, files: dict[str, str], expected: str
 ) -> None:
     first = pipeline.learn({"a.jsonl": jsonl(facts())})
     outcome = pipeline.learn(files)
-    if expected is None:
-        assert outcome.result in ("published", "rejected", "failed")
-        return
     assert (outcome.result, outcome.stage, outcome.exit_code) == ("failed", "data", 1)
     assert expected in str(outcome.reason)
     assert "\n" not in str(outcome.reason)
     assert release_ids(pipeline.dir) == [first.release]
+
+
+def test_rows_without_anything_to_learn_fail_the_job(pipeline: Pipeline) -> None:
+    outcome = pipeline.learn({"a.jsonl": jsonl([{"text": ""}] * 5)})
+    assert (outcome.result, outcome.stage) == ("failed", "train")
+    assert "no row has anything to learn" in str(outcome.reason)
 
 
 @pytest.mark.parametrize(

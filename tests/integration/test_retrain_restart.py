@@ -32,9 +32,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     )
     rows = {"a.jsonl": jsonl(facts())}
 
-    folder = whole.job(whole.commit(rows))
-    assert whole.start(folder).wait(timeout=200) == 0
-    expected = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())
+    expected = whole.learn(rows)
 
     folder = killed.job(killed.commit(rows))
     process = killed.start(folder)
@@ -48,8 +46,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     assert not saved.finished
     assert not (folder / "outcome.json").exists()
 
-    assert killed.start(folder).wait(timeout=200) == 0
-    outcome = JobOutcome.model_validate_json((folder / "outcome.json").read_bytes())
+    outcome = killed.run(folder)
     assert outcome.result == expected.result == "published"
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     steps = [metric.step for metric in metrics if metric.event == "step"]
@@ -62,12 +59,15 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     assert weights[0] == weights[1]
 
 
-def test_a_job_that_had_published_only_promotes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [(), ("release.json",)])
+def test_a_job_that_had_published_only_promotes(tmp_path: Path, lost: tuple[str, ...]) -> None:
+    """Also where it was killed between the release's rename and the record of it."""
     pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500})
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
     first = pipeline.run(folder)
     (folder / "outcome.json").unlink()
-    (folder / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", *lost):
+        (folder / name).unlink()
     again = pipeline.run(folder)
     assert again.release == first.release
     assert again.dataset_revision == first.dataset_revision
@@ -82,8 +82,8 @@ def test_a_job_that_had_published_only_promotes(tmp_path: Path) -> None:
         (None, "spec.json is missing"),
         ('{"command": ["x"], "settings": {"pipeline": "a"}}', "Field required"),
         (
-            '{"command": ["x"], "settings": {"pipeline": "a", "dataset": "a/b", "releases_dir": "r", '
-            '"bases_dir": "b", "kepe": 3}}',
+            '{"command": ["x"], "settings": {"pipeline": "a", "dataset": "a/b", '
+            '"releases_dir": "r", "bases_dir": "b", "kepe": 3}}',
             "spec.json: kepe: Extra inputs are not permitted",
         ),
         ("{", "Invalid JSON"),
