@@ -23,7 +23,14 @@ from pipeline.stack import RUNNER, Stack, hub_service, read_stack
 from pipeline.tokens import load_tokens
 from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
 
-PRELOAD = ("torch", "transformers", "datasets", "pipeline.retrain.run")
+PRELOAD = (
+    "torch",
+    "transformers.models.llama.modeling_llama",
+    "datasets",
+    "huggingface_hub",
+    "pipeline.retrain.run",
+    "pipeline.retrain.start",
+)
 """What a retraining imports: seconds that every job would otherwise begin with."""
 
 
