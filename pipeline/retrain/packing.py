@@ -51,10 +51,10 @@ def pack(lengths: Sequence[int], block_length: int) -> list[list[int]]:
     return done + [block for block, _ in open_blocks]
 
 
-def block_length(sequences: Sequence[TokenSequence], max_length: int) -> int:
+def block_length(sequences: Sequence[TokenSequence]) -> int:
     """As short as the sequences allow, since attention pays for length: a multiple of 64."""
     longest = max(len(sequence.token_ids) for sequence in sequences)
-    return min(max_length, max(128, -(-longest // 64) * 64))
+    return max(128, -(-longest // 64) * 64)
 
 
 def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -> Batch:

@@ -68,7 +68,7 @@ def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> 
         return []
     was_training = model.training
     model.eval()
-    length = block_length(sequences, max(len(sequence.token_ids) for sequence in sequences))
+    length = block_length(sequences)
     blocks = pack([len(sequence.token_ids) for sequence in sequences], length)
     at_once = max(1, BATCH_TOKENS // length)
     nats: dict[int, float] = {}

@@ -48,9 +48,11 @@ class TrainSettings(_Settings):
     of at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """Tokens computed at once; a step of more accumulates gradients."""
-    max_length: int = Field(default=512, ge=8)
-    """Tokens that the model looks at together, at most. Longer texts are cut into pieces of this
-    length; a longer prompt loses its beginning, a longer completion its end."""
+    max_length: int | None = Field(default=None, ge=8)
+    """Tokens that the model looks at together, at most; None takes 256 for a preset and 1,024 for a
+    base model that was trained before, and never more than the model's context. Longer texts are
+    cut into pieces of this length; a longer prompt loses its beginning, a longer completion its
+    end."""
     max_row_bytes: int = Field(default=1 << 20, ge=1)
     """A row above this size fails the job with its file and line."""
     held_out_ratio: float = Field(default=0.08, gt=0, lt=0.5)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.retrain.base_model import base_folder
+from pipeline.retrain.base_model import PRESETS, base_folder
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.data import Data
 from pipeline.retrain.errors import BaseModelError
@@ -24,8 +24,7 @@ from serving.weights.release import Lineage, Release
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEFAULT_CONTEXT = 1_024
-"""Of a model whose config does not say."""
+PRESET_LENGTH, DEFAULT_LENGTH = 256, 1_024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +127,9 @@ def open_start(job: Job, data: Data, parent: Parent | None) -> Start:
         served_name=parent.id if parent is not None else settings.base_model,
         dtype=dtype,
         max_length=min(
-            settings.train.max_length,
-            getattr(model.config, "max_position_embeddings", DEFAULT_CONTEXT),
+            settings.train.max_length
+            or (PRESET_LENGTH if settings.base_model in PRESETS else DEFAULT_LENGTH),
+            getattr(model.config, "max_position_embeddings", DEFAULT_LENGTH),
         ),
         data=data,
         tokens_before=int(parent.evaluation.get("total_tokens", 0)) if parent is not None else 0,

@@ -57,7 +57,7 @@ class Plan:
     @classmethod
     def of(cls, lessons: Lessons, settings: TrainSettings) -> "Plan":
         lengths = [len(sequence.token_ids) for sequence in lessons.training]
-        length = block_length(lessons.training, settings.max_length)
+        length = block_length(lessons.training)
         num_tokens = min(lessons.max_epochs * sum(lengths), lessons.max_tokens)
         step_tokens = settings.tokens_per_step or min(
             MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, num_tokens / USUAL_STEPS)
