@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    # One write: lines of several processes in one log must not run into each other.
+    os.write(1, f"{text}\n".encode())
 
 
 def sleep_until_stopped() -> None:
@@ -34,11 +35,14 @@ def stop_politely(result: str) -> None:
 
 def have_children() -> None:
     """A child, a grandchild, and one that left the session."""
+    shell = subprocess.Popen(
+        ["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    )
+    assert shell.stdout is not None
+    grandchild = int(shell.stdout.readline())
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    shell = "sleep 600 & echo pid $!; wait"
-    subprocess.Popen(["sh", "-c", shell])
     gone = subprocess.Popen(sleep, start_new_session=True)
-    say(f"pid {gone.pid}")
+    say(f"pid {grandchild}\npid {gone.pid}")
     sleep_until_stopped()
 
 
