@@ -25,9 +25,16 @@ def thread_variables(num_threads: int) -> dict[str, str]:
 
 
 def job_environment(
-    job: Job, job_dir: Path, given: Mapping[str, str], *, num_threads: int
+    job: Job,
+    job_dir: Path,
+    given: Mapping[str, str],
+    *,
+    num_threads: int,
+    unsealed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """All variables of the job's process: the runner's `given`, the spec's, then the job's own.
+
+    `unsealed` is what the spec's `sealed_env` holds.
 
     A payload gives `WEBHOOK_PAYLOAD` (cut where it is too long for a variable),
     `WEBHOOK_PAYLOAD_FILE` (always whole), `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
@@ -37,6 +44,7 @@ def job_environment(
         **thread_variables(job.spec.resources.num_threads or num_threads),
         "PYTHONUNBUFFERED": "1",
         **job.spec.env,
+        **(unsealed or {}),
         "JOB_ID": job.id,
         "JOB_DIR": str(job_dir),
     }

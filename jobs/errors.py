@@ -5,6 +5,7 @@ JobError                   catch this at a border; the message is for a person
 ├── LeaseLost              another runner owns the job now: touch nothing of it
 ├── IllegalMove            the job's state does not allow this
 ├── LaunchError            a launcher could not start the command
+│   └── SealBroken         the secrets of its spec cannot be read
 └── StoreError             the database cannot be used
     └── NewerSchema        it was written by a newer release of this software
 """
@@ -36,6 +37,10 @@ class IllegalMove(JobError):
 
 class LaunchError(JobError):
     """A command could not be started."""
+
+
+class SealBroken(LaunchError):
+    """The encrypted variables of a spec are under another key than the runner's."""
 
 
 class StoreError(JobError):

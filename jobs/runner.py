@@ -19,12 +19,14 @@ from typing import Literal
 
 from jobs.ending import Lost, ending
 from jobs.environment import job_environment
-from jobs.errors import LaunchError, LeaseLost, StoreError
+from jobs.errors import LaunchError, LeaseLost, SealBroken, StoreError
 from jobs.folder import PAYLOAD, SPEC, write_whole
 from jobs.launcher import Launch, Launcher, Status
 from jobs.launchers.local import LocalLauncher
 from jobs.record import Job, failure
+from jobs.sealed import unseal
 from jobs.settings import JobsSettings
+from jobs.spec import JobSpec
 from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ class Runner:
     """Runs the store's jobs until it is told to stop. Everything happens in the calling thread.
 
     `environment` is what every job's process starts from, whole: nothing of this process's own
-    variables is added to it. `jobs_dir` takes one folder per job, named by its id.
+    variables is added to it. `jobs_dir` takes one folder per job, named by its id. `secret_key` is
+    the Fernet key of whoever submits jobs with secrets; without one such a job cannot start.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Runner:
         environment: Mapping[str, str],
         *,
         launcher: Launcher | None = None,
+        secret_key: bytes | None = None,
     ) -> None:
         self._store = store
+        self._secret_key = secret_key
         self._jobs_dir = jobs_dir.absolute()
         self._settings = settings
         self._environment = dict(environment)
@@ -191,7 +196,11 @@ class Runner:
                     attempt=job.attempt,
                     command=job.spec.command,
                     env=job_environment(
-                        job, job_dir, self._environment, num_threads=self._settings.threads()
+                        job,
+                        job_dir,
+                        self._environment,
+                        num_threads=self._settings.threads(),
+                        unsealed=self._unsealed(job.spec),
                     ),
                     job_dir=job_dir,
                     niceness=job.spec.resources.niceness,
@@ -204,6 +213,13 @@ class Runner:
             logger.warning("%s", outcome.reason)
             del self._held[job.id]
             self._next_claim = 0.0
+
+    def _unsealed(self, spec: JobSpec) -> dict[str, str]:
+        if spec.sealed_env is None:
+            return {}
+        if self._secret_key is None:
+            raise SealBroken("Its spec has secrets, and this runner was given no key for them.")
+        return unseal(spec.sealed_env, self._secret_key)
 
     def _see_to(self, held: _Held, launcher: Launcher, *, changed: bool, stops: bool) -> None:
         now = time.monotonic()

@@ -1,6 +1,7 @@
 """`JobSpec`: what to run. Written by whoever submits a job, read by the runner.
 
-A spec carries no secret: tokens reach the job through the environment that the runner was given.
+A spec carries no secret in clear: tokens reach the job through the environment that the runner was
+given, or encrypted under the runner's key.
 """
 
 from typing import Any
@@ -53,6 +54,8 @@ class JobSpec(_Record):
     pipeline: str | None = None
     """At most one running and one pending job per pipeline; None for a command on its own."""
     env: dict[str, str] = {}
+    sealed_env: str | None = None
+    """More variables, encrypted by `jobs.sealed`; only the runner opens them."""
     settings: dict[str, Any] = {}
     """Frozen for the command to read in `spec.json`; the job store does not look inside."""
     revisions: RevisionRange | None = None

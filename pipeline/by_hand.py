@@ -117,6 +117,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                     "PIPELINE_ADMIN_TOKEN": tokens.admin,
                     "WEBHOOK_SECRET": tokens.webhook,
                 },
+                secret_key=tokens.key.encode(),
             )
             if until_idle:
                 runner.run_until_idle(stop)

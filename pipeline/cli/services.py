@@ -20,16 +20,23 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
     """Serve the embedded hub: git repositories and webhooks, port 8070."""
     from pipeline.hub.app import create_app
     from pipeline.hub.server import serve
+    from pipeline.job_store import open_job_store
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
 
     home = Home.find()
-    settings = load_settings().hub.model_copy(update=_given(host=host, port=port))
+    settings = load_settings()
+    hub_settings = settings.hub.model_copy(update=_given(host=host, port=port))
     tokens = load_tokens(home.tokens_file)
-    serve(
-        create_app(settings, home.hub_dir, token=tokens.hub, secret_key=tokens.key.encode()),
-        settings,
-    )
+    with open_job_store(settings, home) as store:
+        app = create_app(
+            hub_settings,
+            home.hub_dir,
+            token=tokens.hub,
+            secret_key=tokens.key.encode(),
+            jobs_store=store,
+        )
+        serve(app, hub_settings)
 
 
 def receiver(host: HostOption = None, port: PortOption = None) -> None:

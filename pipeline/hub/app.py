@@ -14,12 +14,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jobs.store import JobStore
 from pipeline.hub import (
+    activity_routes,
     answers,
     auth,
     content_routes,
     git_http,
     outbox,
+    pages,
     ref_routes,
     repository_routes,
     upload_routes,
@@ -30,6 +33,7 @@ from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_http import GitHttp
+from pipeline.hub.launching import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
 from pipeline.hub.reconcile import reconcile_at_start, reconcile_forever
@@ -59,16 +63,25 @@ _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
 
 
-def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: bytes) -> ASGIApp:
+def create_app(
+    settings: HubSettings,
+    root: Path,
+    *,
+    token: str,
+    secret_key: bytes,
+    jobs_store: JobStore | None = None,
+) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
     `token` is what every client must show; `secret_key` is a Fernet key for the webhooks' secrets.
+    Webhooks that start jobs start them in `jobs_store`; without one there can be none.
     Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
     what opens it.
     """
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     box = SecretBox(secret_key)
+    launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with _only_hub_in(root):
         check_schema(_database_path(root))
@@ -78,7 +91,7 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
         with _only_hub_in(root):
             database = open_database(_database_path(root))
             metrics = HubMetrics()
-            deliverer = Deliverer(database, settings, box, metrics)
+            deliverer = Deliverer(database, settings, box, metrics, launcher)
             log = EventLog(
                 database=database, hub_url=settings.url, metrics=metrics, wake=deliverer.wake
             )
@@ -96,6 +109,7 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
                 repositories=repositories,
                 log=log,
                 box=box,
+                launcher=launcher,
                 metrics=metrics,
             )
             app.state.git = GitHttp(settings, token, repositories, database, log, metrics)
@@ -114,6 +128,8 @@ def create_app(settings: HubSettings, root: Path, *, token: str, secret_key: byt
             Route("/api/agent-harnesses", agent_harnesses),
             *repository_routes.routes(),
             *webhook_routes.routes(),
+            *activity_routes.routes(),
+            *pages.routes(),
             Route("/api/{rest:path}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
         ],

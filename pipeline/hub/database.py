@@ -13,8 +13,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from pipeline.hub.errors import HubError
 
-SCHEMA_REVISION = "0001"
-KNOWN_REVISIONS = ("0001",)
+SCHEMA_REVISION = "0002"
+KNOWN_REVISIONS = ("0001", "0002")
 
 
 class Database:

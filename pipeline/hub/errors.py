@@ -4,6 +4,7 @@
     └── RequestError             answered to the client, never a traceback
         ├── BadRequest           400
         ├── Unauthorized         401
+        ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
@@ -42,6 +43,10 @@ class BadRequest(RequestError):
 
 class Unauthorized(RequestError):
     status = 401
+
+
+class Forbidden(RequestError):
+    status = 403
 
 
 class RepositoryNotFound(RequestError):

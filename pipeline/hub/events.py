@@ -1,20 +1,22 @@
 """Stores what happened to repositories, and in the same transaction whom it must be told."""
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, insert, select
 
-from pipeline.hub import payloads, schema
+from pipeline.hub import outbox, payloads, schema
 from pipeline.hub.database import Database
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import DEFAULT_BRANCH
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
-from pipeline.hub.webhooks import list_webhooks
+from pipeline.hub.webhooks import Webhook, list_webhooks
 from receiver.payload import EventAction
+
+PING = "ping"
+"""The scope of an event that says nothing but that a webhook works."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,22 +85,9 @@ class EventLog:
         change: RefChange | None = None,
         moved_to: Repository | None = None,
     ) -> None:
-        now = time.time()
-        inserted = connection.execute(
-            insert(schema.events).values(
-                repository_id=repository.id,
-                type=repository.name.type,
-                owner=repository.name.owner,
-                name=repository.name.name,
-                action=action,
-                scope=scope,
-                ref=change and change.ref,
-                old_sha=change and change.old_sha,
-                new_sha=change and change.new_sha,
-                created_at=now,
-            )
+        event_seq = _insert_event(
+            connection, action=action, scope=scope, repository=repository, change=change
         )
-        assert inserted.inserted_primary_key is not None
         for webhook in list_webhooks(connection):
             if not webhook.wants(repository.name):
                 continue
@@ -112,19 +101,48 @@ class EventLog:
                 change=change,
                 moved_to=moved_to,
             )
-            connection.execute(
-                insert(schema.deliveries).values(
-                    id=str(uuid.uuid4()),
-                    webhook_id=webhook.id,
-                    event_seq=inserted.inserted_primary_key[0],
-                    payload=payload,
-                    status="pending",
-                    attempt=0,
-                    created_at=now,
-                    queued_at=now,
-                    next_attempt_at=now,
-                )
-            )
+            outbox.put(connection, webhook_id=webhook.id, event_seq=event_seq, payload=payload)
+
+    def ping(self, connection: Connection, webhook: Webhook, about: Repository) -> str:
+        """An event of the scope `ping`, told to `webhook` only; the id of its delivery.
+
+        The caller calls `wake` after its commit.
+        """
+        event_seq = _insert_event(connection, action="update", scope=PING, repository=about)
+        payload = payloads.compose(
+            action="update",
+            scope=PING,
+            repository=about,
+            webhook_id=webhook.id,
+            hub_url=self.hub_url,
+        )
+        return outbox.put(connection, webhook_id=webhook.id, event_seq=event_seq, payload=payload)
+
+
+def _insert_event(
+    connection: Connection,
+    *,
+    action: EventAction,
+    scope: str,
+    repository: Repository,
+    change: RefChange | None = None,
+) -> int:
+    inserted = connection.execute(
+        insert(schema.events).values(
+            repository_id=repository.id,
+            type=repository.name.type,
+            owner=repository.name.owner,
+            name=repository.name.name,
+            action=action,
+            scope=scope,
+            ref=change and change.ref,
+            old_sha=change and change.old_sha,
+            new_sha=change and change.new_sha,
+            created_at=time.time(),
+        )
+    )
+    assert inserted.inserted_primary_key is not None
+    return int(inserted.inserted_primary_key[0])
 
 
 def _known_refs(connection: Connection, repository: Repository) -> dict[str, str]:

@@ -2,20 +2,36 @@
 
 A delivery is `pending` from the event on until a 2xx answer (`delivered`) or its last attempt
 (`dead`). Nothing marks one as being sent, so a killed hub sends it again: at least once.
+What a suspended webhook is sent is a probe: where it fails, its delivery stays as it was.
 """
 
 import random
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import Connection, Row, Select, delete, exists, select, text, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    ScalarSelect,
+    Select,
+    and_,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    text,
+    update,
+)
 
 from pipeline.hub.errors import WebhookNotFound
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import Webhook
 
 DeliveryStatus = Literal["pending", "delivered", "dead"]
 HEAD_CHARACTERS = 1000
@@ -34,6 +50,10 @@ class Due:
     """Attempts that were made."""
     queued_at: float
     next_attempt_at: float
+    replay_of: str | None = None
+    is_probe: bool = False
+    status: DeliveryStatus = "pending"
+    """Only a probe may be `dead` already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,32 +74,49 @@ class Attempt:
         return self.response_status is not None and 200 <= self.response_status < 300
 
 
-def webhooks_with_pending(connection: Connection) -> list[str]:
+def webhooks_to_serve(connection: Connection) -> list[str]:
     pending = exists().where(table.c.webhook_id == webhooks.c.id, _PENDING)
-    rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), pending))
+    # A suspended one may have nothing but what died since its failures began.
+    waiting = or_(pending, webhooks.c.suspended_at.is_not(None))
+    rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), waiting))
     return [row.id for row in rows]
 
 
-def next_due(connection: Connection, webhook_id: str) -> Due | None:
-    """Of what is due now the oldest event's, else what is due soonest; None for nothing pending."""
-    pending = (
-        select(table)
-        .join(webhooks, webhooks.c.id == table.c.webhook_id)
-        .where(table.c.webhook_id == webhook_id, _PENDING, webhooks.c.disabled.is_(False))
-        .limit(1)
-    )
+def next_due(connection: Connection, webhook: Webhook) -> Due | None:
+    """Of what is due now the oldest event's, else what is due soonest; None for nothing to send.
+
+    For a suspended webhook: its next probe. For a disabled one: None.
+    """
+    if webhook.disabled:
+        return None
+    of_webhook = select(table).where(table.c.webhook_id == webhook.id).limit(1)
+    if webhook.suspended_at is not None:
+        waiting = or_(
+            table.c.status == "pending",
+            and_(table.c.status == "dead", table.c.last_attempt_at >= webhook.failing_since),
+        )
+        row = connection.execute(
+            of_webhook.where(waiting).order_by(table.c.event_seq)
+        ).one_or_none()
+        return None if row is None else _due(row, probe_at=webhook.probe_at)
+    pending = of_webhook.where(_PENDING)
     due = pending.where(table.c.next_attempt_at <= time.time()).order_by(table.c.event_seq)
     row = connection.execute(due).one_or_none()
     if row is None:
         row = connection.execute(pending.order_by(table.c.next_attempt_at)).one_or_none()
-    if row is None:
-        return None
+    return None if row is None else _due(row)
+
+
+def _due(row: Row[tuple[object, ...]], probe_at: float | None = None) -> Due:
     return Due(
         id=row.id,
         payload=row.payload,
         attempt=row.attempt,
         queued_at=row.queued_at,
-        next_attempt_at=row.next_attempt_at,
+        next_attempt_at=row.next_attempt_at if probe_at is None else probe_at,
+        replay_of=row.replay_of,
+        is_probe=probe_at is not None,
+        status=row.status,
     )
 
 
@@ -87,16 +124,18 @@ def settle(
     connection: Connection, due: Due, attempt: Attempt, settings: HubSettings
 ) -> DeliveryStatus:
     """Stores how an attempt ended and plans the next one."""
-    made = due.attempt if attempt.refused else due.attempt + 1
-    status, next_attempt_at = _plan(due, attempt, made, settings)
+    values: dict[str, object] = {}
+    status = due.status
+    if attempt.succeeded or not due.is_probe:
+        made = due.attempt if attempt.refused else due.attempt + 1
+        status, next_attempt_at = _plan(due, attempt, made, settings)
+        values = {"status": status, "attempt": made, "next_attempt_at": next_attempt_at}
     connection.execute(
         update(table)
         # A replay while it was under way starts over; its end is not this attempt's to decide.
         .where(table.c.id == due.id, table.c.queued_at == due.queued_at)
         .values(
-            status=status,
-            attempt=made,
-            next_attempt_at=next_attempt_at,
+            **values,
             last_attempt_at=attempt.started_at,
             response_status=attempt.response_status,
             response_head=attempt.response_head,
@@ -146,34 +185,96 @@ class Delivery:
     response_head: str | None
     error: str | None
     milliseconds: float | None
+    replay_of: str | None
     payload: str
 
 
 def list_deliveries(
-    connection: Connection, webhook_id: str, *, status: DeliveryStatus | None, limit: int
+    connection: Connection, webhook_id: str | None, *, status: DeliveryStatus | None, limit: int
 ) -> Sequence[Delivery]:
-    """The newest events' first."""
-    query = _activity().where(table.c.webhook_id == webhook_id)
+    """The newest events' first; of every webhook where none is named."""
+    query = _activity()
+    if webhook_id is not None:
+        query = query.where(table.c.webhook_id == webhook_id)
     if status is not None:
         query = query.where(table.c.status == status)
-    rows = connection.execute(query.order_by(table.c.event_seq.desc()).limit(limit))
+    rows = connection.execute(
+        query.order_by(table.c.event_seq.desc(), table.c.created_at.desc()).limit(limit)
+    )
     return [_record(row) for row in rows]
 
 
-def replay(connection: Connection, webhook_id: str, delivery_id: str) -> Delivery:
-    """Puts a delivery in line again under its old id, with the whole schedule before it."""
-    now = time.time()
-    connection.execute(
-        update(table)
-        .where(table.c.id == delivery_id, table.c.webhook_id == webhook_id)
-        .values(status="pending", attempt=0, queued_at=now, next_attempt_at=now)
-    )
+def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> Delivery:
+    """Raises WebhookNotFound where the webhook has none of that id."""
     row = connection.execute(
         _activity().where(table.c.id == delivery_id, table.c.webhook_id == webhook_id)
     ).one_or_none()
     if row is None:
         raise WebhookNotFound(f"Webhook {webhook_id!r} has no delivery {delivery_id!r}.")
     return _record(row)
+
+
+def webhook_of(connection: Connection, delivery_id: str) -> str:
+    """Raises WebhookNotFound for an unknown delivery."""
+    found = connection.scalar(select(table.c.webhook_id).where(table.c.id == delivery_id))
+    if found is None:
+        raise WebhookNotFound(f"No delivery {delivery_id!r} here.")
+    return str(found)
+
+
+def replay(
+    connection: Connection, webhook_id: str, delivery_id: str, *, force: bool = False
+) -> Delivery:
+    """Puts a delivery in line again, with the whole schedule before it.
+
+    Under its old id, so that a receiver that did the work answers with the first result; with
+    `force` under a new one that names the old one, so that the work is done again.
+    """
+    old = get_delivery(connection, webhook_id, delivery_id)
+    now = time.time()
+    if force:
+        event_seq = select(table.c.event_seq).where(table.c.id == delivery_id).scalar_subquery()
+        id = put(
+            connection,
+            webhook_id=webhook_id,
+            event_seq=event_seq,
+            payload=old.payload,
+            replay_of=delivery_id,
+        )
+        return get_delivery(connection, webhook_id, id)
+    connection.execute(
+        update(table)
+        .where(table.c.id == delivery_id)
+        .values(status="pending", attempt=0, queued_at=now, next_attempt_at=now)
+    )
+    return get_delivery(connection, webhook_id, delivery_id)
+
+
+def put(
+    connection: Connection,
+    *,
+    webhook_id: str,
+    event_seq: int | ScalarSelect[int],
+    payload: str,
+    replay_of: str | None = None,
+) -> str:
+    """A new delivery, due at once; its id."""
+    id, now = str(uuid.uuid4()), time.time()
+    connection.execute(
+        insert(table).values(
+            id=id,
+            webhook_id=webhook_id,
+            event_seq=event_seq,
+            payload=payload,
+            status="pending",
+            attempt=0,
+            created_at=now,
+            queued_at=now,
+            next_attempt_at=now,
+            replay_of=replay_of,
+        )
+    )
+    return id
 
 
 def prune(connection: Connection, *, keep_days: float) -> None:
@@ -210,5 +311,6 @@ def _record(row: Row[tuple[object, ...]]) -> Delivery:
         response_head=values[table.c.response_head],
         error=values[table.c.error],
         milliseconds=values[table.c.milliseconds],
+        replay_of=values[table.c.replay_of],
         payload=values[table.c.payload],
     )

@@ -66,12 +66,21 @@ webhooks = Table(
     "webhooks",
     metadata,
     Column("id", String, primary_key=True),
+    # Empty for a webhook that starts a copy of the job `job_id`.
     Column("url", String, nullable=False),
+    Column("job_id", String),
+    Column("encrypted_secrets", LargeBinary),
     Column("watched", JSON, nullable=False),
     Column("domains", JSON, nullable=False),
     Column("encrypted_secret", LargeBinary),
     Column("disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
+    # Attempts that failed since the last one that succeeded, and when the first of them did.
+    Column("num_failures", Integer, nullable=False, server_default="0"),
+    Column("failing_since", Float),
+    Column("suspended_at", Float),
+    Column("num_probes", Integer, nullable=False, server_default="0"),
+    Column("probe_at", Float),
 )
 
 deliveries = Table(
@@ -91,6 +100,8 @@ deliveries = Table(
     Column("response_head", String),
     Column("error", String),
     Column("milliseconds", Float),
+    # The delivery that this one sends again under an id of its own.
+    Column("replay_of", String),
     Index("deliveries_of_webhook", "webhook_id", "event_seq"),
     Index(
         "deliveries_pending",

@@ -6,6 +6,7 @@ from starlette.requests import Request
 
 from pipeline.hub.database import Database
 from pipeline.hub.events import EventLog
+from pipeline.hub.launching import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.repositories import Repositories, Repository
@@ -20,6 +21,7 @@ class Hub:
     repositories: Repositories
     log: EventLog
     box: SecretBox
+    launcher: JobLauncher | None
     metrics: HubMetrics
 
     def find(self, name: RepositoryName) -> Repository:

@@ -21,6 +21,13 @@ class HubSettings(BaseModel):
     """Each wait is made longer or shorter by up to this share, so that retries spread out."""
     delivery_timeout_seconds: float = Field(default=15, gt=0)
     """For a whole attempt, from connecting to the last byte of the answer."""
+    suspend_after_failures: int = Field(default=10, ge=1)
+    """Attempts that fail in a row before a webhook is suspended: its deliveries then wait, using up
+    no attempt, while one of them is sent now and then to see whether the receiver is back."""
+    probe_min_seconds: float = Field(default=60, gt=0)
+    """The wait before a suspended webhook is tried for the first time …"""
+    probe_max_seconds: float = Field(default=3600, gt=0)
+    """… doubling up to this."""
     refused_min_seconds: float = Field(default=0.5, gt=0)
     """A loopback receiver that refuses connections is just starting: it is tried this soon …"""
     refused_max_seconds: float = Field(default=5, gt=0)

@@ -1,19 +1,18 @@
-"""API: webhooks as `HfApi` manages them, and their activity for our own command."""
+"""API: webhooks as `HfApi` manages them."""
 
-from dataclasses import asdict
-from typing import get_args
+import contextlib
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub import outbox, webhooks
-from pipeline.hub.answers import iso_time, query_int, read_json
+from jobs.errors import JobNotFound
+from pipeline.hub import suspension, webhooks
+from pipeline.hub.answers import read_json
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.outbox import Delivery, DeliveryStatus
-from pipeline.hub.service import hub_of
-from pipeline.hub.webhooks import CreateWebhook, UpdateWebhook, Webhook
+from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.webhooks import CreateWebhook, UpdateWebhook, Webhook, WebhookJson
 
 _BASE = "/api/settings/webhooks"
 
@@ -27,69 +26,78 @@ def routes() -> list[Route]:
         Route(f"{_BASE}/{{id}}", remove, methods=["DELETE"]),
         Route(f"{_BASE}/{{id}}/enable", enable, methods=["POST"]),
         Route(f"{_BASE}/{{id}}/disable", disable, methods=["POST"]),
-        Route(f"{_BASE}/{{id}}/deliveries", list_deliveries, methods=["GET"]),
-        Route(f"{_BASE}/{{id}}/deliveries/{{delivery_id}}/replay", replay, methods=["POST"]),
     ]
 
 
 async def list_all(request: Request) -> Response:
     hub = hub_of(request)
 
-    def read() -> list[Webhook]:
+    def read() -> list[WebhookJson]:
         with hub.database.read() as connection:
-            return webhooks.list_webhooks(connection)
+            return [_described(hub, one) for one in webhooks.list_webhooks(connection)]
 
-    found = await run_in_threadpool(read)
-    return JSONResponse([webhooks.as_json(webhook) for webhook in found])
+    return JSONResponse(await run_in_threadpool(read))
 
 
 async def show(request: Request) -> Response:
     hub = hub_of(request)
 
-    def read() -> Webhook:
+    def read() -> WebhookJson:
         with hub.database.read() as connection:
-            return webhooks.get_webhook(connection, request.path_params["id"])
+            return _described(hub, webhooks.get_webhook(connection, request.path_params["id"]))
 
-    return _answer(await run_in_threadpool(read))
+    return JSONResponse({"webhook": await run_in_threadpool(read)})
 
 
 async def create(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_json(request, CreateWebhook)
-    _refuse_jobs(body)
-    if body.url is None:
-        raise BadRequest("url: a webhook needs the URL that it calls.")
+    if body.url is None and body.jobSourceId is None:
+        raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
+    if body.secrets is not None and body.jobSourceId is None:
+        raise BadRequest("secrets: only a webhook that starts a job has them.")
 
-    def act() -> Webhook:
+    def act() -> WebhookJson:
+        _check_job(hub, body)
         with hub.database.write() as connection:
-            return webhooks.create_webhook(connection, body, hub.box)
+            return _described(hub, webhooks.create_webhook(connection, body, hub.box))
 
-    created = webhooks.as_json(await run_in_threadpool(act))
+    created = await run_in_threadpool(act)
     if body.secret:
         created["secret"] = body.secret
     return JSONResponse({"webhook": created})
 
 
 async def change(request: Request) -> Response:
+    """What waits for a new attempt is sent at once where the webhook now calls something else."""
     hub = hub_of(request)
     body = await read_json(request, UpdateWebhook)
-    _refuse_jobs(body)
 
-    def act() -> Webhook:
+    def act() -> WebhookJson:
+        _check_job(hub, body)
         with hub.database.write() as connection:
-            return webhooks.update_webhook(connection, request.path_params["id"], body, hub.box)
+            id = request.path_params["id"]
+            before = webhooks.get_webhook(connection, id)
+            after = webhooks.update_webhook(connection, id, body, hub.box)
+            if (after.url, after.job_id) != (before.url, before.job_id):
+                suspension.resume(connection, after)
+                suspension.send_now(connection, after)
+            return _described(hub, webhooks.get_webhook(connection, id))
 
-    return _answer(await run_in_threadpool(act))
+    changed = await run_in_threadpool(act)
+    hub.log.wake()
+    return JSONResponse({"webhook": changed})
 
 
 async def enable(request: Request) -> Response:
-    """What was pending when the webhook was disabled is sent now."""
+    """Ends a suspension too. What was pending is sent now."""
     changed = await _set_disabled(request, False)
     hub_of(request).log.wake()
     return changed
 
 
 async def disable(request: Request) -> Response:
+    """What is pending waits; what happens from here on is told to nobody."""
     return await _set_disabled(request, True)
 
 
@@ -104,70 +112,36 @@ async def remove(request: Request) -> Response:
     return JSONResponse({})
 
 
-async def list_deliveries(request: Request) -> Response:
-    """Newest first; `?status=pending|delivered|dead`, `?limit=` (100 unless told, 1000 at most)."""
-    hub = hub_of(request)
-    limit = query_int(request, "limit", 100, at_most=1000)
-    status = request.query_params.get("status")
-    if status is not None and status not in get_args(DeliveryStatus):
-        raise BadRequest(f"status={status!r}: choose pending, delivered or dead.")
-
-    def read() -> list[dict[str, object]]:
-        id = request.path_params["id"]
-        with hub.database.read() as connection:
-            webhooks.get_webhook(connection, id)
-            found = outbox.list_deliveries(
-                connection,
-                id,
-                status=status,  # type: ignore[arg-type]
-                limit=limit,
-            )
-            return [_delivery(delivery) for delivery in found]
-
-    return JSONResponse(await run_in_threadpool(read))
-
-
-async def replay(request: Request) -> Response:
-    """Sends a delivery again under its old id, to the webhook's present URL and secret."""
-    hub = hub_of(request)
-
-    def act() -> Delivery:
-        with hub.database.write() as connection:
-            id = request.path_params["id"]
-            webhooks.get_webhook(connection, id)
-            return outbox.replay(connection, id, request.path_params["delivery_id"])
-
-    delivery = await run_in_threadpool(act)
-    hub.log.wake()
-    return JSONResponse({"delivery": _delivery(delivery)})
-
-
 async def _set_disabled(request: Request, disabled: bool) -> Response:
     hub = hub_of(request)
 
-    def act() -> Webhook:
+    def act() -> WebhookJson:
         with hub.database.write() as connection:
-            return webhooks.set_disabled(connection, request.path_params["id"], disabled)
+            id = request.path_params["id"]
+            suspension.resume(connection, webhooks.get_webhook(connection, id))
+            return _described(hub, webhooks.set_disabled(connection, id, disabled))
 
-    return _answer(await run_in_threadpool(act))
-
-
-def _answer(webhook: Webhook) -> Response:
-    return JSONResponse({"webhook": webhooks.as_json(webhook)})
+    return JSONResponse({"webhook": await run_in_threadpool(act)})
 
 
-def _refuse_jobs(body: CreateWebhook | UpdateWebhook) -> None:
-    if body.jobSourceId is not None or body.secrets is not None:
-        raise BadRequest(
-            "This hub's webhooks call a URL: in place of a job and its secrets give `url`, "
-            "as in http://127.0.0.1:7860/webhooks/retrain."
-        )
+def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
+    """Raises BadRequest for a job that no webhook could start."""
+    if body.jobSourceId is None:
+        return
+    if body.url is not None:
+        raise BadRequest("Set `url` or `jobSourceId` but not both.")
+    if hub.launcher is None:
+        raise BadRequest("This hub was started without a store of jobs; give the webhook a `url`.")
+    try:
+        hub.launcher.describe(body.jobSourceId)
+    except JobNotFound as error:
+        raise BadRequest(str(error)) from None
 
 
-def _delivery(delivery: Delivery) -> dict[str, object]:
-    times = ("created_at", "next_attempt_at", "last_attempt_at")
-    facts: dict[str, object] = asdict(delivery)
-    for name in times:
-        value = getattr(delivery, name)
-        facts[name] = None if value is None else iso_time(value)
-    return facts
+def _described(hub: Hub, webhook: Webhook) -> WebhookJson:
+    described = webhooks.as_json(webhook)
+    if webhook.job_id is not None and hub.launcher is not None:
+        # Of a job that is gone its id is all there is to tell.
+        with contextlib.suppress(JobNotFound):
+            described["job"] = hub.launcher.describe(webhook.job_id)
+    return described

@@ -1,7 +1,10 @@
 """The webhooks that the hub keeps: who is told of what. Their secrets are stored encrypted."""
 
+import base64
+import json
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import urlsplit
@@ -10,11 +13,13 @@ from cryptography.fernet import Fernet, InvalidToken
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import Connection, Row, delete, insert, select, update
 
-from pipeline.hub.errors import HubError, WebhookNotFound
+from pipeline.hub.addresses import check_literal
+from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
 
 Domain = Literal["repo", "discussion"]
+WebhookStatus = Literal["enabled", "disabled", "suspended"]
 DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
 
 
@@ -26,12 +31,27 @@ def _is_http(url: str) -> str:
         raise ValueError(f"{url!r} is no URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
+    check_literal(parts.hostname)
     return url
+
+
+def _can_sign(secret: str) -> str:
+    if secret.startswith("whsec_"):
+        try:
+            base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+        except ValueError:
+            raise ValueError("what follows whsec_ must be base64: it is the signing key") from None
+    return secret
 
 
 HttpUrl = Annotated[str, AfterValidator(_is_http)]
 # It travels in a header, where nothing but visible ASCII arrives unchanged.
-Secret = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
+Secret = Annotated[
+    str,
+    StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
+    AfterValidator(_can_sign),
+]
 
 
 class Watched(BaseModel):
@@ -47,21 +67,25 @@ class Watched(BaseModel):
 
 
 class _Request(BaseModel):
-    # The real client also sends keys of other webhook kinds; those are refused by name.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     jobSourceId: str | None = None
-    secrets: dict[str, str] | None = None
+    """The job that the webhook starts copies of."""
+    secrets: dict[Variable, str] | None = None
+    """Variables of those copies."""
     secret: Secret | Literal[""] | None = None
 
 
 class CreateWebhook(_Request):
     url: HttpUrl | None = None
+    """Or `jobSourceId`, one of the two."""
     watched: tuple[Watched, ...] = Field(min_length=1)
     domains: tuple[Domain, ...] = DEFAULT_DOMAINS
 
 
 class UpdateWebhook(_Request):
+    """Of `secrets`, those named are replaced, those named with "" are taken away."""
+
     url: HttpUrl | None = None
     watched: tuple[Watched, ...] = ()
     """The client sends an empty list for "leave it alone", so that is what it means here."""
@@ -71,11 +95,36 @@ class UpdateWebhook(_Request):
 @dataclass(frozen=True, kw_only=True)
 class Webhook:
     id: str
-    url: str
+    url: str | None
+    job_id: str | None
+    """Of the two one is set: where deliveries are posted, or the job that is copied."""
     watched: tuple[Watched, ...]
     domains: tuple[Domain, ...]
     encrypted_secret: bytes | None
+    encrypted_secrets: bytes | None
     disabled: bool
+    num_failures: int
+    """Attempts that failed since the last one that succeeded."""
+    failing_since: float | None
+    """When the first of them was made."""
+    suspended_at: float | None
+    num_probes: int
+    probe_at: float | None
+    """When a suspended webhook is tried again."""
+
+    @property
+    def status(self) -> WebhookStatus:
+        if self.disabled:
+            return "disabled"
+        return "enabled" if self.suspended_at is None else "suspended"
+
+    @property
+    def target(self) -> str:
+        """What it calls, for logs: a query may carry a secret, and so may the user part."""
+        if self.url is None:
+            return f"job {self.job_id}"
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def wants(self, repository: RepositoryName) -> bool:
         """Whether it is told of `repository`; the hub has events of the domain `repo` only."""
@@ -92,18 +141,28 @@ class WebhookJson(TypedDict, total=False):
     watched: list[dict[str, str]]
     domains: list[Domain]
     disabled: bool
+    status: WebhookStatus
+    job: Mapping[str, object]
     secret: str
 
 
 def as_json(webhook: Webhook) -> WebhookJson:
-    """As the client parses it. The secret is not in it: only the answer to a creation has it."""
-    return {
+    """As the client parses it, and `status`, which it has no field for.
+
+    No secret is in it: only the answer to a creation has it.
+    """
+    described: WebhookJson = {
         "id": webhook.id,
-        "url": webhook.url,
         "watched": [item.model_dump() for item in webhook.watched],
         "domains": list(webhook.domains),
         "disabled": webhook.disabled,
+        "status": webhook.status,
     }
+    if webhook.url is not None:
+        described["url"] = webhook.url
+    else:
+        described["job"] = {"sourceId": webhook.job_id}
+    return described
 
 
 class SecretBox:
@@ -121,12 +180,24 @@ class SecretBox:
     def seal(self, secret: str | None) -> bytes | None:
         return self._fernet.encrypt(secret.encode()) if secret else None
 
+    def seal_all(self, variables: Mapping[str, str]) -> bytes | None:
+        return self.seal(json.dumps(variables)) if variables else None
+
     def open(self, webhook: Webhook) -> str | None:
         """Raises HubError where the secret was encrypted under another key."""
-        if webhook.encrypted_secret is None:
+        return self._decrypted(webhook.encrypted_secret, webhook)
+
+    def open_all(self, webhook: Webhook) -> dict[str, str]:
+        """The secrets of the job that it starts. Raises as `open`."""
+        text = self._decrypted(webhook.encrypted_secrets, webhook)
+        variables: dict[str, str] = {} if text is None else json.loads(text)
+        return variables
+
+    def _decrypted(self, sealed: bytes | None, webhook: Webhook) -> str | None:
+        if sealed is None:
             return None
         try:
-            return self._fernet.decrypt(webhook.encrypted_secret).decode()
+            return self._fernet.decrypt(sealed).decode()
         except InvalidToken:
             raise HubError(
                 f"The secret of webhook {webhook.id} was stored under another key: "
@@ -151,10 +222,12 @@ def create_webhook(connection: Connection, request: CreateWebhook, box: SecretBo
     connection.execute(
         insert(table).values(
             id=id,
-            url=request.url,
+            url=request.url or "",
+            job_id=request.jobSourceId,
             watched=[item.model_dump() for item in request.watched],
             domains=list(request.domains),
             encrypted_secret=box.seal(request.secret),
+            encrypted_secrets=box.seal_all(request.secrets or {}),
             disabled=False,
             created_at=time.time(),
         )
@@ -165,11 +238,21 @@ def create_webhook(connection: Connection, request: CreateWebhook, box: SecretBo
 def update_webhook(
     connection: Connection, id: str, request: UpdateWebhook, box: SecretBox
 ) -> Webhook:
-    """Changes what the request names. An empty secret takes the secret away."""
-    get_webhook(connection, id)
+    """Changes what the request names. An empty secret takes the secret away.
+
+    Raises BadRequest for `secrets` of a webhook that starts no job.
+    """
+    webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
-        changes["url"] = request.url
+        changes |= {"url": request.url, "job_id": None, "encrypted_secrets": None}
+    elif request.jobSourceId is not None:
+        changes |= {"url": "", "job_id": request.jobSourceId}
+    if request.secrets is not None:
+        if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
+            raise BadRequest("secrets: only a webhook that starts a job has them.")
+        merged = box.open_all(webhook) | request.secrets
+        changes["encrypted_secrets"] = box.seal_all({k: v for k, v in merged.items() if v})
     if request.watched:
         changes["watched"] = [item.model_dump() for item in request.watched]
     if request.domains is not None:
@@ -195,9 +278,16 @@ def delete_webhook(connection: Connection, id: str) -> None:
 def _record(row: Row[tuple[object, ...]]) -> Webhook:
     return Webhook(
         id=row.id,
-        url=row.url,
+        url=row.url or None,
+        job_id=row.job_id,
         watched=tuple(Watched(**item) for item in row.watched),
         domains=tuple(row.domains),
         encrypted_secret=row.encrypted_secret,
+        encrypted_secrets=row.encrypted_secrets,
         disabled=row.disabled,
+        num_failures=row.num_failures,
+        failing_since=row.failing_since,
+        suspended_at=row.suspended_at,
+        num_probes=row.num_probes,
+        probe_at=row.probe_at,
     )

@@ -55,7 +55,7 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         pending_outcomes = list(outcomes)
         while True:
             with database.read() as connection:
-                due = outbox.next_due(connection, webhook.id)
+                due = outbox.next_due(connection, webhook)
             if due is None:
                 break
             outcome = pending_outcomes.pop(0) if pending_outcomes else 200

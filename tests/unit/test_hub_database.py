@@ -2,13 +2,16 @@
 
 from pathlib import Path
 
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine
 
 from pipeline.hub.database import KNOWN_REVISIONS, SCHEMA_REVISION, open_database
 from pipeline.hub.schema import metadata
+from pipeline.hub.webhooks import list_webhooks
 
 
 def test_a_new_database_has_the_tables_of_the_code(tmp_path: Path) -> None:
@@ -34,3 +37,26 @@ def test_commits_are_on_disk_where_events_are_stored(tmp_path: Path) -> None:
     with database.write_relaxed() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 1  # NORMAL
     database.close()
+
+
+def test_a_database_of_the_first_release_keeps_what_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "hub.sqlite"
+    open_at(path, "0001", "INSERT INTO webhooks VALUES ('w', 'http://x/', '[]', '[]', NULL, 0, 1)")
+    database = open_database(path)
+    with database.read() as connection:
+        [webhook] = list_webhooks(connection)
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    assert (webhook.url, webhook.status, webhook.num_failures) == ("http://x/", "enabled", 0)
+    database.close()
+
+
+def open_at(path: Path, revision: str, statement: str) -> None:
+    """Makes a database as the release with that schema left it."""
+    config = Config()
+    config.set_main_option("script_location", "pipeline.hub:migrations")
+    engine = create_engine(f"sqlite:///{path}")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        connection.exec_driver_sql(statement)
+    engine.dispose()

@@ -4,11 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from cryptography.fernet import Fernet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.environment import MAX_INLINE_BYTES, inline_payload, job_environment
+from jobs.errors import SealBroken
 from jobs.record import Job
+from jobs.sealed import seal, unseal
 from jobs.spec import JobSpec, Resources
 
 JSON = st.recursive(
@@ -85,3 +89,19 @@ def test_an_inline_payload_is_valid_and_fits(payload: dict[str, Any], max_bytes:
 def test_a_payload_of_keys_alone_fits_too() -> None:
     payload = {f"{n:0100}": n for n in range(5000)}
     assert len(inline_payload(payload)) <= MAX_INLINE_BYTES
+
+
+def test_unsealed_variables_go_before_those_in_clear_and_not_before_the_jobs_own() -> None:
+    job = a_job(env={"A": "clear", "B": "clear"})
+    unsealed = {"A": "sealed", "JOB_ID": "sealed"}
+    shown = job_environment(job, Path("/jobs/j000007"), {}, num_threads=1, unsealed=unsealed)
+    assert (shown["A"], shown["B"], shown["JOB_ID"]) == ("sealed", "clear", "j000007")
+
+
+def test_a_sealed_token_shows_nothing_and_opens_with_its_key_only() -> None:
+    key = Fernet.generate_key()
+    token = seal({"TOKEN": "s3cret"}, key)
+    assert "s3cret" not in token and "TOKEN" not in token
+    assert unseal(token, key) == {"TOKEN": "s3cret"}
+    with pytest.raises(SealBroken, match="another key"):
+        unseal(token, Fernet.generate_key())

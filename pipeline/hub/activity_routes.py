@@ -1,0 +1,140 @@
+"""API: what a webhook was sent and how that ended; sending it again, or sending a test."""
+
+import secrets
+import time
+from dataclasses import asdict
+from typing import get_args
+
+from sqlalchemy import Connection
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub import outbox, suspension, webhooks
+from pipeline.hub.answers import iso_time, query_int
+from pipeline.hub.errors import BadRequest
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.outbox import Delivery, DeliveryStatus
+from pipeline.hub.repositories import Repository
+from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.webhooks import Webhook
+
+_WEBHOOK = "/api/settings/webhooks/{id}"
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/api/settings/deliveries", list_all, methods=["GET"]),
+        Route("/api/settings/deliveries/{delivery_id}/replay", replay_any, methods=["POST"]),
+        Route(f"{_WEBHOOK}/deliveries", list_of_webhook, methods=["GET"]),
+        Route(f"{_WEBHOOK}/deliveries/{{delivery_id}}/replay", replay_one, methods=["POST"]),
+        Route(f"{_WEBHOOK}/test", send_test, methods=["POST"]),
+    ]
+
+
+async def list_all(request: Request) -> Response:
+    """Of every webhook, newest first; takes the same query as `list_of_webhook`."""
+    return await _list(request, None)
+
+
+async def list_of_webhook(request: Request) -> Response:
+    """Newest first; `?status=pending|delivered|dead`, `?limit=` (100 unless told, 1000 at most)."""
+    return await _list(request, request.path_params["id"])
+
+
+async def _list(request: Request, webhook_id: str | None) -> Response:
+    hub = hub_of(request)
+    limit = query_int(request, "limit", 100, at_most=1000)
+    status = request.query_params.get("status")
+    if status is not None and status not in get_args(DeliveryStatus):
+        raise BadRequest(f"status={status!r}: choose pending, delivered or dead.")
+
+    def read() -> list[dict[str, object]]:
+        with hub.database.read() as connection:
+            if webhook_id is not None:
+                webhooks.get_webhook(connection, webhook_id)
+            found = outbox.list_deliveries(
+                connection,
+                webhook_id,
+                status=status,  # type: ignore[arg-type]
+                limit=limit,
+            )
+            return [as_json(delivery) for delivery in found]
+
+    return JSONResponse(await run_in_threadpool(read))
+
+
+async def replay_one(request: Request) -> Response:
+    """Sends a delivery again, to the webhook's present URL; `?force=1` under a new id."""
+    return await _replay(request, request.path_params["id"])
+
+
+async def replay_any(request: Request) -> Response:
+    """As `replay_one`, for who knows the delivery only."""
+    return await _replay(request, None)
+
+
+async def _replay(request: Request, webhook_id: str | None) -> Response:
+    hub = hub_of(request)
+    force = query_int(request, "force", 0, at_most=1) == 1
+    delivery_id = request.path_params["delivery_id"]
+    delivery = await run_in_threadpool(replay, hub, webhook_id, delivery_id, force=force)
+    return JSONResponse({"delivery": as_json(delivery)})
+
+
+def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> Delivery:
+    """Raises WebhookNotFound."""
+    with hub.database.write() as connection:
+        id = webhook_id or outbox.webhook_of(connection, delivery_id)
+        webhook = webhooks.get_webhook(connection, id)
+        delivery = outbox.replay(connection, id, delivery_id, force=force)
+        suspension.probe_now(connection, webhook)
+    hub.log.wake()
+    return delivery
+
+
+async def send_test(request: Request) -> Response:
+    """Sends an event of the scope `ping`, which a receiver answers and does nothing about."""
+    hub = hub_of(request)
+
+    def act() -> Delivery:
+        with hub.database.write() as connection:
+            webhook = webhooks.get_webhook(connection, request.path_params["id"])
+            if webhook.disabled:
+                raise BadRequest(
+                    f"Webhook {webhook.id} is disabled and sends nothing: enable it first."
+                )
+            id = hub.log.ping(connection, webhook, _subject(connection, hub, webhook))
+            suspension.probe_now(connection, webhook)
+            return outbox.get_delivery(connection, webhook.id, id)
+
+    delivery = await run_in_threadpool(act)
+    hub.log.wake()
+    return JSONResponse({"delivery": as_json(delivery)})
+
+
+def _subject(connection: Connection, hub: Hub, webhook: Webhook) -> Repository:
+    """A repository that the webhook watches, be it one that is still to come."""
+    for repository in hub.repositories.all(connection):
+        if any(item.covers(repository.name) for item in webhook.watched):
+            return repository
+    first = webhook.watched[0]
+    owner, _, name = first.name.partition("/")
+    type = first.type if first.type in ("dataset", "space") else "model"
+    return Repository(
+        id=secrets.token_hex(12),
+        name=RepositoryName(type=type, owner=owner, name=name or "ping"),
+        private=True,
+        created_at=time.time(),
+        folder=hub.repositories.incoming,
+    )
+
+
+def as_json(delivery: Delivery) -> dict[str, object]:
+    times = ("created_at", "next_attempt_at", "last_attempt_at")
+    facts: dict[str, object] = asdict(delivery)
+    for name in times:
+        value = getattr(delivery, name)
+        facts[name] = None if value is None else iso_time(value)
+    return facts

@@ -1,0 +1,86 @@
+"""Starts a copy of a webhook's job, with the payload in its environment, in the store of jobs."""
+
+import json
+import time
+
+from jobs.errors import JobError
+from jobs.sealed import seal
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import Delivery, JobStore
+from pipeline.hub.errors import HubError
+from pipeline.hub.outbox import Attempt, Due
+from pipeline.hub.webhooks import SecretBox, Webhook
+from receiver.payload import WebhookPayload
+
+
+class JobLauncher:
+    """`secret_key` is the Fernet key that the runner of these jobs has too."""
+
+    def __init__(self, store: JobStore, secret_key: bytes) -> None:
+        self._store = store
+        self._secret_key = secret_key
+
+    def describe(self, job_id: str) -> dict[str, object]:
+        """The job that is copied, in the client's words. Raises JobNotFound."""
+        spec = self._store.get(job_id).spec
+        return {
+            "sourceId": job_id,
+            "command": list(spec.command),
+            "environment": spec.env,
+            "labels": spec.labels,
+            "timeout": spec.resources.timeout_seconds,
+        }
+
+    def launch(self, due: Due, webhook: Webhook, box: SecretBox) -> Attempt:
+        """A delivery that is repeated gets the job that it led to. Never raises for the store."""
+        assert webhook.job_id is not None
+        started_at, clock = time.time(), time.perf_counter()
+        job_id = error = None
+        try:
+            source = self._store.get(webhook.job_id).spec
+            # A forced replay has an id of its own, so it is no repetition.
+            job_id = self._store.submit(
+                self._copy(source, due, webhook, box),
+                payload=json.loads(due.payload),
+                delivery=Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload),
+            ).job.id
+        except (JobError, HubError) as failure:
+            error = str(failure)
+        return Attempt(
+            started_at=started_at,
+            milliseconds=1000 * (time.perf_counter() - clock),
+            response_status=None if job_id is None else 202,
+            response_head=None if job_id is None else json.dumps({"job": job_id}),
+            error=error,
+        )
+
+    def _copy(self, source: JobSpec, due: Due, webhook: Webhook, box: SecretBox) -> JobSpec:
+        variables = box.open_all(webhook)
+        if (secret := box.open(webhook)) is not None:
+            variables["WEBHOOK_SECRET"] = secret
+        return source.model_copy(
+            update={
+                "sealed_env": seal(variables, self._secret_key) if variables else source.sealed_env,
+                # It is another answer to another event, whatever the first one was for.
+                "dedupe_key": None,
+                "revisions": _revisions(source, due),
+                "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
+            }
+        )
+
+
+def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:
+    """The commits that the copy answers for, where the source answers for commits of that ref."""
+    if source.revisions is None:
+        return None
+    payload = WebhookPayload.model_validate_json(due.payload)
+    for update in payload.updatedRefs or ():
+        if update.ref == source.revisions.ref and update.newSha is not None:
+            return RevisionRange(
+                repo=payload.repo.name,
+                ref=update.ref,
+                old_sha=update.oldSha,
+                new_sha=update.newSha,
+                delivery_ids=(due.id,),
+            )
+    return None

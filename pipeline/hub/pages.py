@@ -1,0 +1,93 @@
+"""Plain pages for a person: the webhooks, and each one's activity with a button to send it again.
+
+A browser proves itself by Basic authentication (any name, the hub's token) and sends that along
+with whatever another site makes it post; so each form carries a token that only our pages know.
+"""
+
+import json
+import secrets
+from functools import cache
+from importlib.resources import files
+from urllib.parse import parse_qs
+
+from jinja2 import Environment, Template
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub import outbox, webhooks
+from pipeline.hub.activity_routes import replay
+from pipeline.hub.answers import iso_time, read_body
+from pipeline.hub.errors import Forbidden
+from pipeline.hub.outbox import Delivery
+from pipeline.hub.service import hub_of
+from pipeline.hub.webhooks import Webhook
+
+NUM_SHOWN = 50
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "same-origin",
+}
+_form_token = secrets.token_urlsafe(32)
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/settings/webhooks", show_all, methods=["GET"]),
+        Route("/settings/webhooks/{id}", show, methods=["GET"]),
+        Route("/settings/webhooks/{id}/replay", send_again, methods=["POST"]),
+    ]
+
+
+async def show_all(request: Request) -> Response:
+    hub = hub_of(request)
+
+    def read() -> list[Webhook]:
+        with hub.database.read() as connection:
+            return webhooks.list_webhooks(connection)
+
+    found = await run_in_threadpool(read)
+    return HTMLResponse(_template().render(webhooks=found), headers=_HEADERS)
+
+
+async def show(request: Request) -> Response:
+    hub = hub_of(request)
+
+    def read() -> tuple[Webhook, list[Delivery]]:
+        with hub.database.read() as connection:
+            webhook = webhooks.get_webhook(connection, request.path_params["id"])
+            found = outbox.list_deliveries(connection, webhook.id, status=None, limit=NUM_SHOWN)
+            return webhook, list(found)
+
+    webhook, deliveries = await run_in_threadpool(read)
+    page = _template().render(webhook=webhook, deliveries=deliveries, form_token=_form_token)
+    return HTMLResponse(page, headers=_HEADERS)
+
+
+async def send_again(request: Request) -> Response:
+    """Raises Forbidden for a form that is not one of ours."""
+    fields = parse_qs((await read_body(request)).decode("latin-1"))
+    if not secrets.compare_digest(fields.get("token", [""])[0].encode(), _form_token.encode()):
+        raise Forbidden("This form is not of this hub as it runs now: load the page again.")
+    id = request.path_params["id"]
+    delivery_id = fields.get("delivery", [""])[0]
+    await run_in_threadpool(replay, hub_of(request), id, delivery_id, force="force" in fields)
+    return RedirectResponse(request.url_for("show", id=id), status_code=303)
+
+
+def _indented(payload: str) -> str:
+    return json.dumps(json.loads(payload), indent=2, ensure_ascii=False)
+
+
+@cache
+def _template() -> Template:
+    source = files("pipeline.hub").joinpath("webhooks.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["utc"] = iso_time
+    environment.filters["indented"] = _indented
+    return environment.from_string(source)

@@ -1,0 +1,111 @@
+"""When a webhook is given a rest, and how it comes back. Changes rows only; sends nothing.
+
+A webhook whose attempts fail several times in a row is suspended: what it would be sent waits and
+uses up no attempt. Now and then its oldest delivery is sent all the same, a probe. The first one
+that succeeds ends the suspension, and what had died since the failures began is put in line again.
+"""
+
+import time
+from typing import Literal
+
+from sqlalchemy import Connection, update
+
+from pipeline.hub.outbox import Attempt, DeliveryStatus
+from pipeline.hub.schema import deliveries
+from pipeline.hub.schema import webhooks as table
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import Webhook
+
+Turn = Literal["suspended", "resumed", "gone"]
+GONE = 410
+"""The receiver's way to say that it wants no more: https://www.standardwebhooks.com"""
+
+
+def after_attempt(
+    connection: Connection,
+    webhook: Webhook,
+    attempt: Attempt,
+    status: DeliveryStatus,
+    settings: HubSettings,
+) -> Turn | None:
+    """Notes how an attempt ended; what that turned the webhook into, if anything."""
+    if attempt.succeeded:
+        if webhook.suspended_at is not None:
+            resume(connection, webhook)
+            return "resumed"
+        if webhook.num_failures:
+            _change(connection, webhook, num_failures=0, failing_since=None)
+        return None
+    if attempt.response_status == GONE:
+        resume(connection, webhook)
+        _change(connection, webhook, disabled=True)
+        return "gone"
+    if webhook.suspended_at is not None:
+        _plan_probe(connection, webhook, webhook.num_probes + 1, settings)
+        return None
+    if attempt.refused and status == "pending":
+        return None  # a receiver that is being started
+    failures = webhook.num_failures + 1
+    _change(
+        connection,
+        webhook,
+        num_failures=failures,
+        failing_since=webhook.failing_since or attempt.started_at,
+    )
+    if failures < settings.suspend_after_failures and not attempt.refused:
+        return None
+    _change(connection, webhook, suspended_at=time.time())
+    _plan_probe(connection, webhook, 0, settings)
+    return "suspended"
+
+
+def resume(connection: Connection, webhook: Webhook) -> None:
+    """Ends a suspension: everything that waits is due now, and what died of it waits again."""
+    if webhook.suspended_at is None:
+        return
+    now = time.time()
+    connection.execute(
+        update(deliveries)
+        .where(
+            deliveries.c.webhook_id == webhook.id,
+            deliveries.c.status == "dead",
+            deliveries.c.last_attempt_at >= webhook.failing_since,
+        )
+        .values(status="pending", attempt=0, queued_at=now)
+    )
+    send_now(connection, webhook)
+    _change(
+        connection,
+        webhook,
+        num_failures=0,
+        failing_since=None,
+        suspended_at=None,
+        probe_at=None,
+        num_probes=0,
+    )
+
+
+def send_now(connection: Connection, webhook: Webhook) -> None:
+    """Makes what waits for a later attempt due at once."""
+    connection.execute(
+        update(deliveries)
+        .where(deliveries.c.webhook_id == webhook.id, deliveries.c.status == "pending")
+        .values(next_attempt_at=time.time())
+    )
+
+
+def probe_now(connection: Connection, webhook: Webhook) -> None:
+    """Has a suspended webhook tried at once, because somebody asks for it."""
+    if webhook.suspended_at is not None:
+        _change(connection, webhook, probe_at=time.time())
+
+
+def _plan_probe(
+    connection: Connection, webhook: Webhook, num_probes: int, settings: HubSettings
+) -> None:
+    wait = min(settings.probe_min_seconds * 2 ** min(num_probes, 60), settings.probe_max_seconds)
+    _change(connection, webhook, num_probes=num_probes, probe_at=time.time() + wait)
+
+
+def _change(connection: Connection, webhook: Webhook, **values: object) -> None:
+    connection.execute(update(table).where(table.c.id == webhook.id).values(values))

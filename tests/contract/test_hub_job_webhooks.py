@@ -1,0 +1,184 @@
+"""A webhook with a job starts a copy of it: payload, secrets and all, through the real runner."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import HfHubHTTPError
+
+from jobs.record import Job
+from jobs.runner import Runner
+from jobs.settings import JobsSettings
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import JobStore
+from tests.hub_fixtures import SECRET_KEY, RunningHub, commit_file, running_hub, wait_until
+
+WATCHED = [{"type": "dataset", "name": "local/facts"}]
+REPORT = """
+import json, os
+names = ("WEBHOOK_PAYLOAD", "WEBHOOK_REPO_ID", "WEBHOOK_ID", "WEBHOOK_SECRET", "API_KEY", "COLOR")
+with open(os.path.join(os.environ["JOB_DIR"], "seen.json"), "w") as file:
+    json.dump({name: os.environ.get(name) for name in names}, file)
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    with JobStore.open(tmp_path / "jobs.sqlite") as store:
+        yield store
+
+
+@pytest.fixture
+def hub(tmp_path: Path, store: JobStore) -> Iterator[RunningHub]:
+    with running_hub(
+        tmp_path / "hub", jobs_store=store, delivery_schedule_seconds=(0, 0.01)
+    ) as hub:
+        yield hub
+
+
+@pytest.fixture
+def worktree(hub: RunningHub, tmp_path: Path) -> Path:
+    folder = tmp_path / "facts"
+    hub.git("init", "-q", str(folder), cwd=tmp_path)
+    hub.git("remote", "add", "origin", hub.create_dataset("local/facts"), cwd=folder)
+    return folder
+
+
+def push(hub: RunningHub, worktree: Path, text: str) -> str:
+    sha = commit_file(hub, worktree, "a.txt", text)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    return sha
+
+
+def source_of(store: JobStore, **spec: object) -> str:
+    """A job to copy, which has ended; its id."""
+    command = (sys.executable, "-c", REPORT)
+    job = store.submit(JobSpec.model_validate({"command": command, **spec})).job
+    return store.cancel(job.id).id
+
+
+def copies(store: JobStore, source: str) -> list[Job]:
+    """Oldest first."""
+    return [job for job in reversed(store.list()) if job.id != source]
+
+
+def run(store: JobStore, jobs_dir: Path, job: Job, key: bytes | None = SECRET_KEY) -> Path:
+    settings = JobsSettings(preload=())
+    environment = {"PATH": "/usr/bin:/bin", "WEBHOOK_SECRET": "the-receiver's"}
+    Runner(store, jobs_dir, settings, environment, secret_key=key).run_until_idle(threading.Event())
+    return jobs_dir / job.id
+
+
+def test_a_push_starts_a_copy_with_the_payload_and_the_secrets(
+    hub: RunningHub, store: JobStore, worktree: Path, tmp_path: Path
+) -> None:
+    source = source_of(store, env={"COLOR": "red", "API_KEY": "none"})
+    webhook = hub.api.create_webhook(
+        job_id=source, watched=WATCHED, secret="s3cret", secrets={"API_KEY": "k3y"}
+    )
+    assert webhook.url is None and webhook.job is not None
+    assert webhook.job.command == [sys.executable, "-c", REPORT]
+    sha = push(hub, worktree, "1")
+    [job] = wait_until(lambda: copies(store, source))
+    [delivery] = wait_until(
+        lambda: [one for one in hub.deliveries(webhook.id) if one["status"] == "delivered"]
+    )
+    assert json.loads(delivery["response_head"]) == {"job": job.id}
+
+    job_dir = run(store, tmp_path / "jobs", job)
+    seen = json.loads((job_dir / "seen.json").read_text())
+    payload = json.loads(seen.pop("WEBHOOK_PAYLOAD"))
+    assert payload["updatedRefs"] == [{"ref": "refs/heads/main", "oldSha": None, "newSha": sha}]
+    assert seen == {
+        "WEBHOOK_REPO_ID": "local/facts",
+        "WEBHOOK_ID": webhook.id,
+        "WEBHOOK_SECRET": "s3cret",
+        "API_KEY": "k3y",
+        "COLOR": "red",
+    }
+    # In clear the secrets stand nowhere: not in the folder of the job, nor in either database.
+    for file in (*tmp_path.glob("jobs.sqlite*"), *hub.root.glob("hub.sqlite*"), *job_dir.iterdir()):
+        if file.name != "seen.json":
+            assert b"k3y" not in file.read_bytes(), file
+            assert b"s3cret" not in file.read_bytes(), file
+
+
+def test_a_replay_starts_nothing_and_a_forced_one_another_copy(
+    hub: RunningHub, store: JobStore, worktree: Path
+) -> None:
+    source = source_of(store)
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
+    push(hub, worktree, "1")
+    [first] = wait_until(lambda: [d for d in hub.deliveries(id) if d["status"] == "delivered"])
+    path = f"/api/settings/webhooks/{id}/deliveries/{first['id']}/replay"
+    hub.request("POST", path).raise_for_status()
+    wait_until(lambda: hub.deliveries(id)[0]["last_attempt_at"] > first["last_attempt_at"])
+    assert len(copies(store, source)) == 1
+    hub.request("POST", f"{path}?force=1").raise_for_status()
+    wait_until(lambda: len(copies(store, source)) == 2)
+
+
+def test_a_copy_of_a_retraining_answers_for_the_pushed_commits(
+    hub: RunningHub, store: JobStore, worktree: Path
+) -> None:
+    ref = "refs/heads/main"
+    known = RevisionRange(repo="local/facts", ref=ref, new_sha="a" * 40)
+    source = source_of(store, pipeline="facts", revisions=known, dedupe_key="once")
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
+    first, second = push(hub, worktree, "1"), push(hub, worktree, "2")
+    wait_until(lambda: [d["status"] for d in hub.deliveries(id)] == ["delivered"] * 2)
+    [job] = copies(store, source)  # the pipeline's one pending job took both
+    assert job.spec.revisions is not None
+    assert (job.spec.revisions.old_sha, job.spec.revisions.new_sha) == (None, second)
+    assert len(job.spec.revisions.delivery_ids) == 2
+    assert first != second
+
+
+def test_secrets_are_kept_replaced_and_removed_by_name(
+    hub: RunningHub, store: JobStore, worktree: Path, tmp_path: Path
+) -> None:
+    source = source_of(store)
+    secrets = {"API_KEY": "old", "COLOR": "blue"}
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED, secrets=secrets).id
+    hub.api.update_webhook(id, job_id=source, secrets={"API_KEY": "new", "COLOR": ""})
+    push(hub, worktree, "1")
+    [job] = wait_until(lambda: copies(store, source))
+    seen = json.loads((run(store, tmp_path / "jobs", job) / "seen.json").read_text())
+    assert (seen["API_KEY"], seen["COLOR"]) == ("new", None)
+
+
+@pytest.mark.parametrize("key", [None, b"A" * 43 + b"="])
+def test_a_runner_without_the_key_starts_no_job_that_has_secrets(
+    hub: RunningHub, store: JobStore, worktree: Path, tmp_path: Path, key: bytes | None
+) -> None:
+    source = source_of(store)
+    hub.api.create_webhook(job_id=source, watched=WATCHED, secrets={"API_KEY": "k3y"})
+    push(hub, worktree, "1")
+    [job] = wait_until(lambda: copies(store, source))
+    run(store, tmp_path / "jobs", job, key)
+    job = store.get(job.id)
+    assert job.state == "ERROR"
+    assert job.outcome is not None and "key" in str(job.outcome.reason)
+
+
+def test_a_webhook_goes_from_a_job_to_a_url_and_back(hub: RunningHub, store: JobStore) -> None:
+    source = source_of(store)
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED, secrets={"A": "b"}).id
+    moved = hub.api.update_webhook(id, url="http://127.0.0.1:9/")
+    assert (moved.url, moved.job) == ("http://127.0.0.1:9/", None)
+    back = hub.api.update_webhook(id, job_id=source)
+    assert back.url is None and back.job is not None
+
+
+def test_a_job_that_is_not_there_is_refused(hub: RunningHub) -> None:
+    with pytest.raises(HfHubHTTPError, match="no job 'j999999'"):
+        hub.api.create_webhook(job_id="j999999", watched=WATCHED)
+
+
+def test_a_hub_without_a_store_of_jobs_says_so(tmp_path: Path) -> None:
+    refused = pytest.raises(HfHubHTTPError, match="without a store of jobs")
+    with running_hub(tmp_path / "other") as hub, refused:
+        hub.api.create_webhook(job_id="j000001", watched=WATCHED)

@@ -1,0 +1,173 @@
+"""A webhook that keeps failing is suspended, loses nothing, and comes back by itself."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from receiver.webhooks import get_webhook
+from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
+
+WATCHED = [{"type": "user", "name": "local"}]
+DOWN = (503, {})
+QUICK: dict[str, Any] = {
+    "delivery_schedule_seconds": (0, 0.01, 0.01),
+    "suspend_after_failures": 3,
+    "probe_min_seconds": 0.05,
+    "probe_max_seconds": 0.1,
+}
+
+PATIENT = QUICK | {"probe_min_seconds": 60, "probe_max_seconds": 60}
+
+
+@pytest.fixture
+def quick_hub(tmp_path: Path) -> Iterator[RunningHub]:
+    with running_hub(tmp_path / "hub", **QUICK) as hub:
+        yield hub
+
+
+def status(hub: RunningHub, id: str) -> str:
+    return get_webhook(id, endpoint=hub.url, token=hub.token).status
+
+
+def states(hub: RunningHub, id: str) -> list[str]:
+    """Of the deliveries, oldest event first."""
+    return [one["status"] for one in reversed(hub.deliveries(id))]
+
+
+def told(receiver: Receiver) -> list[str]:
+    """The datasets whose creation was delivered, in the order of their first 2xx answer."""
+    return [one.json["repo"]["name"] for one in receiver.received]
+
+
+def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
+    quick_hub: RunningHub, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = quick_hub
+    receiver.answers = [DOWN] * 10_000
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    with caplog.at_level(logging.ERROR, "pipeline.hub.deliveries"):
+        hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+        assert not hub.api.get_webhook(id).disabled  # the client has no word for it
+        for name in "bcd":
+            hub.create_dataset(f"local/{name}")
+        tried = len(receiver.received)
+        receiver.wait_for(tried + 3)
+        # Only the oldest is tried, and a probe that fails uses up no attempt.
+        assert set(told(receiver)) == {"local/a"}
+        assert states(hub, id) == ["dead", "pending", "pending", "pending"]
+        assert [one["attempt"] for one in reversed(hub.deliveries(id))] == [3, 0, 0, 0]
+        receiver.received.clear()
+        receiver.answers = []
+        receiver.wait_for(4)
+        assert list(dict.fromkeys(told(receiver))) == [f"local/{name}" for name in "abcd"]
+        wait_until(lambda: states(hub, id) == ["delivered"] * 4)
+        assert status(hub, id) == "enabled"
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(id in message and "SUSPENDED" in message for message in messages)
+    assert any(id in message and "answers again" in message for message in messages)
+
+
+def test_what_died_of_the_outage_is_put_in_line_again(receiver: Receiver, tmp_path: Path) -> None:
+    settings = PATIENT | {"suspend_after_failures": 5}
+    with running_hub(tmp_path / "hub", **settings) as hub:
+        receiver.answers = [DOWN] * 5
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: states(hub, id) == ["dead"])
+        hub.create_dataset("local/b")
+        wait_until(lambda: status(hub, id) == "suspended")
+        hub.api.enable_webhook(id)
+        wait_until(lambda: states(hub, id) == ["delivered", "delivered"])
+        assert status(hub, id) == "enabled"
+
+
+def test_one_success_in_between_starts_the_count_anew(
+    quick_hub: RunningHub, receiver: Receiver
+) -> None:
+    receiver.answers = [DOWN, DOWN, (200, {})] * 3
+    id = quick_hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    for name in "abc":
+        quick_hub.create_dataset(f"local/{name}")
+        wait_until(lambda: set(states(quick_hub, id)) == {"delivered"})
+    assert status(quick_hub, id) == "enabled"
+
+
+def test_a_suspension_outlives_the_hub_and_another_url_ends_it(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    with running_hub(tmp_path / "hub", **PATIENT) as hub:
+        receiver.answers = [DOWN] * 3
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+    with running_hub(tmp_path / "hub", **PATIENT) as hub:
+        assert status(hub, id) == "suspended"
+        assert len(receiver.received) == 3
+        hub.api.update_webhook(id, url=f"{receiver.url}/moved")
+        assert receiver.wait_for(4)[3].path == "/webhooks/record/moved"
+        wait_until(lambda: states(hub, id) == ["delivered"])
+        assert status(hub, id) == "enabled"
+
+
+def test_a_suspended_webhook_that_is_disabled_keeps_what_waited(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    with running_hub(tmp_path / "hub", **PATIENT) as hub:
+        receiver.answers = [DOWN] * 3
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+        hub.api.disable_webhook(id)
+        assert status(hub, id) == "disabled"
+        assert states(hub, id) == ["pending"]
+        hub.create_dataset("local/b")  # happens while it is disabled: told to nobody
+        hub.api.enable_webhook(id)
+        wait_until(lambda: states(hub, id) == ["delivered"])
+        assert told(receiver)[3:] == ["local/a"]
+
+
+def test_a_replay_tries_a_suspended_webhook_at_once(receiver: Receiver, tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub", **PATIENT) as hub:
+        receiver.answers = [DOWN] * 3
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+        [dead] = hub.deliveries(id)
+        hub.request("POST", f"/api/settings/deliveries/{dead['id']}/replay").raise_for_status()
+        wait_until(lambda: status(hub, id) == "enabled")
+        assert states(hub, id) == ["delivered"]
+
+
+def test_a_receiver_that_wants_no_more_disables_the_webhook(
+    quick_hub: RunningHub, receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub = quick_hub
+    receiver.answers = [(410, {})]
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    hub.create_dataset("local/a")
+    wait_until(lambda: status(hub, id) == "disabled")
+    assert hub.api.get_webhook(id).disabled
+    assert any("410" in record.getMessage() for record in caplog.records)
+    hub.create_dataset("local/b")
+    assert states(hub, id) == ["pending"]
+    hub.api.enable_webhook(id)
+    wait_until(lambda: states(hub, id) == ["delivered"])
+
+
+def test_a_receiver_that_is_down_for_the_first_attempts_gets_everything(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    schedule = (0, *[0.02] * 9)
+    with running_hub(tmp_path / "hub", delivery_schedule_seconds=schedule) as hub:
+        receiver.answers = [DOWN] * 5
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        for name in "abc":
+            hub.create_dataset(f"local/{name}")
+        wait_until(lambda: states(hub, id) == ["delivered"] * 3)
+        assert status(hub, id) == "enabled"

@@ -1,0 +1,227 @@
+"""Where webhooks may call: resolved once per attempt, never link-local or a metadata service."""
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipeline.hub import posting
+from pipeline.hub.addresses import Unreachable, is_forbidden, resolve
+from pipeline.hub.outbox import Attempt, Due
+from pipeline.hub.posting import Poster, headers
+from pipeline.hub.webhooks import CreateWebhook
+from tests.hub_fixtures import recording_receiver
+
+DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "169.254.169.254",
+        "169.254.0.1",
+        "fe80::1",
+        "fe80::1%lo",
+        "fd00:ec2::254",
+        "fd20:ce::254",
+        "100.100.100.200",
+        "168.63.129.16",
+        "::ffff:169.254.169.254",
+        "2002:a9fe:a9fe::",
+        "64:ff9b::a9fe:a9fe",
+        "224.0.0.1",
+    ],
+)
+def test_what_no_webhook_may_call(text: str) -> None:
+    assert is_forbidden(ipaddress.ip_address(text))
+    host = f"[{text}]" if ":" in text else text
+    with pytest.raises(ValidationError, match="no webhook may call"):
+        CreateWebhook.model_validate(
+            {"url": f"http://{host}/", "watched": [{"type": "user", "name": "x"}]}
+        )
+    with pytest.raises(Unreachable, match="no webhook may call"):
+        asyncio.run(resolve(text, 80))
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1", "::1", "10.1.2.3", "192.168.0.9", "8.8.8.8"])
+def test_loopback_private_and_public_addresses_may_be_called(text: str) -> None:
+    assert not is_forbidden(ipaddress.ip_address(text))
+    assert asyncio.run(resolve(text, 80)) == (ipaddress.ip_address(text),)
+
+
+# An address in another spelling: the resolver knows it as what it is.
+@pytest.mark.parametrize("host", ["2852039166", "0xa9fea9fe", "169.254.43518", "0251.0376.0.1"])
+def test_a_spelling_hides_no_address(host: str) -> None:
+    with pytest.raises(Unreachable, match="no webhook may call"):
+        asyncio.run(resolve(host, 80))
+
+
+@given(st.ip_addresses(v=4, network="169.254.0.0/16"))
+def test_no_form_of_a_link_local_address_passes(address: ipaddress.IPv4Address) -> None:
+    number = int(address)
+    for form in (
+        address,
+        ipaddress.IPv6Address(0xFFFF << 32 | number),
+        ipaddress.IPv6Address(0x2002 << 112 | number << 80),
+        ipaddress.IPv6Address((0x64FF9B << 96) | number),
+    ):
+        assert is_forbidden(form)
+
+
+def post(url: str, secret: str | None = None) -> Attempt:
+    async def run() -> Attempt:
+        poster = Poster(timeout_seconds=5)
+        try:
+            return await poster.post(DUE, url, secret)
+        finally:
+            await poster.close()
+
+    return asyncio.run(run())
+
+
+class Names:
+    """Answers for made-up hosts; counts how often each was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **hosts: list[str]) -> None:
+        self.asked: list[str] = []
+        self.hosts = {f"{name}.test": addresses for name, addresses in hosts.items()}
+
+        async def getaddrinfo(_: object, host: str, port: int, **__: Any) -> list[Any]:
+            self.asked.append(host)
+            # A second answer would be another one: a name that is bound anew.
+            addresses = self.hosts.pop(host, ["169.254.169.254"])
+            return [(None, None, 0, "", (address, port)) for address in addresses]
+
+        monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+
+
+def test_the_connection_goes_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Names(monkeypatch, receiver=["127.0.0.1"])
+    with recording_receiver() as receiver:
+        port = receiver.url.split(":")[2].split("/")[0]
+        attempt = post(f"http://receiver.test:{port}/x")
+    assert attempt.succeeded
+    assert names.asked == ["receiver.test"]
+    [received] = receiver.received
+    assert received.headers["host"] == f"receiver.test:{port}"
+
+
+def test_the_next_address_is_tried_where_one_does_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Names(monkeypatch, receiver=["127.0.0.2", "127.0.0.1"])
+    with recording_receiver() as receiver:
+        port = receiver.url.split(":")[2].split("/")[0]
+        assert post(f"http://receiver.test:{port}/").succeeded
+
+
+def test_a_name_that_also_leads_to_a_forbidden_address_is_not_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Names(monkeypatch, receiver=["127.0.0.1", "169.254.169.254"])
+    with recording_receiver() as receiver:
+        port = receiver.url.split(":")[2].split("/")[0]
+        attempt = post(f"http://receiver.test:{port}/")
+    assert attempt.error is not None and "leads to 169.254.169.254" in attempt.error
+    assert not attempt.refused
+    assert receiver.received == []
+
+
+def test_a_name_without_an_address_is_an_attempt_that_failed() -> None:
+    attempt = post("http://no-such-host.invalid/")
+    assert attempt.error is not None and "has no address" in attempt.error
+
+
+def test_a_verbatim_secret_is_sent_only_where_nobody_reads_along() -> None:
+    private, public = headers(DUE, "s3cret", True), headers(DUE, "s3cret", False)
+    assert private["X-Webhook-Secret"] == "s3cret"
+    assert "X-Webhook-Secret" not in public
+    assert "s3cret" not in str(public)
+    assert private["webhook-signature"] == public["webhook-signature"]
+
+
+def test_a_secret_that_cannot_sign_fails_the_attempt_only() -> None:
+    attempt = post("http://127.0.0.1:9/", "whsec_notbase64!")
+    assert attempt.error is not None and "whsec_" in attempt.error
+
+
+@contextmanager
+def tls_receiver(folder: Path, name: str) -> Iterator[tuple[int, ssl.SSLContext]]:
+    """Its port, and a context that trusts its certificate, which is for `name`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    file = folder / "receiver.pem"
+    pem = certificate.public_bytes(serialization.Encoding.PEM)
+    file.write_bytes(
+        pem
+        + key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(HTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a client that does not trust it
+
+    server = Server(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server.server_address[1], ssl.create_default_context(cadata=pem.decode())
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_the_certificate_must_be_for_the_name_in_the_url(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Names(monkeypatch, receiver=["127.0.0.1"], impostor=["127.0.0.1"])
+    with tls_receiver(tmp_path, "receiver.test") as (port, trusting):
+        monkeypatch.setattr(posting, "_certificates", lambda: trusting)
+        assert post(f"https://receiver.test:{port}/").response_status == 204
+        attempt = post(f"https://impostor.test:{port}/")
+        assert attempt.error is not None and "mismatch" in attempt.error
