@@ -1,22 +1,18 @@
 """Receivers as users write them: scripts, started by their end or by `launch()`, over HTTP."""
 
-import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.receiver_payloads import body_of, dataset_update
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.receiver_scripts import ROOT, free_port, on_port, running
 
 # As the guide of huggingface_hub has it; only the import line differs.
 SCRIPT = """
@@ -71,50 +67,6 @@ def python(request: pytest.FixtureRequest) -> str:
         if found.stdout.strip() == request.param:
             return candidate
     pytest.skip(f"no Python {request.param} with the receiver's dependencies")
-
-
-@contextlib.contextmanager
-def running(
-    folder: Path, code: str, *, python: str = sys.executable, **environment: str
-) -> Iterator[tuple[str, list[str], subprocess.Popen[str]]]:
-    """The script's base URL, what it printed so far, and its process."""
-    script = folder / "app.py"
-    script.write_text(code)
-    with subprocess.Popen(
-        [python, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"} | environment,
-    ) as process:
-        assert process.stdout is not None
-        printed: list[str] = []
-        try:
-            for line in process.stdout:
-                printed.append(line.rstrip())
-                if line.startswith("Open "):
-                    break
-            urls = re.findall(r"http://[\w.:]+", "\n".join(printed))
-            assert urls, f"exit {process.poll()}: {printed}"
-            yield urls[0], printed, process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
-def free_port() -> int:
-    from receiver.listen import bind
-
-    with bind("127.0.0.1", 0) as found:
-        return int(found.getsockname()[1])
-
-
-def on_port(code: str, port: int) -> str:
-    """The script with a default port of its own: several tests may run on one machine."""
-    return (
-        "import receiver.webhooks_server, receiver.settings\n"
-        "receiver.webhooks_server.ReceiverSettings = lambda: receiver.settings.ReceiverSettings("
-        f"port={port})\n" + code
-    )
 
 
 def test_the_end_of_the_script_starts_the_server(tmp_path: Path, python: str) -> None:
