@@ -151,9 +151,11 @@ def clone(workplace: Workplace, name: str = "facts") -> Checkout:
 
 
 def workplace_in(folder: Path) -> Workplace:
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in ports.items()}
+    *ports, metrics_port = free_ports(len(PORTS) + 1)
+    named = zip(PORTS, ports, strict=True)
+    env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in named}
     env |= {
+        "PIPELINE_JOBS__METRICS_PORT": str(metrics_port),
         "PIPELINE_HOME": str(folder / ".pipeline"),
         "PIPELINE_SETTINGS": str(folder / "pipeline.toml"),
         "PYTHONPATH": str(Path(__file__).parents[1]),

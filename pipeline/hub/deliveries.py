@@ -149,6 +149,7 @@ class Deliverer:
                 attempt.error or f"answered {attempt.response_status}",
                 due.attempt + 1,
                 "given up" if status == "dead" else "will be tried again",
+                extra={"delivery_id": due.id},
             )
 
     async def _attempt(self, client: httpx.AsyncClient, due: Due, webhook: Webhook) -> Attempt:

@@ -40,6 +40,7 @@ def stack(tmp_path: Path) -> Iterator[StackUnderFire]:
         checks.settle(stack)
         yield stack
     finally:
+        print(stack.workplace.logs())  # pytest shows it where the test failed
         stack.stop()
         subprocess.run(["umount", "--lazy", str(stack.home)], check=True)
 
