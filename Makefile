@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check clean
+# How many processes `make soak` kills.
+N ?= 100
+
+.PHONY: demo test check soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
@@ -18,6 +21,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak $(N)
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }

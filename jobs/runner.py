@@ -23,7 +23,7 @@ from jobs.errors import LaunchError, LeaseLost, SealBroken, StoreError
 from jobs.folder import PAYLOAD, SPEC, write_whole
 from jobs.launcher import Launch, Launcher, Status
 from jobs.launchers.local import LocalLauncher
-from jobs.record import Job, failure
+from jobs.record import Job, delivery_ids, failure
 from jobs.sealed import unseal
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec
@@ -147,7 +147,9 @@ class Runner:
             return
         self._next_adoption = now + self._settings.heartbeat_seconds
         for job in self._store.adopt(self.owner, self._settings.lease_seconds):
-            logger.warning("Job %s was left by its runner; going on with it.", job.id)
+            logger.warning(
+                "Job %s was left by its runner; going on with it.", job.id, extra=_ids(job)
+            )
             self._hold(job)
 
     def _claim(self, now: float, changed: bool) -> None:
@@ -157,7 +159,9 @@ class Runner:
             job = self._store.claim(self.owner, self._settings.lease_seconds)
             if job is None:
                 break
-            logger.info("Job %s starts, for deliveries %s.", job.id, _deliveries(job))
+            logger.info(
+                "Job %s starts, for deliveries %s.", job.id, _deliveries(job), extra=_ids(job)
+            )
             self._hold(job)
         wait = self._store.seconds_to_next()
         if wait is None or len(self._held) >= self._settings.max_running:
@@ -210,7 +214,7 @@ class Runner:
         except (LaunchError, OSError) as error:
             outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
             self._store.finish(job.id, self.owner, outcome)
-            logger.warning("%s", outcome.reason)
+            logger.warning("%s", outcome.reason, extra=_ids(job))
             del self._held[job.id]
             self._next_claim = 0.0
 
@@ -264,7 +268,7 @@ class Runner:
         assert held.handle is not None
         # Asked right before: nothing of a job may be touched that another runner has taken.
         self._store.heartbeat(held.job.id, self.owner, self._settings.lease_seconds)
-        logger.info("Job %s is stopped: %s.", held.job.id, reason)
+        logger.info("Job %s is stopped: %s.", held.job.id, reason, extra=_ids(held.job))
         held.stopping = reason
         held.kill_at = time.monotonic() + self._settings.kill_grace_seconds
         launcher.stop(held.handle, force=False)
@@ -286,20 +290,29 @@ class Runner:
             if held.stopping == "shutdown":
                 self._let_go(held)
                 return
-            logger.warning("Job %s: %s", held.job.id, result.reason)
+            logger.warning("Job %s: %s", held.job.id, result.reason, extra=_ids(held.job))
             job = self._store.retry(held.job.id, self.owner, result.reason)
         else:
             job = self._store.finish(held.job.id, self.owner, result)
         if not job.has_ended:
             held.job, held.handle = job, None
             return
-        logger.info("Job %s is %s: %s", job.id, job.state, job.outcome)
+        logger.info("Job %s is %s: %s", job.id, job.state, job.outcome, extra=_ids(job))
         del self._held[job.id]
         self._next_claim = 0.0  # a job that waited for this one may be due
 
     def _let_go(self, held: _Held) -> None:
         self._store.release(held.job.id, self.owner)
         del self._held[held.job.id]
+
+
+def _ids(job: Job) -> dict[str, object]:
+    """For logs that machines read."""
+    return {
+        "job_id": job.id,
+        "pipeline": job.spec.pipeline,
+        "delivery_ids": list(delivery_ids(job)),
+    }
 
 
 def _deliveries(job: Job) -> str:

@@ -27,6 +27,11 @@ class JobsSettings(BaseModel):
     """Between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
     """How soon a runner sees a new job or an ended process."""
+    keep_days: float = Field(default=30.0, gt=0)
+    """How long the folder of an ended job is kept: its log, metrics and records. That of a job
+    whose release is still there stays in any case."""
+    metrics_port: int = Field(default=8071, ge=0, le=65535)
+    """Where the runner of a stack tells Prometheus, on this machine only; 0 for nowhere."""
 
     @model_validator(mode="after")
     def _a_lease_outlasts_heartbeats(self) -> Self:

@@ -14,8 +14,10 @@ from jobs.record import Job
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
+from pipeline.after_jobs import after_jobs
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
+from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.rules import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
@@ -46,6 +48,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         return
     # Children read the port from the environment, as this process does from here on.
     os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
+    os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
     hub = hub_service(settings)
     stack = Stack(home, [hub] if detach else [hub, RUNNER])
@@ -96,6 +99,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     from jobs.runner import Runner
 
     settings = load_settings()
+    log_to_stderr(settings.logs, "runner")
     tokens = load_tokens(home.tokens_file)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,7 +108,10 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     if stack is not None:
         stack.start()
     try:
-        with open_job_store(settings, home) as store:
+        with (
+            open_job_store(settings, home) as store,
+            after_jobs(settings, home, serves_metrics=not (with_hub or until_idle)),
+        ):
             runner = Runner(
                 store,
                 home.jobs_dir,

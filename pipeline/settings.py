@@ -8,7 +8,7 @@ import difflib
 import os
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
@@ -21,6 +21,7 @@ from pydantic_settings import (
 from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
+from pipeline.logs import LogSettings
 from pipeline.retrain.settings import GateSettings, TrainSettings
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
@@ -48,6 +49,9 @@ class PipelineSettings(BaseModel):
     """… and at the latest this long after its first commit."""
     keep: int = Field(default=5, ge=2)
     """Releases to keep, so that there is one to go back to; the served one is never pruned."""
+    on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
+    """Who is told how each job ended: a URL, which gets the outcome as JSON by POST, or a command
+    and its arguments, which gets it on standard input."""
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
 
@@ -61,6 +65,7 @@ class Settings(BaseSettings):
     receiver: ReceiverSettings = ReceiverSettings()
     jobs: JobsSettings = JobsSettings()
     serving: ServingSettings = ServingSettings()
+    logs: LogSettings = LogSettings()
     pipelines: tuple[PipelineSettings, ...] = ()
 
     @classmethod

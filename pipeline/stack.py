@@ -3,8 +3,10 @@
 Each child is a `pipeline` command of its own, so that any of them can as well be started by hand.
 """
 
+import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,6 +25,8 @@ from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
@@ -48,14 +52,20 @@ class Child(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    process: ProcessIdentity
+    process: ProcessIdentity | None
+    """None while it is down, until it is started again."""
     url: str | None = None
+    started_at: float | None = None
+    """Seconds since the epoch."""
+    num_restarts: int = 0
 
 
 class StackRecord(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     process: ProcessIdentity
+    started_at: float
+    """Seconds since the epoch."""
     is_ready: bool
     """Whether every child has answered and the hub knows where to deliver."""
     children: tuple[Child, ...] = ()
@@ -107,7 +117,10 @@ class Stack:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
+        """Since it was last steady: what the next wait depends on."""
         self._restart_at: dict[str, float] = {}
+        self._children: dict[str, Child] = {}
+        self._since = time.time()
         self._is_ready = False
         self._lock = filelock.FileLock(home.stack_lock)
 
@@ -156,6 +169,10 @@ class Stack:
                     min(self._restarts.get(service.name, 0), len(RESTART_SECONDS) - 1)
                 ]
                 self._restart_at[service.name] = now + wait
+                self._children[service.name] = self._children[service.name].model_copy(
+                    update={"process": None, "started_at": None}
+                )
+                self._record_change()
                 events.append(
                     f"{service.name} ended with {_describe_exit(process.returncode)}; "
                     f"starting it again in {wait:g} s (log: {self._home.log_file(service.name)})"
@@ -198,10 +215,18 @@ class Stack:
                 stderr=stream,
                 # A session of its own: Ctrl-C reaches the parent only, which stops them in order.
                 start_new_session=True,
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=_end_with_parent(os.getpid()) if sys.platform == "linux" else None,
             )
         self._started_at[service.name] = time.monotonic()
-        self._write_record()
+        earlier = self._children.get(service.name)
+        self._children[service.name] = Child(
+            name=service.name,
+            process=identify(self._processes[service.name].pid),
+            url=service.url,
+            started_at=time.time(),
+            num_restarts=0 if earlier is None else earlier.num_restarts + 1,
+        )
+        self._record_change()
 
     def _wait_until_ready(self, service: Service) -> None:
         process = self._processes[service.name]
@@ -219,16 +244,24 @@ class Stack:
                 )
             time.sleep(0.02)
 
+    def _record_change(self) -> None:
+        """A stack that is up stays up on a full disk; one that starts there does not."""
+        try:
+            self._write_record()
+        except OSError as error:
+            if not self._is_ready:
+                raise
+            logger.warning("%s cannot be written: %s", self._home.stack_file, error.strerror)
+
     def _write_record(self) -> None:
-        children = []
-        for service in self._services:
-            process = self._processes.get(service.name)
-            identity = identify(process.pid) if process is not None else None
-            if identity is not None:
-                children.append(Child(name=service.name, process=identity, url=service.url))
         me = identify(os.getpid())
         assert me is not None
-        record = StackRecord(process=me, is_ready=self._is_ready, children=tuple(children))
+        record = StackRecord(
+            process=me,
+            started_at=self._since,
+            is_ready=self._is_ready,
+            children=tuple(self._children.values()),
+        )
         draft = self._home.stack_file.with_suffix(".draft")
         draft.write_text(record.model_dump_json(indent=2))
         os.replace(draft, self._home.stack_file)
@@ -250,20 +283,28 @@ def _end_leftovers(home: Home) -> None:
     except (FileNotFoundError, ValidationError):
         return
     for child in reversed(record.children):
-        _end(child.process)
+        if child.process is not None:
+            _end(child.process)
     home.stack_file.unlink(missing_ok=True)
 
 
 def _end(process: ProcessIdentity) -> None:
     deadline = time.monotonic() + STOP_SECONDS
     while is_alive(process):
-        os.kill(process.pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _end_with_parent() -> None:
-    # prctl(PR_SET_PDEATHSIG, SIGTERM): a killed parent leaves no child that holds a port.
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """A killed parent leaves no child that holds a port."""
+
+    def ask() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was killed before the kernel knew
+            os._exit(1)
+
+    return ask
 
 
 def _check_port(service: Service) -> None:

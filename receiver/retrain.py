@@ -1,5 +1,6 @@
 """The retrain handler: a commit to a followed dataset becomes a job, anything else a reason."""
 
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 
 __all__ = ["RetrainRule", "retrain_handler"]
+
+logger = logging.getLogger(__name__)
 
 Answer = dict[str, str | list[str]]
 
@@ -43,7 +46,15 @@ def retrain_handler(
         def store_event() -> Answer:
             return _store_event(store, rules, payload, raw, delivery_id, body)
 
-        return await anyio.to_thread.run_sync(store_event, limiter=one_writer)
+        answer = await anyio.to_thread.run_sync(store_event, limiter=one_writer)
+        job = answer.get("job")
+        logger.info(
+            "delivery %s: %s",
+            delivery_id,
+            answer["ignored"] if job is None else f"job {job}",
+            extra={"delivery_id": delivery_id} | ({"job_id": job} if job is not None else {}),
+        )
+        return answer
 
     return retrain
 

@@ -173,6 +173,7 @@ class WebhooksServer:
 
         config = uvicorn.Config(
             self.app,
+            log_config=None,  # the process's own
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=self.settings.shutdown_seconds,

@@ -27,6 +27,7 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                log_config=None,  # the process's own
                 log_level="warning",
                 access_log=False,
                 lifespan="on",

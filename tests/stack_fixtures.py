@@ -1,7 +1,9 @@
 """A whole stack in a temporary folder, on free ports, started and stopped by the command."""
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -149,9 +151,11 @@ def clone(workplace: Workplace, name: str = "facts") -> Checkout:
 
 
 def workplace_in(folder: Path) -> Workplace:
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in ports.items()}
+    *ports, metrics_port = free_ports(len(PORTS) + 1)
+    named = zip(PORTS, ports, strict=True)
+    env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in named}
     env |= {
+        "PIPELINE_JOBS__METRICS_PORT": str(metrics_port),
         "PIPELINE_HOME": str(folder / ".pipeline"),
         "PIPELINE_SETTINGS": str(folder / "pipeline.toml"),
         "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -162,13 +166,45 @@ def workplace_in(folder: Path) -> Workplace:
     return Workplace(folder, env)
 
 
+def end_with_this_process() -> None:
+    """For `preexec_fn`: a test that is killed leaves no stack behind, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 @contextmanager
 def stack_up(workplace: Workplace) -> Iterator[Workplace]:
-    workplace.run("up", "--detach")
+    """The stack, up. It ends with the test's process, however that ends."""
+    log = workplace.home / "logs" / "up.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as stream:
+        up = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "up"],
+            cwd=workplace.folder,
+            env=workplace.env,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            preexec_fn=end_with_this_process,
+        )
     try:
+        deadline = time.monotonic() + 120
+        while not _is_ready(workplace, up.pid):
+            assert up.poll() is None, f"the stack did not start\n{workplace.logs()}"
+            assert time.monotonic() < deadline, f"the stack is not ready\n{workplace.logs()}"
+            time.sleep(0.05)
         yield workplace
     finally:
-        workplace.run("down")
+        up.terminate()
+        up.wait(90)
+
+
+def _is_ready(workplace: Workplace, pid: int) -> bool:
+    try:
+        record = json.loads((workplace.home / "stack.json").read_text())
+    except FileNotFoundError:
+        return False
+    return bool(record["is_ready"] and record["process"]["pid"] == pid)
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def settings_text(*pipelines: BaseModel) -> str:
         "# Settings of the stack. A key that is commented out has the value shown; the environment",
         "# overrules this file: PIPELINE_HUB__PORT=9000 is `port = 9000` under [hub].",
     ]
-    for table in ("hub", "receiver", "jobs", "serving"):
+    for table in ("hub", "receiver", "jobs", "serving", "logs"):
         lines += ["", f"[{table}]", *_keys(Settings.model_fields[table].default, set())]
     for pipeline in pipelines:
         lines += ["", "[[pipelines]]", *_keys(pipeline, {"name", "dataset", "base_model"})]

@@ -1,5 +1,6 @@
 """The command tree. Importing it loads no torch and no database: commands import what they need."""
 
+import errno
 import sys
 
 import typer
@@ -7,13 +8,17 @@ import typer
 from jobs.errors import JobError
 from pipeline.cli import jobs, releases, services, webhooks
 from pipeline.cli.demo import demo
+from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
 from pipeline.cli.init import init
 from pipeline.cli.status import status
 from pipeline.cli.up import down, up
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
 from receiver.errors import ReceiverError
 from serving.errors import ServingError
+
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 app = typer.Typer(
     help="A model that follows its data: push a commit to a dataset, ask the retrained model.",
@@ -26,6 +31,7 @@ app.command()(down)
 app.command()(demo)
 app.command()(init)
 app.command()(status)
+app.command()(doctor)
 app.command()(env)
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(jobs.app, name="jobs")
@@ -41,3 +47,10 @@ def main() -> None:
         app()
     except (PipelineError, JobError, ReceiverError, ServingError) as error:
         sys.exit(f"pipeline: {error}")
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        sys.exit(
+            f"pipeline: {error.filename or 'a file'} cannot be written: {error.strerror}; make "
+            f"{Home.find().root} writable, or name another state folder with PIPELINE_HOME"
+        )

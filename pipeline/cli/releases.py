@@ -24,15 +24,22 @@ ReleaseArgument = Annotated[str, typer.Argument(help="A release id, as `releases
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first."""
-    from serving.weights.releases import list_releases, pending_release, served_release
+    from serving.weights.releases import (
+        list_releases,
+        pending_release,
+        pinned_releases,
+        served_release,
+    )
 
     folder = _folder(pipeline)
     served, pending = served_release(folder), pending_release(folder)
+    pinned = pinned_releases(folder)
     rows = [
         {
             "id": release.id,
             "served": served is not None and served.name == release.id,
             "pending": pending == release.id,
+            "pinned": release.id in pinned,
             "dataset_revision": release.lineage.dataset_revision,
             "parent": release.lineage.parent,
             "mode": release.lineage.mode,
@@ -50,7 +57,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
 
     table = Table("release", "", "dataset revision", "parent", "mode", "job", "created", box=None)
     for row in rows:
-        mark = "served" if row["served"] else "pending" if row["pending"] else ""
+        mark = " ".join(name for name in ("served", "pending", "pinned") if row[name])
         columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
         table.add_row(str(row["id"]), mark, *(str(row[key] or "-") for key in columns))
     Console(soft_wrap=True).print(table if rows else "No release yet.")
@@ -126,13 +133,31 @@ def prune(
     keep: Annotated[int | None, typer.Option(help="By default the pipeline's `keep`.")] = None,
     pipeline: PipelineOption = None,
 ) -> None:
-    """Remove old releases; never the served one, or one that waits for a server."""
+    """Remove old releases; never the served one, a pinned one, or one that waits for a server."""
     from pipeline.settings import load_settings
     from serving.weights.releases import prune as prune_releases
 
     wanted = keep if keep is not None else load_settings().pipeline(pipeline).keep
     removed = prune_releases(_folder(pipeline), wanted)
     print("removed " + (", ".join(removed) or "nothing"))
+
+
+@app.command()
+def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
+    """Keep a release whatever its age."""
+    from serving.weights.releases import pin as pin_release
+
+    pin_release(_folder(pipeline), release)
+    print(f"{release} is kept until it is unpinned")
+
+
+@app.command()
+def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
+    """Let a release be pruned like any other."""
+    from serving.weights.releases import unpin as unpin_release
+
+    unpin_release(_folder(pipeline), release)
+    print(f"{release} is pruned when its time comes")
 
 
 def _folder(pipeline: str | None) -> Path:

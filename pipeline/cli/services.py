@@ -21,11 +21,12 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
     from pipeline.hub.app import create_app
     from pipeline.hub.server import serve
     from pipeline.job_store import open_job_store
+    from pipeline.logs import log_to_stderr
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
 
-    home = Home.find()
-    settings = load_settings()
+    home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "hub")
     hub_settings = settings.hub.model_copy(update=_given(host=host, port=port))
     tokens = load_tokens(home.tokens_file)
     with open_job_store(settings, home) as store:
@@ -42,17 +43,21 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
 def receiver(host: HostOption = None, port: PortOption = None) -> None:
     """Serve the webhook receiver with the retrain handler, port 7860."""
     from pipeline.job_store import open_job_store
+    from pipeline.logs import log_to_stderr
     from pipeline.rules import retrain_rules
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
+    from receiver.metrics import measure
     from receiver.retrain import retrain_handler
     from receiver.server import WebhooksServer
 
     home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "receiver")
     with open_job_store(settings, home) as store:
         server = WebhooksServer(
             webhook_secret=load_tokens(home.tokens_file).webhook, settings=settings.receiver
         )
+        measure(server.app)
         server.add_webhook("/retrain")(retrain_handler(store, retrain_rules(settings, home)))
         server.launch(server_name=host, server_port=port)
 
@@ -68,12 +73,14 @@ def serve(
     port: PortOption = None,
 ) -> None:
     """Serve completions, port 8000: of the current release, and of each one swapped in."""
+    from pipeline.logs import log_to_stderr
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from serving.app import create_app
     from serving.server import serve as serve_app
 
     home, settings = Home.find(), load_settings()
+    log_to_stderr(settings.logs, "serve")
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
         # A folder can be served without a pipeline; requests then call it by its name.

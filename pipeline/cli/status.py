@@ -1,6 +1,7 @@
 """`pipeline status`: what runs, what is served, what it has seen, what is queued, on one screen."""
 
 import json
+import time
 from typing import Annotated, Any
 
 import typer
@@ -22,10 +23,16 @@ def status(
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    services = Table("service", "state", "pid", "address", box=None)
+    services = Table("service", "state", "pid", "up for", "restarts", "address", box=None)
     for service in report["services"]:
+        uptime = service["uptime_seconds"]
         services.add_row(
-            service["name"], service["state"], str(service["pid"] or "-"), service["url"] or "-"
+            service["name"],
+            service["state"],
+            str(service["pid"] or "-"),
+            f"{uptime:.0f} s" if uptime is not None else "-",
+            str(service["restarts"]),
+            service["url"] or "-",
         )
     console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
     for pipeline in report["pipelines"]:
@@ -52,18 +59,24 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
     from pipeline.job_store import open_job_store
     from pipeline.journal import describe
     from pipeline.stack import read_stack
+    from pipeline.versions import installed_versions
     from serving.weights.releases import load_release, pending_release, served_release
 
     record = read_stack(home)
     children = record.children if record else ()
+    now = time.time()
     report: dict[str, Any] = {
         "home": str(home.root),
+        "versions": installed_versions(),
+        "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [
             {
                 "name": child.name,
-                "state": "up" if is_alive(child.process) else "down",
-                "pid": child.process.pid,
+                "state": "up" if child.process and is_alive(child.process) else "down",
+                "pid": child.process.pid if child.process else None,
                 "url": child.url,
+                "uptime_seconds": child.started_at and round(now - child.started_at, 1),
+                "restarts": child.num_restarts,
             }
             for child in children
         ],
@@ -89,6 +102,10 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
                         "url": settings.server_url(pipeline),
                     },
                     "pending_release": pending_release(folder),
+                    "queue_age_seconds": max(
+                        (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
+                        default=None,
+                    ),
                     "queue": [
                         line for job, line in zip(jobs, lines, strict=True) if not job.has_ended
                     ],

@@ -28,6 +28,7 @@ def up(
         _detach(home)
         return
 
+    from jobs.errors import StoreError
     from pipeline.job_store import open_job_store
     from pipeline.journal import Journal
     from pipeline.stack import Stack, services_of
@@ -46,8 +47,15 @@ def up(
             remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
             print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
         journal = Journal(open_job_store(settings, home))
+        trouble = None
         while True:
-            for line in [*stack.tend(), *journal.news()]:
+            try:
+                news, earlier, trouble = journal.news(), trouble, None
+            except StoreError as error:
+                # A full disk, say: that is a reason to tell it, once, and none to stop.
+                news, earlier, trouble = [], trouble, str(error)
+            told = [trouble] if trouble is not None and trouble != earlier else []
+            for line in [*stack.tend(), *news, *told]:
                 print(line, flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:

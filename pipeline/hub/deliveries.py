@@ -165,6 +165,7 @@ class Deliverer:
                 attempt.error or f"answered {attempt.response_status}",
                 due.attempt + 1,
                 "given up" if status == "dead" and not due.is_probe else "will be tried again",
+                extra={"delivery_id": due.id},
             )
 
     async def _attempt(self, poster: Poster, due: Due, webhook: Webhook) -> Attempt:

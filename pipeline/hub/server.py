@@ -33,6 +33,10 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
             ) from None
         print(f"hub on {settings.url}", flush=True)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS
+            app,
+            log_config=None,  # the process's own
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_SECONDS,
         )
         uvicorn.Server(config).run(sockets=[listener])

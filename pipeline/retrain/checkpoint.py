@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from pipeline.retrain import job_folder
+from pipeline.retrain.errors import TrainError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,15 +68,25 @@ def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
 
 
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state, then the record that names it, then drop what the record named before."""
+    """Write the state, then the record that names it, then drop what the record named before.
+
+    Raises TrainError where the disk takes no more; the last checkpoint is still there then.
+    """
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
     aside = path.with_name(f".{path.name}")
-    with aside.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with aside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as error:
+        # What there is of it must not fill the disk that the outcome has to be written to.
+        aside.unlink(missing_ok=True)
+        raise TrainError(
+            f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
+        ) from error
     job_folder.sync_dir(path.parent)
     job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
     for other in path.parent.iterdir():

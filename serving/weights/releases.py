@@ -5,6 +5,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`, called `pipeline_dir` here:
     r000042-1f3ac9d2/   a release, immutable
     current             a link to the served release; only the server writes it, after the probe
     pending             the id of a release that the next server to start swaps in
+    pinned              ids that are never pruned, one per line
     counter             the last number given to a release, never given again
 """
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 CURRENT = "current"
 PENDING = "pending"
+PINNED = "pinned"
 COUNTER = "counter"
 UNFINISHED = ".unfinished-"
 """Prefix of folders that are being written or removed; without the lock held they are leftovers."""
@@ -131,10 +133,42 @@ def clear_pending(pipeline_dir: Path, release_id: str) -> None:
         fsync_dir(pipeline_dir)
 
 
-def prune(pipeline_dir: Path, keep: int, pinned: Collection[str] = ()) -> list[str]:
+def pinned_releases(pipeline_dir: Path) -> list[str]:
+    """The ids that are never pruned, oldest first."""
+    try:
+        return sorted((pipeline_dir / PINNED).read_text().split(), key=release_number)
+    except FileNotFoundError:
+        return []
+
+
+def pin(pipeline_dir: Path, release_id: str) -> None:
+    """Keep a release until it is unpinned. Raises ReleaseError where there is none of that id."""
+    with release_lock(pipeline_dir):
+        if release_id not in release_ids(pipeline_dir):
+            raise ReleaseError(f"{release_id!r} is no release in {pipeline_dir}")
+        _write_pinned(pipeline_dir, {*pinned_releases(pipeline_dir), release_id})
+
+
+def unpin(pipeline_dir: Path, release_id: str) -> None:
+    """Let a release be pruned again. Raises ReleaseError where it was not pinned."""
+    with release_lock(pipeline_dir):
+        pinned = pinned_releases(pipeline_dir)
+        if release_id not in pinned:
+            raise ReleaseError(
+                f"{release_id!r} is not pinned; pinned are: {', '.join(pinned) or 'none'}"
+            )
+        _write_pinned(pipeline_dir, {*pinned} - {release_id})
+
+
+def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
+    text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
+    write_durably(pipeline_dir / PINNED, text)
+
+
+def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the ids that went, oldest first.
 
-    The served, the pending and the `pinned` ones stay in any case.
+    The served, the pending and the pinned ones stay in any case.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -143,7 +177,11 @@ def prune(pipeline_dir: Path, keep: int, pinned: Collection[str] = ()) -> list[s
     with release_lock(pipeline_dir):
         ids = release_ids(pipeline_dir)
         served = served_release(pipeline_dir)
-        stays = {*ids[max(0, len(ids) - keep) :], *pinned, pending_release(pipeline_dir)}
+        stays = {
+            *ids[max(0, len(ids) - keep) :],
+            *pinned_releases(pipeline_dir),
+            pending_release(pipeline_dir),
+        }
         if served is not None:
             stays.add(served.name)
         removed = [release_id for release_id in ids if release_id not in stays]

@@ -36,7 +36,11 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
 
 def children(workplace: Workplace) -> dict[str, ProcessIdentity]:
     record = json.loads((workplace.home / "stack.json").read_text())
-    return {child["name"]: ProcessIdentity(**child["process"]) for child in record["children"]}
+    return {
+        child["name"]: ProcessIdentity(**child["process"])
+        for child in record["children"]
+        if child["process"] is not None
+    }
 
 
 def answers(url: str) -> bool:

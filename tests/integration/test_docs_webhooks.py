@@ -1,6 +1,6 @@
 """The blocks of docs/webhooks.md, run as they stand there."""
 
-# ruff: noqa: F811  (a fixture that is imported and asked for)
+
 
 import json
 import os
@@ -17,7 +17,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.hub_fixtures import RunningHub, running_hub, wait_until
+from tests.hub_fixtures import RunningHub, running_hub
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import (
     GITHUB_PUSH,

@@ -67,11 +67,25 @@ def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
     ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 8)]
     releases.set_current(tmp_path, ids[0])
     releases.set_pending(tmp_path, ids[1])
-    assert releases.prune(tmp_path, keep=2, pinned=[ids[2]]) == [ids[3], ids[4]]
+    releases.pin(tmp_path, ids[2])
+    assert releases.prune(tmp_path, keep=2) == [ids[3], ids[4]]
     assert releases.release_ids(tmp_path) == [*ids[:3], *ids[5:]]
+    releases.unpin(tmp_path, ids[2])
     assert releases.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
     with pytest.raises(ReleaseError, match="keep"):
         releases.prune(tmp_path, keep=-1)
+
+
+def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
+    release_id = put(tmp_path, "r000001-00000000")
+    assert releases.pinned_releases(tmp_path) == []
+    with pytest.raises(ReleaseError, match="no release"):
+        releases.pin(tmp_path, "r000002-00000000")
+    with pytest.raises(ReleaseError, match="not pinned"):
+        releases.unpin(tmp_path, release_id)
+    releases.pin(tmp_path, release_id)
+    releases.pin(tmp_path, release_id)
+    assert releases.pinned_releases(tmp_path) == [release_id]
 
 
 def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:

@@ -1,0 +1,311 @@
+"""What is wrong with a stack and its state folder, and what to do about it. Repairs nothing."""
+
+import shutil
+import socket
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Literal
+
+import httpx
+from pydantic import BaseModel, ConfigDict
+
+from jobs.errors import JobError
+from jobs.launchers.process import is_alive
+from jobs.migrations import HEAD as JOBS_SCHEMA
+from pipeline.errors import PipelineError
+from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
+from pipeline.hub.database import check_schema
+from pipeline.hub.errors import HubError
+from pipeline.job_store import open_job_store
+from pipeline.paths import Home
+from pipeline.settings import Settings
+from pipeline.stack import read_stack, services_of
+from pipeline.subscriptions import ROUTE
+from pipeline.tokens import load_tokens
+from pipeline.versions import installed_versions
+from receiver.errors import ReceiverError
+from serving.errors import ServingError
+
+SPARE_BYTES = 1 << 30
+"""With less than this free, the next release may not fit."""
+OLDEST_GIT = (2, 31)
+"""The first that reads `GIT_CONFIG_COUNT`, which `pipeline env` relies on."""
+
+
+class Finding(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    check: str
+    level: Literal["ok", "wrong"]
+    message: str
+    """What was found."""
+    next_step: str | None = None
+    """What to do about it; None where nothing is wrong."""
+
+
+Check = Callable[[Home, Settings], Iterator[Finding]]
+
+
+def examine(home: Home, settings: Settings) -> list[Finding]:
+    """Every check, in the order in which faults explain each other."""
+    return [finding for check in CHECKS for finding in check(home, settings)]
+
+
+def ok(check: str, message: str) -> Finding:
+    return Finding(check=check, level="ok", message=message)
+
+
+def wrong(check: str, message: str, next_step: str) -> Finding:
+    return Finding(check=check, level="wrong", message=message, next_step=next_step)
+
+
+def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
+    found = installed_versions()
+    yield ok("python", str(found["python"]))
+    if found["torch"] is None and settings.serving.engine == "torch":
+        yield wrong("torch", "it is not installed", "pip install 'hotpush[torch]'")
+    else:
+        yield ok("torch", str(found["torch"]))
+    git = shutil.which("git")
+    if git is None:
+        yield wrong("git", "it is not on PATH", "install git")
+        return
+    said = subprocess.run([git, "--version"], capture_output=True, text=True, check=False).stdout
+    number = said.split()[2] if len(said.split()) > 2 else ""
+    parts = tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
+    if parts < OLDEST_GIT:
+        yield wrong("git", f"it is {number or 'of unknown age'}", "install git 2.31 or newer")
+    else:
+        yield ok("git", number)
+
+
+def _state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
+    if not home.root.exists():
+        yield wrong("state", f"{home.root} does not exist", "start the stack: pipeline up")
+        return
+    usage = shutil.disk_usage(home.root)
+    room = f"{usage.free / 2**30:.1f} GiB free on the disk of {home.root}"
+    if usage.free < SPARE_BYTES:
+        yield wrong("disk", room, "free some: pipeline releases prune --keep 2, or lower keep_days")
+    else:
+        yield ok("disk", room)
+    file = home.tokens_file
+    if not file.exists():
+        yield wrong("tokens", f"{file} does not exist", "start the stack: pipeline up")
+        return
+    mode = file.stat().st_mode & 0o777
+    if mode & 0o077:
+        yield wrong("tokens", f"{file} has mode {mode:o}: others can read it", f"chmod 600 {file}")
+    try:
+        load_tokens(file)
+    except PipelineError as error:
+        yield wrong("tokens", str(error), "see the message")
+    else:
+        if not mode & 0o077:
+            yield ok("tokens", f"{file} is its owner's only")
+
+
+def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
+    hub = home.hub_dir / "hub.sqlite"
+    try:
+        found = check_schema(hub)
+    except HubError as error:
+        yield wrong("hub database", str(error), "upgrade hotpush, or restore a backup")
+    else:
+        yield ok("hub database", _schema_words(found, HUB_SCHEMA))
+    if settings.jobs.database_url is None and not home.jobs_database.exists():
+        yield ok("job database", _schema_words(None, JOBS_SCHEMA))
+        return
+    try:
+        with open_job_store(settings, home):
+            pass
+    except JobError as error:
+        yield wrong("job database", str(error), "upgrade hotpush, or restore a backup")
+    else:
+        yield ok("job database", _schema_words(JOBS_SCHEMA, JOBS_SCHEMA))
+
+
+def _schema_words(found: str | None, head: str) -> str:
+    if found is None:
+        return "not there yet; the first start makes it"
+    return f"schema {found}" + ("" if found == head else f", becomes {head} at the next start")
+
+
+def _services(home: Home, settings: Settings) -> Iterator[Finding]:
+    record = read_stack(home)
+    if record is None:
+        if home.stack_file.exists():
+            yield wrong("stack", "it was killed: what it started may still run", "pipeline up")
+        for service in services_of(settings):
+            url = httpx.URL(service.url) if service.url is not None else None
+            if url is not None and url.port is not None and _is_taken(url.host, url.port):
+                yield wrong(
+                    "ports",
+                    f"port {url.port} of the {service.name} is in use, and no stack is up",
+                    f"stop what uses it, or set {service.port_option}",
+                )
+        yield ok("stack", "none is up")
+        return
+    for child in record.children:
+        log = home.log_file(child.name)
+        if child.process is None or not is_alive(child.process):
+            yield wrong(child.name, "it is down, and will be started again", f"look into {log}")
+        elif child.url is not None and not _answers(child.url):
+            yield wrong(child.name, f"it does not answer on {child.url}", f"look into {log}")
+        else:
+            yield ok(child.name, f"up, process {child.process.pid}")
+
+
+def _is_taken(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def _answers(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=5, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return True
+
+
+def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
+    """Only a hub that is up can be asked; one that is down was found before."""
+    if read_stack(home) is None or not _answers(settings.hub_url):
+        return
+    from receiver.webhooks import list_webhooks
+
+    url = settings.receiver_url + ROUTE
+    try:
+        token = load_tokens(home.tokens_file).hub
+        webhooks = list_webhooks(endpoint=settings.hub_url, token=token)
+    except (ReceiverError, PipelineError) as error:
+        yield wrong("webhook", f"the hub does not list its webhooks: {error}", "pipeline up again")
+        return
+    ours = next((webhook for webhook in webhooks if webhook.url == url), None)
+    if ours is None:
+        yield wrong("webhook", f"the hub has none for {url}", "pipeline down, then pipeline up")
+    elif ours.status != "enabled":
+        yield wrong(
+            "webhook",
+            f"{ours.id} is {ours.status}: pushes start no jobs",
+            f"pipeline webhooks enable {ours.id}",
+        )
+    else:
+        watched = {item.name for item in ours.watched}
+        missing = {pipeline.dataset for pipeline in settings.pipelines} - watched
+        if missing:
+            yield wrong(
+                "webhook",
+                f"{ours.id} does not watch {', '.join(sorted(missing))}",
+                "pipeline down, then pipeline up",
+            )
+        else:
+            yield ok("webhook", f"{ours.id} delivers to {url}")
+
+
+def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
+    database = home.hub_dir / "hub.sqlite"
+    if not database.exists():
+        return
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(
+                "SELECT status, count(*) FROM deliveries WHERE status <> 'delivered' GROUP BY 1"
+            ).fetchall()
+    except sqlite3.Error as error:
+        yield wrong("deliveries", f"{database}: {error}", "restore it from a backup")
+        return
+    counts = dict(rows)
+    if dead := counts.get("dead", 0):
+        yield wrong(
+            "deliveries",
+            f"{dead} were given up: no answer of the receiver was a good one",
+            "see why with: pipeline webhooks deliveries; send again with: pipeline webhooks replay",
+        )
+    else:
+        yield ok("deliveries", f"{counts.get('pending', 0)} wait, none was given up")
+
+
+def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
+    if settings.jobs.database_url is None and not home.jobs_database.exists():
+        return
+    try:
+        with open_job_store(settings, home) as store:
+            for pipeline in settings.pipelines:
+                jobs = store.list(pipeline=pipeline.name, limit=20)
+                last = next((job for job in jobs if job.outcome is not None), None)
+                if last is None or last.outcome is None:
+                    yield ok("jobs", f"{pipeline.name}: none has ended yet")
+                elif last.outcome.result in ("failed", "rejected"):
+                    yield wrong(
+                        "jobs",
+                        f"{pipeline.name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
+                        f"pipeline jobs logs {last.id}; then push again, or: pipeline jobs run",
+                    )
+                else:
+                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.outcome.result}")
+    except JobError:
+        return  # told by the check of the databases
+
+
+def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
+    from serving.weights.releases import UNFINISHED, release_ids, served_release
+    from serving.weights.verify import verify_release
+
+    for pipeline in settings.pipelines:
+        folder = home.releases_dir / pipeline.name
+        ids = release_ids(folder)
+        broken = 0
+        for release_id in ids:
+            if reasons := _reasons(verify_release, folder / release_id):
+                broken += 1
+                yield wrong(
+                    "releases",
+                    f"{release_id} is damaged: {'; '.join(reasons)}",
+                    "pipeline releases rollback if it is served; then remove its folder",
+                )
+        try:
+            served = served_release(folder)
+        except ServingError as error:
+            yield wrong("releases", str(error), "pipeline releases swap ID")
+            continue
+        if served is not None and served.name not in ids:
+            yield wrong(
+                "releases",
+                f"{served.name} is served and its folder is gone",
+                "pipeline releases swap ID, with one of `pipeline releases ls`",
+            )
+        if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
+            yield wrong(
+                "releases", f"unfinished folders in {folder}", "pipeline up removes them, safely"
+            )
+        if not broken:
+            yield ok("releases", f"{pipeline.name}: {len(ids)}, all whole")
+
+
+def _reasons(verify: Callable[[Path], tuple[str, ...]], folder: Path) -> tuple[str, ...]:
+    try:
+        return verify(folder)
+    except ServingError as error:
+        return (str(error),)
+
+
+CHECKS: tuple[Check, ...] = (
+    _programs,
+    _state_folder,
+    _schemas,
+    _services,
+    _webhook,
+    _deliveries,
+    _jobs,
+    _releases,
+)

@@ -1,0 +1,60 @@
+"""How the services log: lines for a person, or JSON with the ids of job and delivery for a machine.
+
+A record carries ids where its call gave them: `logger.info(…, extra={"job_id": job.id})`.
+"""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+IDS = ("pipeline", "job_id", "delivery_id", "delivery_ids", "release")
+"""What `extra` may hold."""
+
+_QUIET = ("httpx", "httpcore", "huggingface_hub", "alembic", "filelock")
+"""Libraries that tell every request at `info`."""
+
+
+class LogSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    format: Literal["text", "json"] = "text"
+    """`json` writes one object per line, with the ids of the job and the delivery it is about."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least that is written."""
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time, level, logger, service, message, ids, exception."""
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: getattr(record, name) for name in IDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr(settings: LogSettings, service: str) -> None:
+    """Set up the whole process. Called once, by the command that is the process."""
+    handler = logging.StreamHandler(sys.stderr)
+    if settings.format == "json":
+        handler.setFormatter(JsonFormatter(service))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=settings.level.upper(), handlers=[handler], force=True)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)

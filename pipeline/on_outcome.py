@@ -1,0 +1,76 @@
+"""`on_outcome` of a pipeline: the outcome goes to a URL as JSON, or to a command on its input."""
+
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from jobs.record import Job
+from pipeline.settings import PipelineSettings
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 30.0
+WAITS_SECONDS = (0.0, 1.0, 5.0)
+"""Before each attempt to reach a URL. A command is run once."""
+
+
+def tell(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
+    """Whether it was told. What goes wrong is logged; it never concerns the job."""
+    if pipeline.on_outcome is None or job.outcome is None:
+        return False
+    ids = {"pipeline": pipeline.name, "job_id": job.id}
+    body = json.dumps({"pipeline": pipeline.name, **job.outcome.model_dump(mode="json")})
+    try:
+        if isinstance(pipeline.on_outcome, str):
+            _post(pipeline.on_outcome, body, job.id)
+        else:
+            _run(pipeline.on_outcome, body, job, job_dir)
+    except (httpx.HTTPError, OSError, subprocess.SubprocessError) as error:
+        logger.warning("on_outcome of %s for %s: %s", pipeline.name, job.id, error, extra=ids)
+        return False
+    logger.info("on_outcome of %s was told of %s", pipeline.name, job.id, extra=ids)
+    return True
+
+
+def _post(url: str, body: str, job_id: str) -> None:
+    headers = {"Content-Type": "application/json", "Webhook-Id": job_id}
+    for attempt, wait in enumerate(WAITS_SECONDS, start=1):
+        time.sleep(wait)
+        try:
+            httpx.post(
+                url, content=body, headers=headers, timeout=TIMEOUT_SECONDS, trust_env=False
+            ).raise_for_status()
+        except httpx.HTTPError:
+            if attempt == len(WAITS_SECONDS):
+                raise
+        else:
+            return
+
+
+def _run(command: Sequence[str], body: str, job: Job, job_dir: Path) -> None:
+    assert job.outcome is not None
+    done = subprocess.run(
+        command,
+        input=body.encode(),
+        env={
+            **os.environ,
+            "JOB_ID": job.id,
+            "JOB_DIR": str(job_dir),
+            "PIPELINE_OUTCOME": job.outcome.result,
+        },
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(
+            f"{command[0]} ended with {done.returncode}" + (f": {words[-1]}" if words else "")
+        )

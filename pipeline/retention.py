@@ -1,0 +1,43 @@
+"""What is removed of jobs that have ended: checkpoints at once, the whole folder after a time."""
+
+import logging
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from jobs.record import Job
+from jobs.store import JobStore
+from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+
+logger = logging.getLogger(__name__)
+
+
+def clear(job_dir: Path) -> None:
+    """Remove what only a next attempt would have needed, and files whose writer was killed."""
+    shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
+    for path in job_dir.glob(".*.[0-9]*"):
+        path.unlink(missing_ok=True)
+
+
+def prune_job_folders(
+    store: JobStore, jobs_dir: Path, *, keep_days: float, kept: Collection[str] = ()
+) -> list[str]:
+    """Remove the folders of jobs that ended more than `keep_days` ago; returns their ids.
+
+    The job stays in the list of jobs, with its outcome. `kept` are those of releases that are
+    still there.
+    """
+    before = time.time() - 86400 * keep_days
+    removed = []
+    for job in store.list():
+        if _ended_before(job, before) and job.id not in kept and (jobs_dir / job.id).is_dir():
+            shutil.rmtree(jobs_dir / job.id)
+            removed.append(job.id)
+    if removed:
+        logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
+    return removed
+
+
+def _ended_before(job: Job, moment: float) -> bool:
+    return job.ended_at is not None and job.ended_at < moment

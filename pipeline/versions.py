@@ -1,0 +1,18 @@
+"""Which releases of what are installed; nothing of it is imported."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("hotpush", "torch", "transformers", "datasets", "huggingface_hub")
+
+
+def installed_versions() -> dict[str, str | None]:
+    """By name; None for what is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,158 @@
+"""What must hold once the stack has come to rest, whatever was killed before."""
+
+import itertools
+import json
+import re
+import time
+from dataclasses import dataclass
+
+import filelock
+import httpx
+
+from jobs.record import Job
+from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
+from pipeline.retrain.metrics import Metric, read_metrics
+from serving.weights.releases import UNFINISHED, release_ids, served_release
+from serving.weights.verify import verify_release
+from tests.soak.stack import SERVICES, StackUnderFire, until
+
+SETTLE_SECONDS = 240.0
+
+
+def settle(stack: StackUnderFire) -> None:
+    """Wait until nothing is left to do: every event delivered, every job ended, all services up."""
+    stack.ensure_up()
+    with stack.jobs() as store:
+
+        def is_at_rest() -> bool:
+            stack.ensure_up()
+            return not any(row["status"] == "pending" for row in stack.deliveries()) and all(
+                job.has_ended for job in store.list(limit=20)
+            )
+
+        until(is_at_rest, SETTLE_SECONDS, "every event is delivered and every job has ended")
+    until(lambda: _served_by_server(stack) == newest(stack), 60, "the newest release is served")
+    until(lambda: not _surplus(stack), 60, f"no process is left over: {_surplus(stack)}")
+
+
+def newest(stack: StackUnderFire) -> str | None:
+    ids = release_ids(stack.releases_dir)
+    return ids[-1] if ids else None
+
+
+def check(stack: StackUnderFire) -> None:
+    """Raises AssertionError. The stack has settled."""
+    _every_push_has_one_outcome(stack)
+    served = served_release(stack.releases_dir)
+    assert (served.name if served else None) == newest(stack), "`current` is not the newest"
+    for release_id in release_ids(stack.releases_dir):
+        reasons = verify_release(stack.releases_dir / release_id)
+        assert not reasons, f"{release_id} is not whole: {reasons}"
+    _nothing_is_left_over(stack)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """How far a job's training had come, as its folder told right before a shot."""
+
+    job_id: str
+    at: float
+    step: int
+
+
+def sighting(stack: StackUnderFire, job_id: str) -> Sighting:
+    checkpoint = read_record(stack.home / "jobs" / job_id / CHECKPOINT, Checkpoint)
+    return Sighting(job_id, time.time(), checkpoint.step if checkpoint is not None else 0)
+
+
+def check_progress(stack: StackUnderFire, seen: Sighting) -> None:
+    """Attempts that began after the sighting went on from there, and did nothing twice."""
+    metrics, _ = read_metrics(stack.home / "jobs" / seen.job_id / METRICS)
+    attempts: list[list[Metric]] = []
+    for metric in metrics:
+        if not attempts or (metric.event == "start" and metric.stage == "snapshot"):
+            attempts.append([])
+        attempts[-1].append(metric)
+    for before, after in itertools.pairwise(attempts):
+        steps = [metric.step for metric in after if metric.event == "step" and metric.step]
+        has_trained = any(metric.stage == "train" and metric.event == "end" for metric in before)
+        assert not (has_trained and steps), f"{seen.job_id} trained again after it had trained"
+        assert after[0].time < seen.at or not steps or steps[0] > seen.step, (
+            f"{seen.job_id} went on at step {steps[0]}, behind its checkpoint at {seen.step}"
+        )
+
+
+def check_down(stack: StackUnderFire) -> None:
+    """After a stop in order: no process, no lock that is held, no record of what runs."""
+    until(lambda: not stack.processes(), 30, f"no process is left: {stack.processes()}")
+    assert not (stack.home / "stack.json").exists()
+    locks = [*stack.home.glob("*.lock"), *stack.home.glob("hub/*.lock")]
+    for lock in [*locks, *stack.home.glob("releases/*/.lock")]:
+        with filelock.FileLock(lock, timeout=0):
+            pass
+
+
+def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
+    place = {sha: number for number, sha in enumerate(stack.shas)}
+    deliveries = stack.deliveries()
+    assert all(row["status"] == "delivered" for row in deliveries), "a delivery was given up"
+    with stack.jobs() as store:
+        jobs = store.list()
+    answers: dict[str, list[Job]] = {row["id"]: [] for row in deliveries}
+    for job in jobs:
+        if not _was_taken_over(job):
+            assert job.outcome is not None
+            assert job.outcome.result != "failed", f"{job.id} failed: {job.outcome.reason}"
+            for delivery_id in job.outcome.delivery_ids:
+                answers[delivery_id].append(job)
+    for delivery_id, answering in answers.items():
+        told = [job.id for job in answering]
+        assert len(told) == 1, f"delivery {delivery_id} has {len(told)} outcomes: {told}"
+    for number in range(stack.num_acknowledged):
+        covering = [
+            row["id"]
+            for row in deliveries
+            if place.get(row["old_sha"], -1) < number <= place.get(row["new_sha"], -1)
+        ]
+        assert len(covering) == 1, f"commit {number} stands in {len(covering)} events: {covering}"
+
+
+def _was_taken_over(job: Job) -> bool:
+    reason = (job.outcome and job.outcome.reason) or ""
+    return job.state == "ERROR" and re.search(r"j\d+ takes over its commits", reason) is not None
+
+
+def _served_by_server(stack: StackUnderFire) -> str | None:
+    """What the server answers with; None where it has nothing to answer with yet."""
+    asked = {"model": "facts", "prompt": "Shelf", "max_tokens": 1, "temperature": 0}
+    try:
+        answer = httpx.post(
+            f"{stack.workplace.url('serving')}/v1/completions", json=asked, timeout=60
+        )
+    except httpx.TransportError:
+        return "no server"
+    if answer.status_code != 200:
+        return None
+    return str(answer.json()["system_fingerprint"])
+
+
+def _surplus(stack: StackUnderFire) -> list[str]:
+    """Processes that a stack at rest does not have."""
+    found = stack.victims()
+    expected = [pid for name in (*SERVICES, "up", "warm parent") for pid in found[name][:1]]
+    lines = stack.processes()
+    return [f"{pid}: {line}" for pid, line in lines.items() if pid not in expected]
+
+
+def _nothing_is_left_over(stack: StackUnderFire) -> None:
+    leftovers = list(stack.releases_dir.glob(f"{UNFINISHED}*"))
+    leftovers += list((stack.home / "hub" / "incoming").iterdir())
+    with stack.jobs() as store:
+        known = {job.id for job in store.list()}
+    for folder in (stack.home / "jobs").glob("j*/"):
+        if folder.name not in known or not (folder / "outcome.json").exists():
+            leftovers.append(folder)
+        leftovers += [path for path in folder.iterdir() if path.name == "checkpoints"]
+    assert not leftovers, f"left over: {[str(path) for path in leftovers]}"
+    json.loads((stack.home / "stack.json").read_text())

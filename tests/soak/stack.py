@@ -1,0 +1,260 @@
+"""A stack to be killed: started in the foreground, its processes found, its pushes counted."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobs.folder import PROCESS, read_record
+from jobs.store import JobStore
+from tests.stack_fixtures import Workplace, end_with_this_process
+
+SERVICES = ("hub", "receiver", "runner", "serve")
+VICTIMS = (*SERVICES, "warm parent", "leader", "job", "up", "all")
+
+SETTINGS = """\
+[jobs]
+lease_seconds = 2
+heartbeat_seconds = 0.5
+kill_grace_seconds = 2
+
+[[pipelines]]
+name = "facts"
+dataset = "local/facts"
+debounce_seconds = 0
+keep = 3
+
+[pipelines.train]
+max_tokens = 2000
+delta_tokens_ratio = 1
+enough_loss = 0
+max_length = 64
+evaluations = 4
+checkpoint_seconds = 0.5
+
+# Whether weights are better is not what is at stake here: every release is let through.
+[pipelines.gate]
+max_new_ratio = 1000
+max_old_ratio = 1000
+"""
+
+
+class NotSettled(AssertionError):
+    """Something did not come to hold in time."""
+
+
+def until(holds: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            raise NotSettled(f"after {seconds:g} s it is still not so that {what}")
+        time.sleep(0.05)
+
+
+@dataclass
+class StackUnderFire:
+    workplace: Workplace
+    up: subprocess.Popen[bytes] | None = None
+    shas: list[str] = field(default_factory=list)
+    """Every commit, oldest first."""
+    num_acknowledged: int = 0
+    """So many of them stood in a push that was answered."""
+
+    def __post_init__(self) -> None:
+        (self.workplace.folder / "pipeline.toml").write_text(SETTINGS)
+
+    @property
+    def home(self) -> Path:
+        return self.workplace.home
+
+    @property
+    def releases_dir(self) -> Path:
+        return self.home / "releases" / "facts"
+
+    # Starting and stopping
+
+    def ensure_up(self) -> None:
+        """Start the stack unless it runs; a start that a kill broke off is made again."""
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:
+            if self.up is None or self.up.poll() is not None:
+                self.start()
+            if self._is_ready():
+                return
+            time.sleep(0.05)
+        raise NotSettled("the stack does not come up again")
+
+    def start(self) -> None:
+        with (self.workplace.folder / "up.log").open("ab") as log:
+            self.up = subprocess.Popen(
+                [sys.executable, "-m", "pipeline", "up"],
+                env=self.workplace.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=end_with_this_process,
+            )
+
+    def stop(self) -> None:
+        """Stop it as `pipeline down` does."""
+        if self.up is not None and self.up.poll() is None:
+            self.up.terminate()
+            self.up.wait(90)
+
+    def _is_ready(self) -> bool:
+        try:
+            record = json.loads((self.home / "stack.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+        assert self.up is not None
+        return bool(record["is_ready"] and record["process"]["pid"] == self.up.pid)
+
+    # Processes
+
+    def processes(self) -> dict[int, str]:
+        """The command lines of all processes of this stack, by pid, however they came to be."""
+        mark = f"PIPELINE_HOME={self.home}".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                    if line:  # a process that ended has none
+                        found[int(entry.name)] = line
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found
+
+    def victims(self) -> dict[str, list[int]]:
+        """Who can be killed now."""
+        found: dict[str, list[int]] = {name: [] for name in VICTIMS}
+        leaders = {
+            record["pid"]
+            for path in sorted(self.home.glob(f"jobs/*/{PROCESS}"))[-2:]
+            if (record := read_record(path)) is not None
+        }
+        processes = self.processes()
+        for pid, line in processes.items():
+            parent = _parent(pid)
+            if pid in leaders:
+                found["leader"].append(pid)
+            elif parent in leaders:
+                found["job"].append(pid)
+            elif "jobs.launchers.warm" in line:
+                found["warm parent"].append(pid)
+            elif "-m pipeline jobs runner" in line:
+                found["runner"].append(pid)
+            for name in ("hub", "receiver", "serve", "up"):
+                if f"-m pipeline {name}" in line:
+                    found[name].append(pid)
+        found["all"] = list(processes)
+        return found
+
+    def kill(self, who: str) -> bool:
+        """SIGKILL; False where there was none of that kind to kill."""
+        pids = self.victims()[who]
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if who in ("up", "all") and self.up is not None and pids:
+            self.up.wait()
+        return bool(pids)
+
+    # Commits
+
+    def commit(self, rows: str) -> None:
+        checkout = self.workplace.folder / "facts"
+        with (checkout / "facts.jsonl").open("a") as file:
+            file.write(rows)
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--message", f"commit {len(self.shas)}")
+        self.shas.append(self.git("rev-parse", "HEAD").strip())
+
+    def push(self) -> subprocess.Popen[bytes]:
+        """Begun, and not waited for: see `answered`."""
+        return subprocess.Popen(
+            ["git", "push", "--quiet", "origin", "HEAD:main"],
+            cwd=self.workplace.folder / "facts",
+            env=self.git_environment(),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def answered(self, push: subprocess.Popen[bytes], num_commits: int) -> bool:
+        """Wait for the push; one that was answered well acknowledges the first `num_commits`."""
+        if push.wait(120) != 0:
+            return False
+        self.num_acknowledged = max(self.num_acknowledged, num_commits)
+        return True
+
+    def clone(self) -> None:
+        folder = self.workplace.folder
+        folder.joinpath("facts").mkdir()
+        self.git("init", "--quiet", "--initial-branch=main")
+        self.git("remote", "add", "origin", f"{self.workplace.url('hub')}/datasets/local/facts")
+
+    def git(self, *arguments: str) -> str:
+        who = ("-c", "user.name=tester", "-c", "user.email=tester@example.invalid")
+        return subprocess.run(
+            ["git", *who, *arguments],
+            cwd=self.workplace.folder / "facts",
+            env=self.git_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
+
+    def git_environment(self) -> dict[str, str]:
+        if not hasattr(self, "_git_environment"):
+            script = 'eval "$("$0" -m pipeline env)"; unset PIPELINE_HOME; exec env -0'
+            said = self.workplace.call(["bash", "-c", script, sys.executable])
+            self._git_environment = dict(line.split("=", 1) for line in said.split("\0") if line)
+        return self._git_environment
+
+    # What is stored
+
+    def jobs(self) -> JobStore:
+        return JobStore.open(self.home / "jobs" / "jobs.sqlite")
+
+    def deliveries(self) -> list[sqlite3.Row]:
+        """`id, status, old_sha, new_sha` of every commit that the hub has to tell of."""
+        database = f"file:{self.home / 'hub' / 'hub.sqlite'}?mode=ro"
+        with closing(sqlite3.connect(database, uri=True, timeout=10)) as connection:
+            connection.row_factory = sqlite3.Row
+            return connection.execute(
+                "SELECT deliveries.id, status, old_sha, new_sha FROM deliveries"
+                " JOIN events ON events.seq = event_seq"
+                " WHERE ref = 'refs/heads/main' ORDER BY seq"
+            ).fetchall()
+
+
+def rows(choice: random.Random, number: int) -> str:
+    return "".join(
+        json.dumps(
+            {
+                "prompt": f"Shelf {number}-{n} holds",
+                "completion": f" box {choice.randrange(10)}.",
+            }
+        )
+        + "\n"
+        for n in range(12)
+    )
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[1])

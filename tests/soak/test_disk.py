@@ -1,0 +1,123 @@
+"""A state folder whose disk is full, or cannot be written: clear errors, nothing lost.
+
+The disk is a small tmpfs, which only root may mount.
+"""
+
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.weights.releases import UNFINISHED, served_release
+from tests.soak import checks
+from tests.soak.stack import StackUnderFire, rows, until
+from tests.stack_fixtures import workplace_in
+
+pytestmark = pytest.mark.slow
+
+
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[StackUnderFire]:
+    """A stack whose state is on a disk of its own, with one release."""
+    stack = StackUnderFire(workplace_in(tmp_path))
+    stack.home.mkdir()
+    mount("-t", "tmpfs", "-o", "size=256m", "tmpfs", str(stack.home))
+    try:
+        stack.ensure_up()
+        stack.clone()
+        push(stack)
+        checks.settle(stack)
+        yield stack
+    finally:
+        print(stack.workplace.logs())  # pytest shows it where the test failed
+        stack.stop()
+        subprocess.run(["umount", "--lazy", str(stack.home)], check=True)
+
+
+def push(stack: StackUnderFire) -> bool:
+    stack.commit(rows(random.Random(len(stack.shas)), len(stack.shas)))
+    return stack.answered(stack.push(), len(stack.shas))
+
+
+def answers(stack: StackUnderFire) -> str:
+    asked = {"model": "facts", "prompt": "Shelf", "max_tokens": 2}
+    answer = httpx.post(f"{stack.workplace.url('serving')}/v1/completions", json=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["system_fingerprint"])
+
+
+def test_a_full_disk_keeps_the_old_release_and_what_was_pushed(stack: StackUnderFire) -> None:
+    before = answers(stack)
+    filler = stack.home / "filler"
+    with filler.open("wb") as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(2**20))
+            file.flush()
+
+    was_answered = push(stack)
+    assert answers(stack) == before
+    served = served_release(stack.releases_dir)
+    assert served is not None and served.name == before
+    assert not list(stack.releases_dir.glob(f"{UNFINISHED}*"))
+
+    # There is room for what is pushed, and none for a release.
+    filler.unlink()
+    with filler.open("wb") as file:
+        file.write(bytes(shutil.disk_usage(stack.home).free - 32 * 2**20))
+    assert was_answered or stack.answered(stack.push(), len(stack.shas))
+    with stack.jobs() as store:
+        until(lambda: len(store.list()) > 1, 120, "the push leads to a job")
+        until(lambda: store.list()[0].has_ended, 120, "the job ends")
+        outcome = store.list()[0].outcome
+    assert outcome is not None and outcome.result == "failed"
+    assert "fit" in (outcome.reason or "") or "space" in (outcome.reason or ""), outcome
+    assert answers(stack) == before
+    assert not list(stack.releases_dir.glob(f"{UNFINISHED}*"))
+
+    # With room again, the next commit brings the rows of the one that failed, too.
+    filler.unlink()
+    assert push(stack)
+    checks.settle(stack)
+    assert answers(stack) == checks.newest(stack) != before
+
+
+def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderFire) -> None:
+    before = answers(stack)
+    mount("--bind", str(stack.home), str(stack.home))
+    try:
+        mount("-o", "remount,bind,ro", str(stack.home))
+        assert not push(stack)
+        assert answers(stack) == before
+    finally:
+        subprocess.run(["umount", "--lazy", str(stack.home)], check=True)
+    assert stack.answered(stack.push(), len(stack.shas))
+    checks.settle(stack)
+    checks.check(stack)
+    assert answers(stack) == checks.newest(stack) != before
+
+
+def test_up_in_a_read_only_folder_says_so(stack: StackUnderFire) -> None:
+    stack.stop()
+    mount("-o", "remount,ro", str(stack.home))
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", "up"],
+        env=stack.workplace.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert str(stack.home) in done.stderr and "read-only" in done.stderr.lower(), done.stderr
