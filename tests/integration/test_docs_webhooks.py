@@ -128,7 +128,8 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "import httpx\n"
         "async def post(name):\n"
         "    async with httpx.AsyncClient() as client:\n"
-        f"        answer = await client.post(f'{{url}}/webhooks/{{name}}', json={dataset_update()})\n"
+        f"        body = {dataset_update()}\n"
+        "        answer = await client.post(f'{url}/webhooks/{name}', json=body)\n"
         "    return answer.status_code, answer.json()\n"
     )
     cells = [
