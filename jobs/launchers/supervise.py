@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from jobs.launchers.process import IS_LINUX, identify
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOCK_SECONDS = 10.0
+"""How long an attempt waits for the process of the one before it to be gone."""
 _prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
 
 
@@ -104,10 +107,16 @@ def _take_attempt(job_dir: Path, attempt: int) -> None:
     # A POSIX lock: the command inherits none of it, so it is free as soon as this process is gone.
     # Never closed, and the file is opened nowhere else: closing any descriptor of it would free it.
     lock = os.open(job_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os._exit(0)
+    give_up = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # The attempt before may have recorded its end, and not be gone yet.
+            if time.monotonic() > give_up:
+                os._exit(0)
+            time.sleep(0.005)
     earlier = read_record(job_dir / PROCESS)
     if earlier is not None and earlier["attempt"] >= attempt:
         os._exit(0)

@@ -1,5 +1,6 @@
 """The local launcher with real processes and signals, forked from the warm parent and cold."""
 
+import fcntl
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs.folder import EXIT, LOG, PROCESS, read_record
+from jobs.folder import EXIT, LOCK, LOG, PROCESS, read_record
 from jobs.launcher import Launch, Status
 from jobs.launchers.local import LocalLauncher
 from tests.jobs_fixtures import is_gone, pids_in, until
@@ -184,6 +185,19 @@ def test_the_next_attempt_waits_for_no_trace_of_the_first(bench: Bench) -> None:
     second = bench.start("show_process", attempt=2)
     assert bench.ended(second).exit_code == 0
     assert bench.launcher.poll(first).phase == "vanished", "the folder is the second one's now"
+
+
+def test_the_next_attempt_waits_until_the_first_is_gone(bench: Bench) -> None:
+    with (bench.job_dir / LOCK).open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        handle = bench.start("show_process", attempt=2)
+
+        def has_begun() -> bool:
+            bench.launcher.tend()
+            return bench.log.exists()
+
+        until(has_begun)
+    assert bench.ended(handle).exit_code == 0
 
 
 def test_a_stop_reaches_every_process(bench: Bench) -> None:
