@@ -5,7 +5,7 @@ import sys
 import typer
 
 from jobs.errors import JobError
-from pipeline.cli import jobs, releases, services, webhooks
+from pipeline.cli import jobs, releases, services, webhook_activity, webhooks
 from pipeline.cli.demo import demo
 from pipeline.cli.env import env
 from pipeline.cli.init import init
@@ -27,6 +27,7 @@ app.command()(demo)
 app.command()(init)
 app.command()(status)
 app.command()(env)
+webhook_activity.add_to(webhooks.app)
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(releases.app, name="releases")
