@@ -174,6 +174,7 @@ class Receiver:
     received: list[Received] = field(default_factory=list)
     answers: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     """Given in turn; 200 when there are none left."""
+    body: bytes = b'{"ok": true}'
     hang: threading.Event = field(default_factory=threading.Event)
     """While set, a request is received and not answered."""
     closing: threading.Event = field(default_factory=threading.Event)
@@ -202,7 +203,7 @@ def recording_receiver(port: int = 0) -> Iterator[Receiver]:
             while receiver.hang.is_set() and not receiver.closing.is_set():
                 time.sleep(0.01)
             status, headers = receiver.answers.pop(0) if receiver.answers else (200, {})
-            answer = b'{"ok": true}'
+            answer = receiver.body
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)
                 for name, value in headers.items():

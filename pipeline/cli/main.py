@@ -6,7 +6,7 @@ import sys
 import typer
 
 from jobs.errors import JobError
-from pipeline.cli import jobs, releases, services, webhooks
+from pipeline.cli import jobs, releases, services, webhook_activity, webhooks
 from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
@@ -33,6 +33,7 @@ app.command()(init)
 app.command()(status)
 app.command()(doctor)
 app.command()(env)
+webhook_activity.add_to(webhooks.app)
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(releases.app, name="releases")

@@ -1,11 +1,13 @@
 """`pipeline webhooks`: create, list, show, change, enable, disable and delete them on a hub."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
+from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -33,6 +35,14 @@ WatchOption = Annotated[
 DomainOption = Annotated[
     list[str] | None, typer.Option("--domain", help="repo or discussion; can be repeated.")
 ]
+SecretsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--secrets",
+        metavar="NAME[=VALUE]",
+        help="A variable of the job, kept encrypted; without a value, this environment's. Repeat.",
+    ),
+]
 SecretOption = Annotated[str | None, typer.Option(help="What each delivery must prove to know.")]
 
 
@@ -43,25 +53,24 @@ def ls(
     """List webhooks."""
     from receiver.webhooks import list_webhooks
 
-    webhooks = list_webhooks(**_hub(endpoint))
+    webhooks = list_webhooks(**hub(endpoint))
     if as_json:
         print(json.dumps([_as_json(webhook) for webhook in webhooks]))
     elif quiet:
         print("".join(f"{webhook.id}\n" for webhook in webhooks), end="")
     else:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("id", "status", "url", "watched", "domains", box=None)
-        for webhook in webhooks:
-            table.add_row(
+        rows = [
+            (
                 webhook.id,
                 webhook.status,
                 webhook.url or "(job)",
                 " ".join(map(str, webhook.watched)),
                 " ".join(webhook.domains),
             )
-        Console(soft_wrap=True).print(table if webhooks else "No webhook yet.")
+            for webhook in webhooks
+        ]
+        headings = ("id", "status", "url", "watched", "domains")
+        print_table(headings, rows, empty="No webhook yet.")
 
 
 @app.command()
@@ -69,7 +78,7 @@ def info(webhook_id: WebhookArgument, endpoint: EndpointOption = None) -> None:
     """Print one webhook as JSON."""
     from receiver.webhooks import get_webhook
 
-    print(json.dumps(_as_json(get_webhook(webhook_id, **_hub(endpoint))), indent=2))
+    print(json.dumps(_as_json(get_webhook(webhook_id, **hub(endpoint))), indent=2))
 
 
 @app.command()
@@ -79,6 +88,7 @@ def create(
     job_id: JobOption = None,
     domain: DomainOption = None,
     secret: SecretOption = None,
+    secrets: SecretsOption = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -93,7 +103,8 @@ def create(
             watched=watch or (),
             domains=_domains(domain),
             secret=secret,
-            **_hub(endpoint),
+            secrets=_secrets(secrets),
+            **hub(endpoint),
         )
     )
     _report("created", webhook, as_json, quiet)
@@ -107,6 +118,7 @@ def update(
     job_id: JobOption = None,
     domain: DomainOption = None,
     secret: SecretOption = None,
+    secrets: SecretsOption = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -122,7 +134,8 @@ def update(
             watched=watch,
             domains=_domains(domain),
             secret=secret,
-            **_hub(endpoint),
+            secrets=_secrets(secrets),
+            **hub(endpoint),
         )
     )
     _report("updated", webhook, as_json, quiet)
@@ -138,7 +151,7 @@ def enable(
     """Deliver again."""
     from receiver.webhooks import enable_webhook
 
-    _report("enabled", enable_webhook(webhook_id, **_hub(endpoint)), as_json, quiet)
+    _report("enabled", enable_webhook(webhook_id, **hub(endpoint)), as_json, quiet)
 
 
 @app.command()
@@ -151,7 +164,7 @@ def disable(
     """Keep the webhook, and deliver nothing until it is enabled."""
     from receiver.webhooks import disable_webhook
 
-    _report("disabled", disable_webhook(webhook_id, **_hub(endpoint)), as_json, quiet)
+    _report("disabled", disable_webhook(webhook_id, **hub(endpoint)), as_json, quiet)
 
 
 @app.command()
@@ -159,22 +172,30 @@ def delete(
     webhook_id: WebhookArgument,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     endpoint: EndpointOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Remove a webhook for good."""
     from receiver.webhooks import delete_webhook
 
+    if not yes and (as_json or quiet):
+        raise PipelineError("what is printed for a program cannot ask: add --yes to delete")
     if not yes:
         typer.confirm(f"Are you sure you want to delete webhook '{webhook_id}'?", abort=True)
-    delete_webhook(webhook_id, **_hub(endpoint))
-    print(f"Webhook {webhook_id} is deleted")
+    delete_webhook(webhook_id, **hub(endpoint))
+    if as_json:
+        print(json.dumps({"id": webhook_id}))
+    else:
+        print(webhook_id if quiet else f"Webhook {webhook_id} is deleted")
 
 
-class _Hub(TypedDict):
+class Hub(TypedDict):
     endpoint: str
     token: str | None
 
 
-def _hub(endpoint: str | None) -> _Hub:
+def hub(endpoint: str | None) -> Hub:
+    """The hub that the option names, with nothing but the environment's token; else our own."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
     from pipeline.settings import load_settings
@@ -194,6 +215,18 @@ def _domains(given: list[str] | None) -> Any:
             known = ", ".join(get_args(Domain))
             raise PipelineError(f"--domain {domain!r} is not one of {known}")
     return given
+
+
+def _secrets(given: list[str] | None) -> dict[str, str] | None:
+    if given is None:
+        return None
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals and name not in os.environ:
+            raise PipelineError(f"--secrets {name} has no value here: export it, or give {name}=…")
+        found[name] = value if equals else os.environ[name]
+    return found
 
 
 def _checked(call: "Callable[[], WebhookRecord]") -> "WebhookRecord":

@@ -26,6 +26,7 @@ _WEBHOOK = "/api/settings/webhooks/{id}"
 def routes() -> list[Route]:
     return [
         Route("/api/settings/deliveries", list_all, methods=["GET"]),
+        Route("/api/settings/deliveries/{delivery_id}", show, methods=["GET"]),
         Route("/api/settings/deliveries/{delivery_id}/replay", replay_any, methods=["POST"]),
         Route(f"{_WEBHOOK}/deliveries", list_of_webhook, methods=["GET"]),
         Route(f"{_WEBHOOK}/deliveries/{{delivery_id}}/replay", replay_one, methods=["POST"]),
@@ -63,6 +64,18 @@ async def _list(request: Request, webhook_id: str | None) -> Response:
             return [as_json(delivery) for delivery in found]
 
     return JSONResponse(await run_in_threadpool(read))
+
+
+async def show(request: Request) -> Response:
+    hub = hub_of(request)
+    delivery_id = request.path_params["delivery_id"]
+
+    def read() -> Delivery:
+        with hub.database.read() as connection:
+            id = outbox.webhook_of(connection, delivery_id)
+            return outbox.get_delivery(connection, id, delivery_id)
+
+    return JSONResponse({"delivery": as_json(await run_in_threadpool(read))})
 
 
 async def replay_one(request: Request) -> Response:

@@ -77,7 +77,7 @@ async def send_again(request: Request) -> Response:
     id = request.path_params["id"]
     delivery_id = fields.get("delivery", [""])[0]
     await run_in_threadpool(replay, hub_of(request), id, delivery_id, force="force" in fields)
-    return RedirectResponse(request.url_for("show", id=id), status_code=303)
+    return RedirectResponse(request.url.path.removesuffix("/replay"), status_code=303)
 
 
 def _indented(payload: str) -> str:

@@ -1,12 +1,9 @@
 """Webhook management through the unmodified `HfApi`, and what a receiver is sent."""
 
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from standardwebhooks import Webhook as Verifier
 
@@ -286,26 +283,3 @@ def test_a_copied_database_reveals_no_secret(hub: RunningHub) -> None:
     assert "s3cret" not in dump
     for file in hub.root.glob("hub.sqlite*"):
         assert b"s3cret" not in file.read_bytes()
-
-
-def test_the_hub_webhooks_command_works(hub: RunningHub, tmp_path: Path) -> None:
-    env = {
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": hub.token,
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_DISABLE_UPDATE_CHECK": "1",
-        "PATH": str(Path(sys.executable).parent),
-    }
-
-    def hf(*arguments: str) -> str:
-        return subprocess.run(
-            ["hf", "webhooks", *arguments], env=env, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    id = hf("create", "--watch", "user:local", "--url", "http://127.0.0.1:9/", "--quiet")
-    assert hf("ls", "--quiet") == id
-    hf("update", id, "--secret", "x")
-    assert '"name": "local"' in hf("info", id)
-    hf("disable", id)
-    hf("delete", id, "--yes")
-    assert HfApi(endpoint=hub.url, token=hub.token).list_webhooks() == []

@@ -1,0 +1,171 @@
+"""What a webhook was sent: over the API, on the page, and sent again from either."""
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hub_fixtures import Receiver, RunningHub, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
+
+WATCHED = [{"type": "user", "name": "local"}]
+
+
+@pytest.fixture
+def told(hub: RunningHub, receiver: Receiver) -> str:
+    """The id of a webhook that was told of one new dataset."""
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    hub.create_dataset("local/facts")
+    settled(hub, id)
+    return id
+
+
+def settled(hub: RunningHub, id: str, status: str = "delivered") -> None:
+    wait_until(lambda: {one["status"] for one in hub.deliveries(id)} == {status})
+
+
+def test_a_replay_keeps_the_id_and_a_forced_one_names_the_old(
+    hub: RunningHub, receiver: Receiver, told: str
+) -> None:
+    [first] = hub.deliveries(told)
+    path = f"/api/settings/deliveries/{first['id']}"
+    assert hub.request("POST", f"{path}/replay").json()["delivery"]["id"] == first["id"]
+    receiver.wait_for(2)
+    forced = hub.request("POST", f"{path}/replay?force=1").json()["delivery"]
+    assert forced["id"] != first["id"]
+    assert forced["replay_of"] == first["id"]
+    received = receiver.wait_for(3)
+    assert [one.headers["webhook-id"] for one in received] == [first["id"]] * 2 + [forced["id"]]
+    assert [one.headers.get("webhook-replay-of") for one in received] == [None, None, first["id"]]
+    assert len({one.body for one in received}) == 1
+    settled(hub, told)
+    assert {one["id"] for one in hub.deliveries(told)} == {first["id"], forced["id"]}
+    assert hub.request("GET", path).json()["delivery"]["replay_of"] is None
+
+
+def test_what_is_not_there_cannot_be_replayed_or_shown(hub: RunningHub, told: str) -> None:
+    other = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED).id
+    [delivery] = hub.deliveries(told)
+    base = "/api/settings"
+    for method, path in (
+        ("GET", f"{base}/deliveries/none"),
+        ("POST", f"{base}/deliveries/none/replay"),
+        ("POST", f"{base}/webhooks/{other}/deliveries/{delivery['id']}/replay"),
+        ("POST", f"{base}/webhooks/none/test"),
+        ("GET", f"{base}/webhooks/none/deliveries"),
+        ("GET", "/settings/webhooks/none"),
+    ):
+        assert hub.request(method, path).status_code == 404, path
+
+
+def test_all_deliveries_are_listed_newest_first(hub: RunningHub, told: str) -> None:
+    other = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED).id
+    hub.create_dataset("local/more")
+    found = hub.request("GET", "/api/settings/deliveries").json()
+    assert sorted(one["webhook_id"] for one in found) == sorted([told, told, other])
+    assert {one["repository"] for one in found[:2]} == {"dataset:local/more"}
+    assert len(hub.request("GET", "/api/settings/deliveries?limit=1").json()) == 1
+
+
+@pytest.mark.parametrize(
+    ("watched", "name"),
+    [
+        ({"type": "user", "name": "local"}, "local/ping"),
+        ({"type": "dataset", "name": "team/answers"}, "team/answers"),
+        ({"type": "space", "name": "team/app"}, "team/app"),
+    ],
+)
+def test_a_test_reaches_its_webhook_only(
+    hub: RunningHub, receiver: Receiver, watched: dict[str, str], name: str
+) -> None:
+    id = hub.api.create_webhook(url=receiver.url, watched=[watched], secret="s3cret").id
+    other = hub.api.create_webhook(url=receiver.url, watched=[watched]).id
+    hub.request("POST", f"/api/settings/webhooks/{id}/test").raise_for_status()
+    [received] = receiver.wait_for(1)
+    assert received.json["event"] == {"action": "update", "scope": "ping"}
+    assert (received.json["repo"]["name"], received.json["webhook"]["id"]) == (name, id)
+    assert received.headers["x-webhook-secret"] == "s3cret"
+    settled(hub, id)
+    assert hub.deliveries(other) == []
+
+
+def test_a_disabled_webhook_cannot_be_tested(hub: RunningHub, told: str) -> None:
+    hub.api.disable_webhook(told)
+    answer = hub.request("POST", f"/api/settings/webhooks/{told}/test")
+    assert answer.status_code == 400
+    assert "enable" in answer.json()["error"]
+
+
+def browse(
+    hub: RunningHub, method: str, path: str, token: str, **options: object
+) -> httpx.Response:
+    """As a browser does it: Basic authentication, forms, redirects followed."""
+    return httpx.request(
+        method,
+        f"{hub.url}{path}",
+        auth=("me", token),
+        follow_redirects=True,
+        verify=False,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_the_page_shows_what_was_sent_and_sends_it_again(
+    hub: RunningHub, receiver: Receiver, told: str
+) -> None:
+    assert told in browse(hub, "GET", "/settings/webhooks", hub.token).text
+    path = f"/settings/webhooks/{told}"
+    page = browse(hub, "GET", path, hub.token)
+    [delivery] = hub.deliveries(told)
+    for shown in (told, delivery["id"], "delivered", "{&#34;ok&#34;: true}", "<dd>200</dd>"):
+        assert shown in page.text
+    form = {
+        "token": re.findall(r'name="token" value="([^"]+)"', page.text)[0],
+        "delivery": delivery["id"],
+    }
+    assert browse(hub, "POST", f"{path}/replay", hub.token, data=form).status_code == 200
+    again = receiver.wait_for(2)[1]
+    assert again.headers["webhook-id"] == delivery["id"]
+    page = browse(hub, "POST", f"{path}/replay", hub.token, data={**form, "force": "1"})
+    assert receiver.wait_for(3)[2].headers["webhook-replay-of"] == delivery["id"]
+    assert f"a replay of {delivery['id']}" in page.text
+
+
+def test_a_form_of_another_site_sends_nothing(
+    hub: RunningHub, receiver: Receiver, told: str
+) -> None:
+    [delivery] = hub.deliveries(told)
+    for token in ("", "guessed"):
+        answer = browse(
+            hub,
+            "POST",
+            f"/settings/webhooks/{told}/replay",
+            hub.token,
+            data={"token": token, "delivery": delivery["id"]},
+        )
+        assert answer.status_code == 403
+    assert len(receiver.received) == 1
+    assert len(hub.deliveries(told)) == 1
+
+
+def test_the_pages_need_the_token(hub: RunningHub, told: str) -> None:
+    for path in ("/settings/webhooks", f"/settings/webhooks/{told}"):
+        answer = httpx.get(f"{hub.url}{path}", verify=False)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"].startswith("Basic")
+        assert browse(hub, "GET", path, "wrong").status_code == 401
+
+
+def test_the_page_escapes_what_others_wrote(
+    hub: RunningHub, receiver: Receiver, tmp_path: Path
+) -> None:
+    id = hub.api.create_webhook(url=f"{receiver.url}?<script>", watched=WATCHED).id
+    receiver.body = b"<script>alert(1)</script>"
+    hub.create_dataset("local/facts")
+    settled(hub, id)
+    page = browse(hub, "GET", f"/settings/webhooks/{id}", hub.token)
+    assert "<script>" not in page.text
+    assert "&lt;script&gt;alert(1)" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
