@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from starlette.types import Message, Receive
 
 from receiver.answers import Answers
 from receiver.durable import DurableDeliveries
-from receiver.errors import BodyTooLarge, ReceiverError
+from receiver.errors import BodyTooLarge, NotWorking, ReceiverError
 from receiver.history import History, Received
 from receiver.payload import WebhookPayload
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof
+
+_logger = logging.getLogger(__name__)
 
 _ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
@@ -103,7 +106,11 @@ class Door:
                 [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
         id: str = proven.state.delivery_id
-        is_new = await durable.accept(self.path, id, dict(proven.headers), event)
+        try:
+            is_new = await durable.accept(self.path, id, dict(proven.headers), event)
+        except NotWorking as refusal:
+            _logger.error("%s: %s", self.path, refusal)
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
         return JSONResponse({"delivery": id, "is_new": is_new}, status_code=202)
 
     async def _read(self, request: Request) -> bytes:

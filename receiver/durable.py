@@ -15,6 +15,7 @@ import anyio.to_thread
 from starlette.types import ASGIApp, Message
 
 from receiver.delivery_log import DeliveryLog, StoredDelivery
+from receiver.errors import NotWorking
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,12 +38,19 @@ class DurableDeliveries:
         self._handlers: dict[str, ASGIApp] = {}
         self._log: DeliveryLog | None = None
         self._wake = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """While `working` is entered."""
         self._is_stopping = False
         self._one_thread = anyio.CapacityLimiter(1)
         self._at_work: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
+        """From any thread, also while others are at work. Raises as `open` does."""
+        if self._loop is not None:
+            self._opened()
         self._handlers[path] = handler
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     def open(self) -> None:
         """Take the log, if there are handlers. Raises `ReceiverError` if another process has it."""
@@ -50,20 +58,25 @@ class DurableDeliveries:
             self._opened()
 
     async def accept(self, path: str, id: str, headers: dict[str, str], body: bytes) -> bool:
-        """Store the delivery. Whether it is new."""
+        """Store the delivery. Whether it is new. Raises `NotWorking` outside of `working`."""
+        if self._loop is None:
+            raise NotWorking(
+                "Nothing works off this server's durable deliveries: the application that mounts it"
+                " must enter `WebhooksServer.lifespan`, as FastAPI(lifespan=server.lifespan) does."
+            )
         is_new = await self._in_thread(self._opened().add, path, id, headers, body, time.time())
-        self._wake.set()
+        self._loop.call_soon_threadsafe(self._wake.set)
         return is_new
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
         """Call handlers, those first that a previous process left; wait for them at the end."""
-        if not self._handlers:
-            yield
+        if self._loop is not None:
+            yield  # entered already, by whoever serves the same application elsewhere
             return
-        log = self._opened()
+        self.open()
         self._wake = asyncio.Event()  # of this event loop; the server may be launched in others
-        await self._in_thread(log.forget, time.time())
+        self._loop = asyncio.get_running_loop()
         self._is_stopping = False
         working = asyncio.create_task(self._work())
         try:
@@ -80,18 +93,24 @@ class DurableDeliveries:
                 if late:
                     await asyncio.wait(late)
             self._at_work.clear()
-            log.close()
-            self._log = None
+            self._loop = None
+            if self._log is not None:
+                self._log.close()
+                self._log = None
 
     def _opened(self) -> DeliveryLog:
         if self._log is None:
             self._log = DeliveryLog(self._path)
+            self._log.forget(time.time())
         return self._log
 
     async def _work(self) -> None:
-        log = self._opened()
         while not self._is_stopping:
             self._wake.clear()
+            log = self._log
+            if log is None:  # until there is a durable handler
+                await self._wake.wait()
+                continue
             now = time.time()
             for delivery in await self._in_thread(log.due, now):
                 key = delivery.path, delivery.id

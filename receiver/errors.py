@@ -5,8 +5,10 @@ ReceiverError            the message is for whoever started, called or configure
 ├── ProofWrong           answered 403
 ├── BodyTooLarge         answered 413
 ├── NotAnEvent           answered 422
+├── NotWorking           answered 503
 ├── OpenToEveryone       refused at launch
 ├── AddressUnavailable   refused at launch
+├── TunnelFailed         refused at launch
 └── WebhookApiError      the hub refused a management call
     ├── WebhookNotFound
     └── NotAllowed
@@ -43,12 +45,22 @@ class NotAnEvent(ReceiverError):
     status_code = 422
 
 
+class NotWorking(ReceiverError):
+    """A durable handler in an application whose lifespan was not entered."""
+
+    status_code = 503
+
+
 class OpenToEveryone(ReceiverError):
     """A bind beyond this machine without a secret."""
 
 
 class AddressUnavailable(ReceiverError):
     """The host or the port cannot be listened on."""
+
+
+class TunnelFailed(ReceiverError):
+    """There is no public URL, or nothing that could give one."""
 
 
 class WebhookApiError(ReceiverError):

@@ -18,7 +18,8 @@ def landing_page(
     return _template().render(url=url, webhooks=webhooks, received=received)
 
 
-def _utc(at: float) -> str:
+def as_utc(at: float) -> str:
+    """Seconds since the epoch, as people write them."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
@@ -26,5 +27,5 @@ def _utc(at: float) -> str:
 def _template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["utc"] = _utc
+    environment.filters["utc"] = as_utc
     return environment.from_string(source)

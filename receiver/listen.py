@@ -55,6 +55,12 @@ def url_of(listening: socket.socket, host: str) -> str:
     return f"http://{shown}:{listening.getsockname()[1]}"
 
 
+def address_of(listening: socket.socket, host: str) -> str:
+    """`host:port` to reach it from this machine."""
+    own = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return url_of(listening, own).removeprefix("http://")
+
+
 def is_inside_event_loop() -> bool:
     try:
         asyncio.get_running_loop()

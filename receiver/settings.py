@@ -1,11 +1,20 @@
 """What can be set on a receiver. It is given to the server; nothing here reads a file."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from receiver.verify import ProofScheme
+
+
+def _regular_expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
 
 
 class ReceiverSettings(BaseModel):
@@ -17,6 +26,13 @@ class ReceiverSettings(BaseModel):
     """0 takes a free one."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """How senders reach this receiver, when that is not `http://host:port`."""
+    tunnel: Annotated[str, Field(min_length=1)] | None = None
+    """What gives it a public URL: `ssh://user@host[:port]`, or a command that prints the URL, as in
+    `cloudflared tunnel --url http://{address}`. Needs a secret on every handler."""
+    tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
+    """A regular expression: its first match in the output of that command is the public URL."""
+    tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
+    """How long the other side keeps a link; it is renewed before."""
     proof: ProofScheme = "secret"
     """What a delivery must carry to be let in, and with it whose events are understood."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)

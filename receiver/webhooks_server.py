@@ -3,19 +3,20 @@
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar, overload
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
-from starlette.types import ASGIApp
 
 from receiver import listen
 from receiver.answers import Answers
 from receiver.door import Door, guarded
 from receiver.durable import DurableDeliveries
+from receiver.errors import OpenToEveryone
+from receiver.greeting import greeting
 from receiver.handlers import (
     REFUSALS,
     RegisteredWebhook,
@@ -26,8 +27,15 @@ from receiver.handlers import (
 )
 from receiver.history import History
 from receiver.landing import landing_page
+from receiver.moved_webhooks import Hub
 from receiver.settings import ReceiverSettings
+from receiver.share import open_tunnel, tunnel_to_open
+from receiver.tunnel import Tunnel
+from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
+
+if TYPE_CHECKING:
+    from receiver.ui import Ui
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,19 +44,22 @@ class WebhooksServer:
     """Receives webhooks: `POST /webhooks/<name>` for each registered handler, a page at `/`.
 
     Args:
-        ui: An ASGI application for everything that is no webhook, in place of the landing page.
+        ui: For everything that is no webhook, in place of the landing page: an ASGI application,
+            the path of a folder with an `index.html`, or a `gradio.Blocks`.
         webhook_secret: What a delivery must prove to know, or several while one is being rotated;
             else the environment's `WEBHOOK_SECRET`. Without one, everyone who reaches the server
             is let in, and it listens on this machine only.
         settings: Where to listen, and the limits.
+        hubs: Where webhooks that point to a public URL of this server are kept up to date.
     """
 
     def __init__(
         self,
-        ui: ASGIApp | None = None,
+        ui: "Ui | None" = None,
         webhook_secret: str | Sequence[str] | None = None,
         *,
         settings: ReceiverSettings | None = None,
+        hubs: Sequence[Hub] = (Hub(),),
     ) -> None:
         self.settings = settings or ReceiverSettings()
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
@@ -57,19 +68,22 @@ class WebhooksServer:
         self._answers = Answers(self.settings.remembered_deliveries)
         self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
+        self._hubs = hubs
+        self._tunnel: Tunnel | None = None
         self._durable = DurableDeliveries(
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
         )
-        self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self._lifespan)
-        """To embed in another application, or to test without a socket. Durable handlers are called
-        while its lifespan is entered."""
+        self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
+        """To embed in another application, or to test without a socket. One that mounts it enters
+        `lifespan` too, as `FastAPI(lifespan=server.lifespan)` does."""
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(Exception)(own_up)
         self.app.get("/health", include_in_schema=False)(_health)
-        if ui is None:
+        self._ui = None if ui is None else application_of(ui)
+        if self._ui is None:
             self.app.get("/", include_in_schema=False)(self._landing_page)
         else:
-            self.app.router.default = ui
+            self.app.router.default = self._ui
 
     @overload
     def add_webhook(self, path: F) -> F: ...
@@ -106,6 +120,7 @@ class WebhooksServer:
         Raises:
             ValueError: The path is taken, or the secret does not fit the proof.
             OpenToEveryone: There is no secret, and the server listens beyond this machine already.
+            ReceiverError: It is durable, and another process has the file of such deliveries.
         """
         if callable(path):
             return self.add_webhook()(path)
@@ -122,7 +137,7 @@ class WebhooksServer:
                 is_durable=durable,
             )
             if self._host is not None and not secrets:
-                listen.refuse_beyond_loopback(self._host, [route])
+                self._refuse_unproven(self._host, [route], is_public=self._tunnel is not None)
             self._add_route(webhook)
             self.registered_webhooks[route] = webhook
             return handler
@@ -142,6 +157,7 @@ class WebhooksServer:
         *,
         server_name: str | None = None,
         server_port: int | None = None,
+        share: bool | str = False,
     ) -> str:
         """Listen, print the URL of each webhook, and serve until interrupted. Returns the URL.
 
@@ -152,9 +168,12 @@ class WebhooksServer:
             prevent_thread_lock: Return at once.
             server_name: The host to listen on, in place of the settings'.
             server_port: The port, in place of the settings'.
+            share: Open a tunnel with a public URL: the settings', or this one in its place, as
+                `ssh://user@host` or a command. It needs a secret on every handler.
 
         Raises:
-            OpenToEveryone: The host is beyond this machine, and a handler has no secret.
+            OpenToEveryone: There is a way in from beyond this machine, and a handler has no secret.
+            TunnelFailed: There is no tunnel to open, or it did not open.
             AddressUnavailable: The port is taken, or the host is not this machine's.
             ReceiverError: Another process has the file of the durable handlers' deliveries.
         """
@@ -164,12 +183,22 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
+        tunnel = tunnel_to_open(share, self.settings)
         if unproven:
-            listen.refuse_beyond_loopback(host, unproven)
+            is_public = tunnel is not None or self.settings.public_url is not None
+            self._refuse_unproven(host, unproven, is_public=is_public)
         self._durable.open()
         listening = listen.bind(host, port)
-        url = self.settings.public_url or listen.url_of(listening, host)
-        print(self._greeting(url.rstrip("/"), unproven), flush=True)
+        if tunnel is not None:
+            try:
+                address = listen.address_of(listening, host)
+                self._tunnel = open_tunnel(tunnel, address, self.settings, self._hubs)
+            except BaseException:
+                listening.close()
+                raise
+        url = self._public_url() or listen.url_of(listening, host)
+        public = None if self._tunnel is None else self._tunnel.public
+        print(greeting(url, self.registered_webhooks, unproven, public), flush=True)
 
         config = uvicorn.Config(
             self.app,
@@ -183,18 +212,50 @@ class WebhooksServer:
         if prevent_thread_lock or listen.is_inside_event_loop():
             self._running = server, listen.serve_in_thread(server, listening)
         else:
-            listen.serve(server, listening)
+            try:
+                listen.serve(server, listening)
+            finally:
+                self._close_tunnel()
             self._host = None
         return url
 
     def close(self) -> None:
         """Stop the server that serves from a thread, once its handlers are done. Idempotent."""
+        self._close_tunnel()
         if self._running is not None:
             server, thread = self._running
             server.should_exit = True
             thread.join()
             self._running = None
             self._host = None
+
+    @asynccontextmanager
+    async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        """While it is entered, durable handlers are called. `launch` does that by itself."""
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._durable.working())
+            if isinstance(self._ui, FastAPI):
+                await stack.enter_async_context(self._ui.router.lifespan_context(self._ui))
+            yield
+
+    def _close_tunnel(self) -> None:
+        if self._tunnel is not None:
+            self._tunnel.close()
+            self._tunnel = None
+
+    def _public_url(self) -> str | None:
+        if self._tunnel is not None and self._tunnel.public is not None:
+            return self._tunnel.public.url
+        return self.settings.public_url and self.settings.public_url.rstrip("/")
+
+    @staticmethod
+    def _refuse_unproven(host: str, unproven: Sequence[str], *, is_public: bool) -> None:
+        if is_public:
+            raise OpenToEveryone(
+                f"A public URL lets everyone in, and there is no secret for {', '.join(unproven)}:"
+                " set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+            )
+        listen.refuse_beyond_loopback(host, unproven)
 
     def _add_route(self, webhook: RegisteredWebhook) -> None:
         annotate(webhook.handler)
@@ -221,30 +282,13 @@ class WebhooksServer:
             route_class_override=guarded(door),
         )
 
-    @asynccontextmanager
-    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        async with self._durable.working():
-            yield
-
     def _landing_page(self, request: Request) -> HTMLResponse:
-        url = self.settings.public_url or str(request.base_url)
+        url = self._public_url() or str(request.base_url)
         return HTMLResponse(
             landing_page(
                 url.rstrip("/"), list(self.registered_webhooks.values()), self._history.latest()
             )
         )
-
-    def _greeting(self, url: str, unproven: Sequence[str]) -> str:
-        lines = ["", "Webhooks are correctly setup and ready to use:"]
-        lines += [f"  - POST {url}{path}" for path in self.registered_webhooks]
-        if unproven:
-            lines += [
-                "Webhook secret is not defined. This means your webhook endpoints will be open to"
-                f" everyone: {', '.join(unproven)}",
-                "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
-                " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
-            ]
-        return "\n".join([*lines, f"Open {url}/ to see how to create a webhook for them."])
 
 
 async def _health() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The parts of the stack as commands of their own: hub, receiver, server."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,7 +41,17 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
         serve(app, hub_settings)
 
 
-def receiver(host: HostOption = None, port: PortOption = None) -> None:
+def receiver(
+    host: HostOption = None,
+    port: PortOption = None,
+    tunnel: Annotated[
+        str | None,
+        typer.Option(help="ssh://user@host[:port], or a command that prints a public URL."),
+    ] = None,
+    public_url: Annotated[
+        str | None, typer.Option(help="How senders reach the receiver, if they can already.")
+    ] = None,
+) -> None:
     """Serve the webhook receiver with the retrain handler, port 7860."""
     from pipeline.job_store import open_job_store
     from pipeline.logs import log_to_stderr
@@ -48,18 +59,30 @@ def receiver(host: HostOption = None, port: PortOption = None) -> None:
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from receiver.metrics import measure
+    from receiver.moved_webhooks import Hub
     from receiver.retrain import retrain_handler
     from receiver.server import WebhooksServer
+    from receiver.settings import ReceiverSettings
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "receiver")
+    tokens = load_tokens(home.tokens_file)
+    told = {
+        "deliveries_path": home.root / "receiver.db",
+        **settings.receiver.model_dump(exclude_unset=True),
+        **_given(tunnel=tunnel, public_url=public_url),
+    }
+    # Public URLs are for hubs elsewhere, which are reached with a token of the user's own.
+    elsewhere = [Hub(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     with open_job_store(settings, home) as store:
         server = WebhooksServer(
-            webhook_secret=load_tokens(home.tokens_file).webhook, settings=settings.receiver
+            webhook_secret=tokens.webhook,
+            settings=ReceiverSettings.model_validate(told),
+            hubs=[Hub(endpoint=settings.hub_url, token=tokens.hub), *elsewhere],
         )
         measure(server.app)
         server.add_webhook("/retrain")(retrain_handler(store, retrain_rules(settings, home)))
-        server.launch(server_name=host, server_port=port)
+        server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
 
 
 def serve(

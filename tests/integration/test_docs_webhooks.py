@@ -1,7 +1,5 @@
 """The blocks of docs/webhooks.md, run as they stand there."""
 
-
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.hub_fixtures import RunningHub, running_hub
+from tests.hub_fixtures import RunningHub, running_hub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import (
     GITHUB_PUSH,
@@ -27,6 +25,9 @@ from tests.receiver_payloads import (
     hmac_hex,
 )
 from tests.receiver_scripts import ROOT, free_port, on_port, running
+from tests.ssh_fixtures import Sshd, sshd
+
+__all__ = ["sshd"]
 
 PAGE = (ROOT / "docs" / "webhooks.md").read_text()
 PORT = "7860"
@@ -49,6 +50,13 @@ def section(heading: str) -> Callable[[Any], Any]:
     """The test below runs the blocks of that section, which it must unpack to the last."""
     SECTIONS.add(heading)
     return lambda test: test
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
 
 
 def post(url: str, headers: dict[str, str] | None = None, **payload: Any) -> Any:
@@ -128,8 +136,8 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "import httpx\n"
         "async def post(name):\n"
         "    async with httpx.AsyncClient() as client:\n"
-        f"        body = {dataset_update()}\n"
-        "        answer = await client.post(f'{url}/webhooks/{name}', json=body)\n"
+        f"        url_of = f'{{url}}/webhooks/{{name}}'\n"
+        f"        answer = await client.post(url_of, json={dataset_update()})\n"
         "    return answer.status_code, answer.json()\n"
     )
     cells = [
@@ -170,11 +178,28 @@ def test_names_of_ones_own(tmp_path: Path) -> None:
 
 @section("A server of your own")
 def test_a_server_of_ones_own(tmp_path: Path) -> None:
-    [script] = BLOCKS["A server of your own"]
+    script, embedding = BLOCKS["A server of your own"]
     with running(tmp_path, script.replace(PORT, str(free_port()))) as (url, _, _process):
         assert httpx.get(url).text == "<h1>What has been retrained</h1>"
         assert post(f"{url}/webhooks/say_hello", SECRET) == {"message": "hello"}
         assert post(f"{url}/webhooks/say_hello") == 401
+
+    (tmp_path / "embedding.py").write_text(embedding)
+    command = [sys.executable, "-m", "uvicorn", "embedding:app", "--log-level", "warning"]
+    port = free_port()
+    with subprocess.Popen(
+        [*command, "--port", str(port)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        wait_until(lambda: answers(f"http://127.0.0.1:{port}/hooks/health"))
+        answer = post(f"http://127.0.0.1:{port}/hooks/webhooks/hello", SECRET)
+        assert answer["is_new"]
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hello acme/answers\n"
+        process.terminate()
 
 
 @section("A secret")
@@ -203,6 +228,21 @@ def test_a_durable_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert answer == {"delivery": "d1", "is_new": is_new}
         assert process.stdout is not None
         assert process.stdout.readline() == "indexed acme/answers at attempt 2\n"
+
+
+@section("A public URL")
+def test_a_public_url(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [script] = BLOCKS["A public URL"]
+    monkeypatch.chdir(tmp_path)  # where `.pipeline/receiver-urls.json` is made
+    code = script.replace("ssh://me@relay.example", sshd.address)
+    with running(tmp_path, code.replace("Settings(", f"Settings(port={free_port()}, ")) as (
+        url,
+        printed,
+        _,
+    ):
+        assert "The public URL holds until" in "\n".join(printed)
+        assert post(f"{url}/webhooks/hello", SECRET) == {"message": "hello"}
+        assert httpx.get(url, trust_env=False).status_code == 200
 
 
 @section("GitHub, Gitea, GitLab, Standard Webhooks")

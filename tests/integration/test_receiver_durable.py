@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import queue
 import signal
 import sqlite3
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
 from receiver.delivery_log import KEPT_SECONDS, DeliveryLog
@@ -231,3 +232,55 @@ def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> 
         assert log.add("/x", "d1", {}, b"", now=1012.0), "it is not known any more"
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert "s3cret" not in "\n".join(connection.iterdump())
+
+
+def test_a_durable_handler_may_come_late(tmp_path: Path) -> None:
+    """The server was started with none, and an earlier process left a delivery for it."""
+    file = tmp_path / "receiver.db"
+    log = DeliveryLog(file)
+    headers = {"content-type": "application/json"}
+    body = body_of(dataset_update(name="acme/left"))
+    log.add("/webhooks/late", "left", headers, body, time.time())
+    log.close()
+    server = WebhooksServer(settings=ReceiverSettings(port=0, deliveries_path=file))
+    url = server.launch(prevent_thread_lock=True)
+    handled: queue.Queue[str] = queue.Queue()
+
+    @server.add_webhook(durable=True)
+    def late(payload: WebhookPayload) -> None:
+        handled.put(payload.repo.name)
+
+    assert handled.get(timeout=10) == "acme/left"
+    assert httpx.post(f"{url}/webhooks/late", json=dataset_update()).status_code == 202
+    assert handled.get(timeout=10) == "acme/answers"
+    server.close()
+    DeliveryLog(file).close()  # the server has given the file back
+
+
+def test_a_late_durable_handler_is_refused_beside_another_receiver(tmp_path: Path) -> None:
+    file = tmp_path / "receiver.db"
+    server = WebhooksServer(settings=ReceiverSettings(port=0, deliveries_path=file))
+    server.launch(prevent_thread_lock=True)
+    other = DeliveryLog(file)
+    with pytest.raises(ReceiverError, match="Another receiver stores its deliveries"):
+        server.add_webhook(durable=True)(lambda payload: None)
+    assert server.registered_webhooks == {}
+    other.close()
+    server.close()
+
+
+def test_an_application_that_is_mounted_needs_the_lifespan(tmp_path: Path) -> None:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
+    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+    handled: queue.Queue[str] = queue.Queue()
+    server.add_webhook("/x", durable=True)(lambda payload: handled.put(payload.repo.name))
+    without, entered = FastAPI(), FastAPI(lifespan=server.lifespan)
+    for outer in (without, entered):
+        outer.mount("/hooks", server.app)
+    with TestClient(without, headers=SECRET) as client:
+        answer = client.post("/hooks/webhooks/x", json=dataset_update())
+        assert answer.status_code == 503, "not stored, so that its sender tries again"
+        assert "FastAPI(lifespan=server.lifespan)" in answer.json()["error"]
+    with TestClient(entered, headers=SECRET) as client:
+        assert client.post("/hooks/webhooks/x", json=dataset_update()).status_code == 202
+        assert handled.get(timeout=10) == "acme/answers"

@@ -1,9 +1,12 @@
 """Routes and their doors, through the application, without a socket."""
 
 import asyncio
+import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -467,6 +470,62 @@ def test_a_ui_of_ones_own_takes_the_place_of_the_landing_page() -> None:
         assert client.post("/webhooks/x", json=dataset_update()).status_code == 401
         answer = client.post("/webhooks/x", json=dataset_update(), headers=SECRET)
         assert answer.json() == "called"
+
+
+def test_a_folder_takes_the_place_of_the_landing_page(tmp_path: Path) -> None:
+    (tmp_path / "index.html").write_text("<h1>mine</h1>")
+    (tmp_path / "style.css").write_text("h1 { color: teal }")
+    for ui in (tmp_path, str(tmp_path)):
+        server = WebhooksServer(ui=ui, webhook_secret="s3cret")
+        server.add_webhook("/x")(lambda payload: "called")
+        with TestClient(server.app) as client:
+            assert client.get("/").text == "<h1>mine</h1>"
+            assert client.get("/style.css").headers["content-type"].startswith("text/css")
+            assert client.get("/../test_receiver_server.py").status_code == 404
+            assert client.post("/webhooks/x", json=dataset_update()).status_code == 401
+            assert client.post("/webhooks/x", json=dataset_update(), headers=SECRET).is_success
+
+
+def test_gradio_blocks_take_the_place_of_the_landing_page() -> None:
+    gradio = pytest.importorskip("gradio")
+    with gradio.Blocks() as ui:
+        gradio.Markdown("# mine")
+    server = WebhooksServer(ui=ui, webhook_secret="s3cret")
+    server.add_webhook("/x")(lambda payload: "called")
+    with TestClient(server.app) as client:
+        assert "gradio" in client.get("/").text
+        assert client.get("/config").json()["components"][0]["props"]["value"] == "# mine"
+        answer = client.post("/webhooks/x", json=dataset_update(), headers=SECRET)
+        assert answer.json() == "called"
+
+
+def test_gradio_is_recognised_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of its class; what mounts it is gradio's own function, here a stand-in."""
+    blocks = type("Interface", (type("Blocks", (), {"__module__": "gradio.blocks"}),), {})()
+    stand_in = types.ModuleType("gradio")
+
+    def mount(app: FastAPI, ui: object, path: str) -> FastAPI:
+        assert (ui, path) == (blocks, "/")
+        app.get("/")(lambda: "blocks")
+        return app
+
+    stand_in.mount_gradio_app = mount  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "gradio", stand_in)
+    with TestClient(WebhooksServer(ui=blocks).app) as client:
+        assert client.get("/").json() == "blocks"
+
+
+@pytest.mark.parametrize(
+    ("ui", "error", "reason"),
+    [
+        ("/no/such/folder", ValueError, "'/no/such/folder' is no folder"),
+        (__file__, ValueError, "is no folder"),
+        (42, TypeError, "ui is a int: give an ASGI application"),
+    ],
+)
+def test_a_ui_that_is_none(ui: Any, error: type[Exception], reason: str) -> None:
+    with pytest.raises(error, match=reason):
+        WebhooksServer(ui=ui)
 
 
 def test_there_is_no_way_around_the_door_by_the_path(

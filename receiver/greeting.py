@@ -1,0 +1,27 @@
+"""What a receiver prints when it starts."""
+
+from collections.abc import Iterable, Sequence
+
+from receiver.landing import as_utc
+from receiver.tunnel import PublicUrl
+
+
+def greeting(
+    url: str, paths: Iterable[str], unproven: Sequence[str], public: PublicUrl | None
+) -> str:
+    """The URL of each webhook, those that everyone may call, and how long a public URL holds."""
+    lines = ["", "Webhooks are correctly setup and ready to use:"]
+    lines += [f"  - POST {url}{path}" for path in paths]
+    if unproven:
+        lines += [
+            "Webhook secret is not defined. This means your webhook endpoints will be open to"
+            f" everyone: {', '.join(unproven)}",
+            "To add a secret, set `WEBHOOK_SECRET` as environment variable or pass it at"
+            " initialization: `WebhooksServer(webhook_secret='my_secret', ...)`",
+        ]
+    if public is not None:
+        lines.append(
+            f"The public URL holds until {as_utc(public.ends_at)}, and is renewed before. When it"
+            " changes, the webhooks that post to it are moved to the new one."
+        )
+    return "\n".join([*lines, f"Open {url}/ to see how to create a webhook for them."])

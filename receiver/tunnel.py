@@ -1,0 +1,222 @@
+"""A public URL for a receiver on this machine: one process, watched, started again, and renewed.
+
+It is open for as long as `Tunnel` is; whether it may be opened is not decided here.
+"""
+
+import contextlib
+import logging
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from receiver.errors import TunnelFailed
+from receiver.tunnel_command import TunnelCommand, ending_with_this_process
+
+_logger = logging.getLogger(__name__)
+
+START_SECONDS = 30.0
+"""A process that has not told its URL by then is given up."""
+STEADY_SECONDS = 60.0
+"""A process that lived this long starts again from the shortest pause."""
+LONGEST_PAUSE_SECONDS = 60.0
+RENEWED_EARLY = 1 / 24
+"""The part of its lifetime that a link still has when the next one takes its place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicUrl:
+    url: str
+    """Without a slash at its end."""
+    ends_at: float
+    """Seconds since the epoch; it is renewed before."""
+
+
+class Tunnel:
+    """Keeps one link up from `open` to `close`.
+
+    Args:
+        command: What to start; given a URL to ask for again, or None for a new one.
+        lifetime_seconds: How long the other side keeps a link.
+        on_url: Called, in the tunnel's thread, with each URL before the link of the former one is
+            ended. Called again, with pauses, as long as it answers False.
+    """
+
+    def __init__(
+        self,
+        command: Callable[[str | None], TunnelCommand],
+        *,
+        lifetime_seconds: float,
+        on_url: Callable[[str], bool],
+    ) -> None:
+        self._command = command
+        self._lifetime_seconds = lifetime_seconds
+        self._on_url = on_url
+        self._public: PublicUrl | None = None
+        self._error: TunnelFailed | None = None
+        self._is_open = threading.Event()
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._supervise, name="tunnel", daemon=True)
+
+    @property
+    def public(self) -> PublicUrl | None:
+        """None before it is open."""
+        return self._public
+
+    def open(self) -> PublicUrl:
+        """Start, and wait for the first URL. Raises `TunnelFailed` with what the process said."""
+        self._command(None)  # what is wrong with the command is said by whom it was given
+        self._thread.start()
+        self._is_open.wait()
+        if self._public is None:
+            raise self._error or TunnelFailed("The tunnel could not be watched; the log says why.")
+        return self._public
+
+    def close(self) -> None:
+        """End the link. Idempotent."""
+        self._is_closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _supervise(self) -> None:
+        try:
+            self._hold()
+        finally:
+            self._is_open.set()
+
+    def _hold(self) -> None:
+        live: _Link | None = None
+        pause = 1.0
+        while not self._is_closing:
+            # While a link is live this is its renewal, which is another URL beside it.
+            former = None if live is not None or self._public is None else self._public.url
+            began = time.monotonic()
+            link = _Link(self._command(former), self._wake)
+            url = self._url_of(link)
+            if url is None and former is not None and not self._is_closing:
+                link.end()  # the other side may still hold it for us
+                link = _Link(self._command(None), self._wake)
+                url = self._url_of(link)
+            if url is None:
+                link.end()
+                if self._public is None:
+                    self._error = TunnelFailed(f"The tunnel has no public URL: {link.said}")
+                    break
+                _logger.warning("The tunnel is down; next try in %.0f s: %s", pause, link.said)
+                self._pause(pause)
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+                continue
+            self._public = PublicUrl(url=url, ends_at=time.time() + self._lifetime_seconds)
+            if self._is_open.is_set():
+                _logger.warning("The public URL is %s", url)
+            is_told = self._on_url(url)
+            if live is not None:
+                live.end()
+            live = link
+            self._is_open.set()
+            self._keep(live, is_told)
+            if not live.is_alive:
+                live.end()
+                live = None
+                if not self._is_closing:
+                    _logger.warning("The tunnel broke and is opened again: %s", link.said)
+            if time.monotonic() - began > STEADY_SECONDS:
+                pause = 1.0
+            elif live is None:
+                self._pause(pause)
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+        if live is not None:
+            live.end()
+
+    def _url_of(self, link: "_Link") -> str | None:
+        deadline = time.monotonic() + START_SECONDS
+        while link.url is None and link.is_alive and not self._is_closing:
+            if time.monotonic() > deadline:
+                return None
+            self._wait(deadline - time.monotonic())
+        return link.url if link.is_alive else None
+
+    def _keep(self, link: "_Link", is_told: bool) -> None:
+        """Until the link breaks, is to be renewed, or the tunnel is closed."""
+        assert self._public is not None
+        renew_at = self._public.ends_at - self._lifetime_seconds * RENEWED_EARLY
+        pause = 1.0
+        while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
+            if is_told:
+                # Not for days: the clock stands still while a laptop sleeps.
+                self._wait(min(left, 60.0))
+            else:
+                self._wait(min(left, pause))
+                pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+                is_told = self._on_url(self._public.url)
+
+    def _pause(self, seconds: float) -> None:
+        """Unless the tunnel is closed."""
+        until = time.monotonic() + seconds
+        while not self._is_closing and (left := until - time.monotonic()) > 0:
+            self._wait(left)
+
+    def _wait(self, seconds: float) -> None:
+        """Until something happens to a link or the tunnel, and no longer than that."""
+        self._wake.wait(max(seconds, 0))
+        self._wake.clear()
+
+
+class _Link:
+    """One process; `wake` is set when it tells its URL and when it ends."""
+
+    def __init__(self, command: TunnelCommand, wake: threading.Event) -> None:
+        self.url: str | None = None
+        self._command = command
+        self._wake = wake
+        self._lines: deque[str] = deque(maxlen=5)
+        self._process = subprocess.Popen(
+            ending_with_this_process(command.arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is the receiver's, which answers what it has begun
+        )
+        self._reader = threading.Thread(target=self._read, name="tunnel-output", daemon=True)
+        self._has_ended = False
+        self._reader.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._has_ended
+
+    @property
+    def said(self) -> str:
+        """The end of its output."""
+        return " | ".join(self._lines) or "the process said nothing"
+
+    def end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        # A child of the process may hold its output open.
+        self._reader.join(1)
+        with contextlib.suppress(OSError):
+            if self._process.stdout is not None and not self._reader.is_alive():
+                self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.strip()
+            if self._command.is_worth_reading(text):
+                self._lines.append(text[:300])
+            if self.url is None and (url := self._command.url_in(text)) is not None:
+                self.url = url
+                self._wake.set()
+        self._has_ended = True
+        self._wake.set()

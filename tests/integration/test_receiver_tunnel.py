@@ -1,0 +1,270 @@
+"""A receiver with a public URL: through a real sshd, through commands, and when the URL changes."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from receiver.errors import OpenToEveryone, TunnelFailed
+from receiver.moved_webhooks import Hub, move_webhooks
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from receiver.webhooks import create_webhook, get_webhook
+from tests.hub_fixtures import RunningHub, wait_until
+from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
+from tests.receiver_payloads import dataset_update
+from tests.ssh_fixtures import Sshd, sshd
+
+__all__ = ["sshd"]
+
+pytest_plugins = ["tests.hub_plugin"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = {"X-Webhook-Secret": "s3cret"}
+
+# Says another URL each time that it is started, in lines such as relays print, and then is silent.
+RELAY = """
+import sys, time
+from pathlib import Path
+starts = Path(sys.argv[1])
+starts.open("a").write("x")
+print("Welcome! Documentation: http://docs.example/", flush=True)
+print(f"tunneled with tls termination, https://n{starts.stat().st_size}.relay.example", flush=True)
+time.sleep(600)
+"""
+
+
+def server_in(folder: Path, *, hub: RunningHub | None = None, **settings: Any) -> WebhooksServer:
+    told = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db", **settings)
+    hubs = [] if hub is None else [Hub(endpoint=hub.url, token=hub.token)]
+    server = WebhooksServer(webhook_secret="s3cret", settings=told, hubs=hubs)
+
+    @server.add_webhook
+    def hello(payload: WebhookPayload) -> str:
+        return payload.repo.name
+
+    return server
+
+
+@pytest.fixture
+def relay(tmp_path: Path) -> str:
+    """A tunnel command."""
+    (tmp_path / "relay.py").write_text(RELAY)
+    return shlex.join([sys.executable, f"{tmp_path}/relay.py", f"{tmp_path}/starts"])
+
+
+@pytest.fixture
+def closing() -> Iterator[list[WebhooksServer]]:
+    servers: list[WebhooksServer] = []
+    yield servers
+    for server in servers:
+        server.close()
+
+
+def call(url: str, headers: dict[str, str] = SECRET) -> int:
+    return httpx.post(
+        f"{url}/webhooks/hello", json=dataset_update(), headers=headers, trust_env=False
+    ).status_code
+
+
+def commands_with(text: str) -> list[int]:
+    """Processes that have `text` among their arguments."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = process.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if text in arguments:
+            found.append(int(process.parent.name))
+    return found
+
+
+def test_a_url_through_ssh_that_comes_back(
+    sshd: Sshd,
+    tmp_path: Path,
+    closing: list[WebhooksServer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = server_in(tmp_path)
+    closing.append(server)
+    url = server.launch(prevent_thread_lock=True, share=sshd.address)
+    printed = capsys.readouterr().out
+    assert f"  - POST {url}/webhooks/hello" in printed
+    assert re.search(r"The public URL holds until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
+    assert (call(url), call(url, {})) == (200, 401)
+    assert f"--url {url}/webhooks/hello" in httpx.get(url, trust_env=False).text
+
+    sshd.kill()
+    with pytest.raises(httpx.TransportError):
+        call(url)
+    sshd.start()
+
+    def is_back() -> bool:
+        try:
+            return call(url) == 200
+        except httpx.TransportError:
+            return False
+
+    wait_until(is_back, every_seconds=0.1)
+    server.close()
+    with pytest.raises(httpx.TransportError):
+        call(url)
+    assert commands_with(f"-p\0{sshd.port}") == []
+
+
+def test_when_the_url_changes_webhooks_are_moved(
+    hub: RunningHub, tmp_path: Path, relay: str, closing: list[WebhooksServer]
+) -> None:
+    server = server_in(tmp_path, hub=hub, tunnel_url_pattern=r"https://\w+\.relay\.example")
+    closing.append(server)
+    url = server.launch(prevent_thread_lock=True, share=relay)
+    assert url == "https://n1.relay.example"
+    at = {"endpoint": hub.url, "token": hub.token}
+    ours = create_webhook(url=f"{url}/webhooks/hello", watched=["user:local"], **at)
+    others = create_webhook(url="https://n1.relay.example.org/x", watched=["user:local"], **at)
+
+    def is_at(expected: str) -> bool:
+        return get_webhook(ours.id, **at).url == f"{expected}/webhooks/hello"
+
+    [process] = commands_with(f"{tmp_path}/starts")
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: is_at("https://n2.relay.example"))
+    assert get_webhook(ours.id, **at).watched == ours.watched
+    assert get_webhook(others.id, **at).url == others.url
+
+    # Another process, and so another URL.
+    server.close()
+    again = server_in(tmp_path, hub=hub, tunnel_url_pattern=r"https://\w+\.relay\.example")
+    closing.append(again)
+    assert again.launch(prevent_thread_lock=True, share=relay) == "https://n3.relay.example"
+    assert is_at("https://n3.relay.example")
+
+
+def test_a_link_is_renewed_before_it_ends(
+    hub: RunningHub, tmp_path: Path, relay: str, closing: list[WebhooksServer]
+) -> None:
+    server = server_in(
+        tmp_path,
+        hub=hub,
+        tunnel=relay,
+        tunnel_url_pattern=r"https://\w+\.relay\.example",
+        tunnel_lifetime_seconds=4,
+    )
+    closing.append(server)
+    began = time.time()
+    url = server.launch(prevent_thread_lock=True, share=True)
+    at = {"endpoint": hub.url, "token": hub.token}
+    ours = create_webhook(url=f"{url}/webhooks/hello", watched=["user:local"], **at)
+    [first] = commands_with(f"{tmp_path}/starts")
+    alive = []
+
+    def is_moved() -> bool:
+        alive.append(first in commands_with(f"{tmp_path}/starts"))
+        return get_webhook(ours.id, **at).url == "https://n2.relay.example/webhooks/hello"
+
+    wait_until(is_moved)
+    assert time.time() - began > 3
+    assert all(alive), "the former link answers until the webhooks are moved"
+    wait_until(lambda: first not in commands_with(f"{tmp_path}/starts"))
+
+
+def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> None:
+    remembered = tmp_path / "urls.json"
+    at = {"endpoint": hub.url, "token": hub.token}
+    ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
+    down = Hub(endpoint="http://127.0.0.1:1", token="t")
+    up = Hub(**at)
+    assert move_webhooks("https://a.example", remembered, [down]), "there is nothing to move"
+    assert not move_webhooks("https://b.example", remembered, [up, down])
+    assert get_webhook(ours.id, **at).url == "https://b.example/webhooks/x"
+    assert json.loads(remembered.read_text()) == ["https://b.example", "https://a.example"]
+    stranger = Hub(endpoint=hub.url, token="wrong")
+    assert move_webhooks("https://b.example", remembered, [up, stranger]), "never will be"
+    assert json.loads(remembered.read_text()) == ["https://b.example"]
+    remembered.write_text("{")
+    assert move_webhooks("https://c.example", remembered, [up])
+    assert json.loads(remembered.read_text()) == ["https://c.example"]
+
+
+@pytest.mark.parametrize(
+    ("share", "reason"),
+    [
+        (True, r"share='ssh://user@host\[:port\]'.*command.*`tunnel`.*--tunnel.*--public-url"),
+        ("ssh://", "not of the form ssh://user@host"),
+        ("ssh://me:password@host", "not of the form ssh://user@host"),
+        ("ssh://host:port", "is no address"),
+        ("", "is empty"),
+        ("'unclosed", "is no command"),
+        ("no-such-program --url {address}", "'no-such-program' is not on PATH"),
+        ("sh -c 'echo quota exceeded for port {port}; exit 1'", "quota exceeded for port "),
+        ("ssh://nobody@127.0.0.1:1", "Connection refused"),
+    ],
+)
+def test_a_tunnel_that_cannot_be(
+    tmp_path: Path, share: bool | str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = server_in(tmp_path)
+    with pytest.raises(TunnelFailed, match=reason):
+        server.launch(prevent_thread_lock=True, share=share)
+    assert capsys.readouterr().out == "", "nothing was started"
+    server.close()
+
+
+def test_no_public_url_without_a_secret(tmp_path: Path, relay: str) -> None:
+    settings = ReceiverSettings(port=0, deliveries_path=tmp_path / "receiver.db")
+    server = WebhooksServer(settings=settings)
+    server.add_webhook("/proven", webhook_secret="x")(lambda payload: None)
+    server.add_webhook("/open")(lambda payload: None)
+    with pytest.raises(OpenToEveryone, match="no secret for /webhooks/open"):
+        server.launch(prevent_thread_lock=True, share=relay)
+    assert not (tmp_path / "starts").exists()
+
+    public = WebhooksServer(settings=ReceiverSettings(port=0, public_url="https://x.example"))
+    public.add_webhook("/open")(lambda payload: None)
+    with pytest.raises(OpenToEveryone, match="A public URL lets everyone in"):
+        public.launch(prevent_thread_lock=True)
+
+
+def test_a_shared_server_takes_no_open_handler(
+    tmp_path: Path, relay: str, closing: list[WebhooksServer]
+) -> None:
+    server = WebhooksServer(
+        settings=ReceiverSettings(port=0, deliveries_path=tmp_path / "receiver.db"), hubs=[]
+    )
+    closing.append(server)
+    server.launch(prevent_thread_lock=True, share=relay)
+    with pytest.raises(OpenToEveryone):
+        server.add_webhook("/open")(lambda payload: None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the tunnel's process stays")
+def test_the_command_opens_a_tunnel_that_ends_with_it(tmp_path: Path, relay: str) -> None:
+    env = {
+        **os.environ,
+        "PIPELINE_HOME": str(tmp_path / ".pipeline"),
+        "PIPELINE_SETTINGS": str(tmp_path / "pipeline.toml"),
+        "PIPELINE_HUB__PORT": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "pipeline", "receiver", "--port", "0", "--tunnel", relay]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout)
+        printed = [next(lines) for _ in range(4)]
+        assert "  - POST https://n1.relay.example/webhooks/retrain\n" in printed
+        assert commands_with(f"{tmp_path}/starts") != []
+        process.kill()
+    wait_until(
+        lambda: [pid for pid in commands_with(f"{tmp_path}/starts") if pid != process.pid] == []
+    )
