@@ -29,6 +29,10 @@ class Data:
     """To train on in a full training, to replay from in a delta."""
     held_out_new: tuple[Row, ...]
     held_out_known: tuple[Row, ...]
+    num_before: int
+    """Rows of the revision that this one is compared with."""
+    num_lost: int
+    """Of these, the ones that were deleted or edited."""
 
 
 def sort_out(
@@ -36,7 +40,8 @@ def sort_out(
 ) -> Data:
     """Read the rows and decide. Raises DataError."""
     rows = _read(snapshot.revision, settings)
-    change = difference(_read_base(snapshot.base, settings), rows)
+    before = _read_base(snapshot.base, settings)
+    change = difference(before, rows)
     mode, reason = choose_mode(settings.mode, snapshot, parent, base_model, change)
     training, held_out = split(rows, settings.held_out_ratio, settings.min_held_out_rows)
     added = {row.digest for row in change.added}
@@ -51,6 +56,8 @@ def sort_out(
         known=tuple(row for row in training if row.digest not in added),
         held_out_new=tuple(row for row in judged if row.digest in added),
         held_out_known=tuple(row for row in judged if row.digest not in added),
+        num_before=len(before),
+        num_lost=change.num_edited + change.num_deleted,
     )
 
 

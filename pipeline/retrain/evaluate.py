@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.retrain.gate import Comparison, Pair, refusals
+from pipeline.retrain.gate import Comparison, Noise, Pair, refusals_by_loss, refusals_by_rows
 from pipeline.retrain.settings import GateSettings
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ class Evaluation(BaseModel):
     """Held-out rows of the new range."""
     known: Comparison
     """Held-out rows that were known before."""
+    new_noise: Noise
+    known_noise: Noise
     refusals: tuple[str, ...] = ()
     """Why the gate would not let them pass; empty when it does."""
     tokens: int
@@ -36,19 +38,30 @@ class Evaluation(BaseModel):
 def compare(
     new: tuple[Sequence["RowLoss"], Sequence["RowLoss"]],
     served: tuple[Sequence["RowLoss"], Sequence["RowLoss"]],
+    noise: tuple[Noise, Noise],
     gate: GateSettings,
     *,
+    num_lost: int,
+    num_before: int,
     against: str,
     tokens: int,
     tokens_before: int,
 ) -> Evaluation:
-    """new, served: losses on the rows of the new range, and on those known before."""
+    """new, served: losses on the rows of the new range, and on those known before; noise: in both.
+
+    num_lost: of `num_before` rows, those that the commit deleted or rewrote.
+    """
     pairs = [_pairs(*groups) for groups in zip(new, served, strict=True)]
     return Evaluation(
         against=against,
         new=Comparison.of(pairs[0]),
         known=Comparison.of(pairs[1]),
-        refusals=refusals(pairs[0], pairs[1], gate),
+        new_noise=noise[0],
+        known_noise=noise[1],
+        refusals=(
+            *refusals_by_loss(pairs[0], pairs[1], gate),
+            *refusals_by_rows(num_lost, num_before, *noise, gate),
+        ),
         tokens=tokens,
         total_tokens=tokens_before + tokens,
     )

@@ -42,7 +42,24 @@ class Comparison(BaseModel):
         )
 
 
-def refusals(new: Sequence[Pair], known: Sequence[Pair], settings: GateSettings) -> tuple[str, ...]:
+class Noise(BaseModel):
+    """How many of a group of held-out rows the new weights find no likelier than the same tokens
+    in random order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    noisy: int
+    rows: int
+    """That could be told: with at least two tokens to swap."""
+
+    @property
+    def share(self) -> float:
+        return self.noisy / self.rows if self.rows else 0.0
+
+
+def refusals_by_loss(
+    new: Sequence[Pair], known: Sequence[Pair], settings: GateSettings
+) -> tuple[str, ...]:
     """Why the new weights may not be served, each with its numbers; empty when they may.
 
     new, known: held-out rows of the new range, and those known before.
@@ -63,6 +80,33 @@ def refusals(new: Sequence[Pair], known: Sequence[Pair], settings: GateSettings)
         groups = [("new and known", [*new, *known], ratio)]
     found = (_refusal(name, pairs, ratio, settings) for name, pairs, ratio in groups)
     return tuple(reason for reason in found if reason is not None)
+
+
+def refusals_by_rows(
+    num_lost: int, num_before: int, new: Noise, known: Noise, settings: GateSettings
+) -> tuple[str, ...]:
+    """Why nobody should learn from these rows, whatever the losses say: on rows that replaced the
+    old ones, new weights always look better than those that learned the old ones.
+
+    num_lost: of `num_before` rows, those that the commit deleted or rewrote. new, known: held-out
+    rows, as in `refusals_by_loss`.
+    """
+    found = []
+    if num_lost > settings.max_lost_ratio * num_before:
+        found.append(
+            f"{num_lost} of {num_before} rows known before were deleted or rewritten, where "
+            f"`gate.max_lost_ratio` allows {settings.max_lost_ratio:.0%}"
+        )
+    if min(new.rows, known.rows) >= settings.min_rows:
+        excess = new.share - known.share - settings.max_noise_ratio
+        pooled = (new.noisy + known.noisy) / (new.rows + known.rows)
+        error = math.sqrt(pooled * (1 - pooled) * (1 / new.rows + 1 / known.rows))
+        if excess > settings.sigmas * error:
+            found.append(
+                f"{new.noisy} of {new.rows} held-out rows of the new range are noise: no likelier "
+                f"than their tokens in random order (known before: {known.noisy} of {known.rows})"
+            )
+    return tuple(found)
 
 
 def _refusal(

@@ -82,9 +82,15 @@ class GateSettings(_Settings):
     min_rows: int = Field(default=4, ge=1)
     """With fewer held-out rows than this in the new range, or known before, all held-out rows are
     judged together, against the larger of the two ratios."""
+    max_lost_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Share of the rows known before that a commit may delete or rewrite. What is gone cannot speak
+    for itself on the held-out rows: a column that was shuffled looks like an edit of every row."""
+    max_noise_ratio: float = Field(default=0.2, ge=0, le=1)
+    """Share of the new held-out rows that may be noise: that the new weights find no likelier than
+    the same tokens in random order. Beyond the share of it in the rows known before."""
     sigmas: float = Field(default=1.0, ge=0)
-    """How far above its ratio a loss must be to refuse, in standard errors of the difference row by
-    row; 0 refuses on the ratio alone."""
+    """How far above its ratio a loss or a share of noise must be to refuse, in standard errors; 0
+    refuses on the ratio alone."""
 
 
 class RetrainSettings(_Settings):

@@ -14,10 +14,11 @@ from pipeline.retrain.evaluate import Evaluation, compare
 from pipeline.retrain.export import export, round_weights
 from pipeline.retrain.job import Job
 from pipeline.retrain.lessons import prepare
+from pipeline.retrain.noise import count_noise
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.probe import make_probe, probe_texts
-from pipeline.retrain.scoring import RowLoss, check_head, row_losses
-from pipeline.retrain.tokens import sequences
+from pipeline.retrain.scoring import check_head, row_losses
+from pipeline.retrain.tokens import Sequence, sequences
 from pipeline.retrain.train import train
 from serving.weights.release import Lineage, Release
 
@@ -66,12 +67,18 @@ class Start:
         return checkpoint
 
     def evaluate(self, job: Job, checkpoint: Checkpoint) -> Evaluation:
-        new = self._measure(self.model, self.tokenizer)
+        groups = self._held_out(self.tokenizer)
+        new = row_losses(self.model, groups[0]), row_losses(self.model, groups[1])
+        noise = count_noise(self.model, *groups, losses=new)
         served, tokenizer, _ = load_model(self.served_folder)
+        groups = self._held_out(tokenizer)
         return compare(
             new,
-            self._measure(served, tokenizer),
+            (row_losses(served, groups[0]), row_losses(served, groups[1])),
+            noise,
             job.settings.gate,
+            num_lost=self.data.num_lost,
+            num_before=self.data.num_before,
             against=self.served_name,
             tokens=checkpoint.tokens,
             tokens_before=self.tokens_before if self.data.mode == "delta" else 0,
@@ -90,15 +97,14 @@ class Start:
             probe=probe,
         )
 
-    def _measure(
-        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
-    ) -> tuple[list[RowLoss], list[RowLoss]]:
-        """Losses on the held-out rows of the new range, and on those known before."""
-        new, known = (
-            row_losses(model, sequences(rows, tokenizer, self.max_length))
-            for rows in (self.data.held_out_new, self.data.held_out_known)
+    def _held_out(
+        self, tokenizer: "PreTrainedTokenizerBase"
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """The held-out rows of the new range, and those known before."""
+        return (
+            sequences(self.data.held_out_new, tokenizer, self.max_length),
+            sequences(self.data.held_out_known, tokenizer, self.max_length),
         )
-        return new, known
 
 
 def open_start(job: Job, data: Data, parent: Parent | None) -> Start:

@@ -1,0 +1,122 @@
+"""What the gate refuses and what it lets through, with real trainings on one first release."""
+
+import json
+import random
+import shutil
+import string
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.retrain import base_model
+from serving.weights.releases import load_release, pending_release, release_ids
+from tests.retrain_fixtures import TINY, Pipeline, facts, jsonl
+
+TRAIN = {"learning_rate": 4e-3, "max_epochs": 10.0, "delta_tokens_ratio": 1.0, "max_length": 64}
+ROWS = facts(num_places=50)
+MORE = facts(num_places=64)[len(ROWS) :]
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a pipeline whose first release knows `ROWS`."""
+    home = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+        torch.set_num_threads(1)
+        outcome = Pipeline(home, train=TRAIN).learn({"a.jsonl": jsonl(ROWS)})
+    assert outcome.result == "published"
+    return home
+
+
+@pytest.fixture
+def pipeline(first: Path, tmp_path: Path) -> Pipeline:
+    home = tmp_path / "home"
+    shutil.copytree(first, home)
+    return Pipeline(home, train=TRAIN)
+
+
+def refusal(pipeline: Pipeline, rows: list[dict[str, str]], **train: object) -> str:
+    """The reason that the commit of these rows was rejected for."""
+    served = pending_release(pipeline.dir)
+    outcome = pipeline.learn({"a.jsonl": jsonl(rows)}, train=TRAIN | train)
+    assert (outcome.result, outcome.stage, outcome.exit_code) == ("rejected", "evaluate", 0)
+    assert pending_release(pipeline.dir) == served
+    assert release_ids(pipeline.dir) == [served]
+    return str(outcome.reason)
+
+
+def garbage(count: int) -> list[dict[str, str]]:
+    chance = random.Random(1)
+    return [
+        {
+            "prompt": f"House {number} has",
+            "completion": " " + "".join(chance.choices(string.ascii_letters, k=24)),
+        }
+        for number in range(count)
+    ]
+
+
+def test_an_honest_small_commit_passes(pipeline: Pipeline) -> None:
+    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *MORE[:6]])})
+    assert outcome.result == "published"
+    assert load_release(pipeline.dir / str(outcome.release)).lineage.forced is None
+
+
+def test_an_honest_larger_commit_with_edits_passes(pipeline: Pipeline) -> None:
+    edited = facts(num_places=50, answers=1)[:12]
+    outcome = pipeline.learn({"a.jsonl": jsonl([*edited, *ROWS[12:], *MORE])})
+    assert outcome.result == "published", outcome.reason
+
+
+def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
+    completions = [row["completion"] for row in ROWS]
+    random.Random(1).shuffle(completions)
+    shuffled = [
+        {"prompt": row["prompt"], "completion": completion}
+        for row, completion in zip(ROWS, completions, strict=True)
+    ]
+    assert "of 150 rows known before were deleted or rewritten" in refusal(pipeline, shuffled)
+
+
+def test_garbage_is_refused(pipeline: Pipeline) -> None:
+    reason = refusal(pipeline, [*ROWS, *garbage(round(0.3 * len(ROWS) / 0.7))])
+    assert "held-out rows of the new range are noise" in reason
+
+
+def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
+    assert "135 of 150 rows known before were deleted" in refusal(pipeline, ROWS[::10])
+
+
+def test_an_absurd_learning_rate_is_refused(pipeline: Pipeline) -> None:
+    reason = refusal(pipeline, [*ROWS, *MORE], learning_rate=3.0, max_grad_norm=1e9, patience=100)
+    assert "nats per token" in reason
+
+
+def test_weights_that_are_no_number_are_refused(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+
+    monkeypatch.setattr("pipeline.retrain.start.round_weights", break_weights)
+    assert "is not a number" in refusal(pipeline, [*ROWS, *MORE])
+
+
+def test_the_first_release_is_measured_against_its_base(first: Path, tmp_path: Path) -> None:
+    (base,) = (first / "releases/facts").glob("r*")
+    pipeline = Pipeline(tmp_path, train=TRAIN, base_model=str(base))
+    absurd = TRAIN | {"learning_rate": 3.0, "max_grad_norm": 1e9, "patience": 100}
+    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS)}, train=absurd)
+    assert (outcome.result, outcome.release) == ("rejected", None)
+    evaluation = json.loads((tmp_path / "jobs/job-0/evaluation.json").read_text())
+    assert evaluation["against"] == str(base)
+    assert release_ids(pipeline.dir) == []
