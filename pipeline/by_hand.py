@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jobs.record import Job
@@ -19,6 +20,8 @@ from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
+from pipeline.retrain.git_snapshot import GitDataset
+from pipeline.retrain.settings import is_git_url
 from pipeline.rules import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack import RUNNER, Stack, hub_service, read_stack
@@ -150,6 +153,11 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
     )
 
     wanted = revision or pipeline.ref
+    if is_git_url(pipeline.dataset):
+        if revision is not None:
+            return revision
+        ref = pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
+        return GitDataset(pipeline.dataset, Path(os.devnull)).head(ref)
     try:
         info = HfApi(endpoint=hub_url, token=token).dataset_info(pipeline.dataset, revision=wanted)
     except RevisionNotFoundError:
@@ -171,8 +179,12 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
 
 def _payload(hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange) -> WebhookPayload:
     """What the hub would have sent for this commit, so that a job's environment is always whole."""
-    owner, _ = pipeline.dataset.split("/")
-    url = f"{hub_url}/datasets/{pipeline.dataset}"
+    if is_git_url(pipeline.dataset):
+        owner, url, api = pipeline.dataset, pipeline.dataset, None
+    else:
+        owner = pipeline.dataset.partition("/")[0]
+        url = f"{hub_url}/datasets/{pipeline.dataset}"
+        api = f"{hub_url}/api/datasets/{pipeline.dataset}"
     return WebhookPayload(
         event=Event(action="update", scope="repo.content"),
         repo=Repo(
@@ -181,7 +193,7 @@ def _payload(hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange)
             id=pipeline.dataset,
             private=True,
             owner=ObjectId(id=owner),
-            url=Url(web=url, api=f"{hub_url}/api/datasets/{pipeline.dataset}"),
+            url=Url(web=url, api=api),
             headSha=revisions.new_sha,
         ),
         webhook=Webhook(id="by-hand", version=3),

@@ -22,7 +22,7 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
 from pipeline.logs import LogSettings
-from pipeline.retrain.settings import GateSettings, TrainSettings
+from pipeline.retrain.settings import GateSettings, TrainSettings, is_git_url
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
@@ -34,8 +34,11 @@ class PipelineSettings(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """What a request to the server names as `model`."""
-    dataset: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
-    """The dataset that this pipeline follows, as `owner/name`."""
+    dataset: str = Field(
+        pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
+    )
+    """The dataset that this pipeline follows, as `owner/name`; or the git URL of a repository
+    elsewhere, whose pushes then come to `/webhooks/retrain/github`, `/gitea` or `/gitlab`."""
     ref: str = "main"
     """The branch that it follows. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
@@ -107,6 +110,12 @@ class Settings(BaseSettings):
         if name is None:
             raise PipelineError(f"several pipelines are configured ({known}); add --pipeline NAME")
         raise PipelineError(f"no pipeline is called {name!r}; configured are: {known}")
+
+    @property
+    def datasets_on_hub(self) -> tuple[str, ...]:
+        """Those that the embedded hub keeps, once each."""
+        names = (pipeline.dataset for pipeline in self.pipelines)
+        return tuple(dict.fromkeys(name for name in names if not is_git_url(name)))
 
     def server_port(self, pipeline: PipelineSettings) -> int:
         if pipeline.port is not None:

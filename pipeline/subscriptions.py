@@ -4,7 +4,13 @@ from urllib.parse import urlsplit
 
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
-from receiver.webhooks import WatchedItem, create_webhook, list_webhooks, update_webhook
+from receiver.webhooks import (
+    WatchedItem,
+    create_webhook,
+    delete_webhook,
+    list_webhooks,
+    update_webhook,
+)
 
 ROUTE = "/webhooks/retrain"
 
@@ -18,7 +24,7 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=settings.hub_url, token=tokens.hub)
-    datasets = dict.fromkeys(pipeline.dataset for pipeline in settings.pipelines)
+    datasets = settings.datasets_on_hub
     for dataset in datasets:
         api.create_repo(dataset, repo_type="dataset", private=True, exist_ok=True)
 
@@ -32,7 +38,10 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
         ),
         None,
     )
-    if ours is None:
+    if not watched:
+        if ours is not None:
+            delete_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
+    elif ours is None:
         create_webhook(
             url=url,
             watched=watched,

@@ -23,9 +23,26 @@ def as_utc(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def _outcome(status: int) -> str:
+    if status == 202:
+        return "stored"
+    if status < 300:
+        return "handled"
+    if status in (401, 403):
+        return "without proof"
+    return "refused" if status < 500 else "failed"
+
+
+_SENDERS = {"github": "GitHub", "gitea": "Gitea", "gitlab": "GitLab"}
+
+
+def _sender(scheme: str) -> str:
+    return _SENDERS.get(scheme, scheme)
+
+
 @cache
 def _template() -> Template:
     source = files("receiver").joinpath("landing.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["utc"] = as_utc
+    environment.filters |= {"utc": as_utc, "outcome": _outcome, "sender": _sender}
     return environment.from_string(source)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -61,6 +61,7 @@ def receiver(
     from receiver.metrics import measure
     from receiver.moved_webhooks import Hub
     from receiver.retrain import retrain_handler
+    from receiver.senders import PushSender
     from receiver.server import WebhooksServer
     from receiver.settings import ReceiverSettings
 
@@ -81,7 +82,11 @@ def receiver(
             hubs=[Hub(endpoint=settings.hub_url, token=tokens.hub), *elsewhere],
         )
         measure(server.app)
-        server.add_webhook("/retrain")(retrain_handler(store, retrain_rules(settings, home)))
+        retrain = retrain_handler(store, retrain_rules(settings, home))
+        server.add_webhook("/retrain")(retrain)
+        if len(settings.datasets_on_hub) < len({each.dataset for each in settings.pipelines}):
+            for sender in get_args(PushSender):
+                server.add_webhook(f"/retrain/{sender}", proof=sender)(retrain)
         server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
 
 

@@ -94,7 +94,9 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
                     "name": pipeline.name,
                     "dataset": pipeline.dataset,
                     "ref": pipeline.ref,
-                    "dataset_head": _head(home, settings, pipeline) if record else None,
+                    "dataset_head": _head(home, settings, pipeline)
+                    if record and pipeline.dataset in settings.datasets_on_hub
+                    else None,
                     "served": release
                     and {
                         "release": release.id,

@@ -44,6 +44,9 @@ def up(
         subscribe(settings, tokens)
         stack.mark_ready()
         for pipeline in settings.pipelines:
+            if pipeline.dataset not in settings.datasets_on_hub:
+                print(f"{pipeline.name}: push to {pipeline.dataset}")
+                continue
             remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
             print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
         journal = Journal(open_job_store(settings, home))

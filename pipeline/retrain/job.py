@@ -13,9 +13,10 @@ from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import RetrainError
+from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.metrics import MetricsWriter, Stage
-from pipeline.retrain.settings import RetrainSettings
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain.settings import RetrainSettings, is_git_url
+from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from serving.errors import ReleaseError
 from serving.weights.releases import served_release
 
@@ -87,14 +88,17 @@ class Job:
         return self.settings.releases_dir / self.settings.pipeline
 
     @property
-    def hub(self) -> DatasetHub:
+    def hub(self) -> DatasetSource:
         snapshots_dir = (
             self.settings.snapshots_dir or self.settings.releases_dir.parent / "snapshots"
         )
+        # Of this pipeline alone, so that its next job may clear it.
+        cache_dir = snapshots_dir / self.settings.pipeline
+        if is_git_url(self.settings.dataset):
+            return GitDataset(self.settings.dataset, cache_dir)
         return DatasetHub(
             self.settings.dataset,
-            # Of this pipeline alone, so that its next job may clear it.
-            snapshots_dir / self.settings.pipeline,
+            cache_dir,
             endpoint=self.hub_endpoint,
             token=self.hub_token,
         )

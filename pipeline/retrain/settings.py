@@ -93,9 +93,15 @@ class GateSettings(_Settings):
     refuses on the ratio alone."""
 
 
+def is_git_url(dataset: str) -> bool:
+    """Is the dataset a git repository by its URL, and no `owner/name` on the hub?"""
+    return "://" in dataset or "@" in dataset
+
+
 class RetrainSettings(_Settings):
     pipeline: str
     dataset: str
+    """`owner/name` on the hub, or the git URL of a repository elsewhere."""
     ref: str = "refs/heads/main"
     base_model: str = "preset:tiny"
     """`preset:tiny`, the folder of a checkpoint, or the id of a model on the hub."""

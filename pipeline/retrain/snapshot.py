@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 from pydantic import BaseModel, ConfigDict
@@ -29,7 +30,7 @@ class DatasetSnapshot(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: str
-    """`owner/name`"""
+    """`owner/name`, or a git URL."""
     ref: str
     revision: Revision
     base: Revision | None = None
@@ -129,8 +130,19 @@ class DatasetHub:
                 page = response.links.get("next", {}).get("url")
 
 
+class DatasetSource(Protocol):
+    """Where revisions of one dataset come from: `DatasetHub`, or `GitDataset` for a URL."""
+
+    dataset: str
+
+    def head(self, ref: str) -> str: ...
+    def download(self, sha: str) -> Revision: ...
+    def is_ancestor(self, old: str, new: str) -> bool: ...
+    def forget_others(self, *shas: str) -> None: ...
+
+
 def take_snapshot(
-    hub: DatasetHub, ref: str, sha: str | None, parent: Parent | None
+    hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None
 ) -> DatasetSnapshot:
     """Download the revision to learn, and, where it can be compared with, the parent's.
 
@@ -149,7 +161,7 @@ def take_snapshot(
 
 
 def _base(
-    hub: DatasetHub, revision: Revision, parent: Parent | None
+    hub: DatasetSource, revision: Revision, parent: Parent | None
 ) -> tuple[Revision | None, str | None]:
     if parent is None:
         return None, "there is no release to go on from"

@@ -415,8 +415,10 @@ def test_the_landing_page_says_what_is_registered_and_how_to_call_it(
     page = client.get("/").text
     assert "2 webhooks registered" in page
     assert (
-        "pipeline webhooks create --url http://testserver/webhooks/first"
-        ' --watch dataset:OWNER/NAME --domain repo --secret "$WEBHOOK_SECRET"' in page
+        "<pre>pipeline webhooks create \\\n"
+        "  --url http://testserver/webhooks/first \\\n"
+        "  --watch dataset:OWNER/NAME --domain repo \\\n"
+        '  --secret "$WEBHOOK_SECRET"</pre>' in page
     )
     assert "Secret: set" in page
     assert "s3cret" not in page
@@ -432,8 +434,8 @@ def test_the_landing_page_warns_of_an_open_handler_and_shows_the_public_url() ->
     with TestClient(server.app) as client:
         page = client.get("/").text
     assert "Secret: not set" in page
-    assert "https://hooks.example/webhooks/first --watch" in page
-    assert "a valid gitea signature" in page
+    assert "--url https://hooks.example/webhooks/first " in page
+    assert "a valid Gitea signature" in page
 
 
 def test_the_landing_page_lists_the_latest_deliveries(

@@ -1,0 +1,126 @@
+"""Dataset revisions from any git repository, by its URL: fetched at a commit, never run.
+
+Credentials are git's own: a helper, or the keys of ssh.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.reading import is_data_file
+from pipeline.retrain.snapshot import Revision
+
+FETCH_SECONDS = 1800.0
+
+
+class GitDataset:
+    """One repository, as `DatasetHub` shows one on a hub. `cache_dir` belongs to the pipeline."""
+
+    def __init__(self, url: str, cache_dir: Path) -> None:
+        self.dataset = url
+        self._repository = cache_dir / "repository.git"
+        self._revisions_dir = cache_dir / "revisions"
+
+    def head(self, ref: str) -> str:
+        """The commit that `ref` points to. Raises SnapshotError."""
+        listed = self._git("ls-remote", "--exit-code", "--", self.dataset, ref, missing=ref)
+        return listed.split()[0]
+
+    def download(self, sha: str) -> Revision:
+        """The data files at exactly `sha`. Raises SnapshotError."""
+        folder = self._revisions_dir / sha
+        if not folder.is_dir():
+            self._fetch(sha)
+            self._check_out(sha, folder)
+        found = (
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        )
+        return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, found))))
+
+    def is_ancestor(self, old: str, new: str) -> bool:
+        """Whether `old` is in the history of `new`; both have been downloaded."""
+        return self._in_repository("merge-base", "--is-ancestor", old, new).returncode == 0
+
+    def forget_others(self, *shas: str) -> None:
+        """Remove all checked out revisions but these."""
+        if self._revisions_dir.is_dir():
+            for folder in self._revisions_dir.iterdir():
+                if folder.name not in shas:
+                    shutil.rmtree(folder)
+
+    def _fetch(self, sha: str) -> None:
+        if not self._repository.is_dir():
+            self._repository.parent.mkdir(parents=True, exist_ok=True)
+            self._git("init", "--quiet", "--bare", str(self._repository), missing="a repository")
+        if self._has(sha):
+            return
+        # The commit alone first, which keeps working when its branch has moved on or away; servers
+        # that hand out the tips of branches only are asked for those.
+        fetch = ("fetch", "--quiet", "--no-tags", "--force", "--", self.dataset)
+        if self._in_repository(*fetch, sha).returncode != 0 or not self._has(sha):
+            branches = "+refs/heads/*:refs/remotes/origin/*"
+            done = self._in_repository(*fetch, branches)
+            if done.returncode != 0:
+                raise self._failed(f"revision {sha}", done.stderr)
+        if not self._has(sha):
+            raise self._failed(f"revision {sha}", "it has no such revision (was it pushed away?)")
+
+    def _has(self, sha: str) -> bool:
+        return self._in_repository("cat-file", "-e", f"{sha}^{{commit}}").returncode == 0
+
+    def _check_out(self, sha: str, folder: Path) -> None:
+        self._revisions_dir.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._revisions_dir) as draft:
+            files = Path(draft, "files")
+            files.mkdir()
+            done = self._in_repository(
+                # A link would be followed when its data is read, to anywhere on this machine.
+                *("-c", "core.symlinks=false", f"--work-tree={files}"),
+                *("checkout", "--quiet", "--force", sha, "--", "."),
+                index=Path(draft, "index"),
+            )
+            if done.returncode != 0:
+                raise self._failed(f"revision {sha}", done.stderr)
+            files.rename(folder)
+
+    def _in_repository(
+        self, *arguments: str, index: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self._run(f"--git-dir={self._repository}", *arguments, index=index)
+
+    def _git(self, *arguments: str, missing: str) -> str:
+        done = self._run(*arguments)
+        if done.returncode != 0:
+            raise self._failed(missing, done.stderr or "there is no such ref")
+        return done.stdout
+
+    def _run(self, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
+        env = {
+            **os.environ,
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+            "LC_ALL": "C",
+        }
+        if index is not None:
+            env["GIT_INDEX_FILE"] = str(index)
+        try:
+            return subprocess.run(
+                ["git", *arguments],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=FETCH_SECONDS,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise SnapshotError("git is not installed; it fetches datasets by URL") from error
+        except subprocess.TimeoutExpired as error:
+            raise self._failed("it", f"git took longer than {FETCH_SECONDS:.0f} s") from error
+
+    def _failed(self, what: str, reason: str) -> SnapshotError:
+        lines = reason.strip().splitlines() or ["git gave no reason"]
+        return SnapshotError(f"{what} could not be fetched from {self.dataset}: {lines[-1]}")

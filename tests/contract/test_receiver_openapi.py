@@ -1,0 +1,84 @@
+"""Whatever fits the receiver's OpenAPI description, or nearly: no 5xx, nothing unproven in."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation
+
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+
+NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "10"))
+
+PATHS = ("simple", "durable", "github", "gitea", "gitlab", "signed")
+PROOFS = {
+    "X-Webhook-Secret": "s3cret",
+    "X-Gitlab-Token": "s3cret",
+    "X-Gitlab-Event": "Push Hook",
+    "X-Hub-Signature-256": "sha256=00",
+}
+"""Of a secret that is sent as it is; signatures would have to be made for each body."""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder: Path = tmp_path_factory.mktemp("receiver")
+    settings = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db")
+    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+
+    @server.add_webhook
+    async def simple(payload: WebhookPayload) -> str:
+        return payload.repo.name
+
+    @server.add_webhook(durable=True)
+    def durable(payload: WebhookPayload) -> None: ...
+
+    server.add_webhook("/github", proof="github")(simple)
+    server.add_webhook("/gitea", proof="gitea")(simple)
+    server.add_webhook("/gitlab", proof="gitlab")(simple)
+    server.add_webhook("/signed", proof="standard-webhooks", webhook_secret="c2VjcmV0c2VjcmV0")(
+        simple
+    )
+    yield server.launch(prevent_thread_lock=True)
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def operations(url: str) -> dict[str, APIOperation]:
+    # Not through its pytest plugin, which reaches into pytest's inside.
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    found = [result.ok() for result in schema.get_all_operations()]
+    return {operation.path: operation for operation in found}
+
+
+def examples(operation: APIOperation, mode: GenerationMode, test: Callable[[Case], None]) -> None:
+    settings = hypothesis.settings(
+        max_examples=NUM_EXAMPLES,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        database=None,
+    )
+    settings(hypothesis.given(operation.as_strategy(generation_mode=mode))(test))()
+
+
+def test_every_handler_is_described(operations: dict[str, APIOperation]) -> None:
+    assert list(operations) == [f"/webhooks/{path}" for path in PATHS]
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_no_answer_is_a_5xx_and_nothing_is_accepted_without_proof(
+    operations: dict[str, APIOperation], path: str, mode: GenerationMode
+) -> None:
+    def check(case: Case) -> None:
+        for headers in ({}, dict.fromkeys(PROOFS, "wrong")):
+            assert case.call(headers=headers).status_code in (401, 403)
+        case.call_and_validate(headers=PROOFS, checks=[not_a_server_error])
+
+    examples(operations[f"/webhooks/{path}"], mode, check)

@@ -1,0 +1,85 @@
+"""Snapshots of real repositories by their URL, without a hub."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.git_snapshot import GitDataset
+from tests.hub_fixtures import git_env, run_git
+
+ENV = git_env("http://127.0.0.1", "unused")
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Path:
+    """A bare repository, with a clone beside it at `clone`."""
+    run_git("init", "-q", "--bare", "remote.git", cwd=tmp_path, env=ENV)
+    run_git("clone", "-q", f"file://{tmp_path}/remote.git", "clone", cwd=tmp_path, env=ENV)
+    return tmp_path / "remote.git"
+
+
+def push(remote: Path, text: str, *options: str) -> str:
+    clone = remote.with_name("clone")
+    (clone / "data").mkdir(exist_ok=True)
+    (clone / "data" / "rows.jsonl").write_text(text)
+    run_git("add", "-A", cwd=clone, env=ENV)
+    run_git("commit", "-qm", "rows", *options, cwd=clone, env=ENV)
+    run_git("push", "-q", "--force", "origin", "HEAD:main", cwd=clone, env=ENV)
+    return run_git("rev-parse", "HEAD", cwd=clone, env=ENV)
+
+
+def test_a_revision_is_its_data_files_at_that_commit(remote: Path, tmp_path: Path) -> None:
+    (tmp_path / "clone" / ".gitattributes").write_text("* export-ignore\n")
+    (tmp_path / "clone" / "secret.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    (tmp_path / "elsewhere.jsonl").write_text('{"text": "of this machine"}\n')
+    first, second = push(remote, "one"), push(remote, "two")
+    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
+    assert dataset.head("refs/heads/main") == second
+    revision = dataset.download(first)
+    assert revision.files == ("data/rows.jsonl", "secret.jsonl")
+    assert (revision.folder / "data/rows.jsonl").read_text() == "one"
+    link = revision.folder / "secret.jsonl"
+    assert not link.is_symlink() and "of this machine" not in link.read_text()
+
+    assert (dataset.download(second).folder / "data/rows.jsonl").read_text() == "two"
+    assert dataset.is_ancestor(first, second) and not dataset.is_ancestor(second, first)
+    dataset.forget_others(second)
+    assert [path.name for path in revision.folder.parent.iterdir()] == [second]
+    assert dataset.download(first) == revision, "from what was fetched before"
+
+
+def test_a_commit_that_was_pushed_away(remote: Path, tmp_path: Path) -> None:
+    base, first = push(remote, "zero"), push(remote, "one")
+    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
+    dataset.download(first)
+    amended = push(remote, "other", "--amend")
+    dataset.download(amended)
+    assert not dataset.is_ancestor(first, amended)
+    assert dataset.is_ancestor(base, amended)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("file:///no/such/repository.git", "could not be fetched from file:///no/such"),
+        ("ext://sh -c id", "could not be fetched"),
+        ("http://127.0.0.1:9/x.git", "could not be fetched from http://127.0.0.1:9/x.git"),
+    ],
+)
+def test_a_repository_that_cannot_be_read(url: str, reason: str, tmp_path: Path) -> None:
+    dataset = GitDataset(url, tmp_path / "cache")
+    with pytest.raises(SnapshotError, match=reason):
+        dataset.head("refs/heads/main")
+    with pytest.raises(SnapshotError, match=reason):
+        dataset.download("a" * 40)
+
+
+def test_what_is_not_in_it(remote: Path, tmp_path: Path) -> None:
+    push(remote, "one")
+    dataset = GitDataset(f"file://{remote}", tmp_path / "cache")
+    with pytest.raises(SnapshotError, match="no such ref"):
+        dataset.head("refs/heads/other")
+    with pytest.raises(SnapshotError, match="no such revision"):
+        dataset.download("a" * 40)
+    assert not list((tmp_path / "cache").glob("revisions/*"))
