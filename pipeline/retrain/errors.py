@@ -2,6 +2,7 @@
 
 RetrainError
 ├── SnapshotError    the hub did not give the revision
+│   └── HubAway      it does not answer now, and may a moment later
 ├── DataError        a file or row cannot be learned from
 ├── BaseModelError   the base model is missing or unusable
 ├── TrainError       training broke off
@@ -19,6 +20,10 @@ class RetrainError(PipelineError):
 
 class SnapshotError(RetrainError):
     """The dataset's revision could not be fetched."""
+
+
+class HubAway(SnapshotError):
+    """The connection to the hub failed."""
 
 
 class DataError(RetrainError):

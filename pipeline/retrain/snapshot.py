@@ -1,6 +1,7 @@
 """`DatasetSnapshot`: a dataset revision on this disk, and the one to compare it with."""
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -8,11 +9,15 @@ from typing import Protocol
 import httpx
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.reading import SUFFIXES, is_data_file
 
 logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 60.0
+"""How long a hub that does not answer is asked again: one that was killed is back by then."""
+RETRY_SECONDS = 1.0
 
 
 class Revision(BaseModel):
@@ -146,8 +151,21 @@ def take_snapshot(
 ) -> DatasetSnapshot:
     """Download the revision to learn, and, where it can be compared with, the parent's.
 
-    sha: None for whatever `ref` points to now. Raises SnapshotError.
+    sha: None for whatever `ref` points to now. Raises SnapshotError, for a hub that is away after
+    `PATIENCE_SECONDS` only.
     """
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return _take(hub, ref, sha, parent)
+        except HubAway as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("%s; asking again", error)
+            time.sleep(RETRY_SECONDS)
+
+
+def _take(hub: DatasetHub, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
     revision = hub.download(sha or hub.head(ref))
     base, no_delta = _base(hub, revision, parent)
     return DatasetSnapshot(
@@ -172,6 +190,8 @@ def _base(
         return revision, None
     try:
         base = hub.download(seen)
+    except HubAway:
+        raise
     except SnapshotError as error:
         logger.info("%s", error)
         return None, f"revision {seen}, which release {parent.id} has seen, cannot be reached"
@@ -191,20 +211,24 @@ class _translated:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        import httpx2  # what the hub's client raises for a connection that fails
         from huggingface_hub.errors import (
             HfHubHTTPError,
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
 
+        away = (httpx.TransportError, httpx2.TransportError)
         if isinstance(error, RevisionNotFoundError):
             reason = "it has no such revision (was it pushed away?)"
         elif isinstance(error, RepositoryNotFoundError):
             reason = "there is no such dataset, or HF_TOKEN may not read it"
-        elif isinstance(error, (HfHubHTTPError, httpx.HTTPError, OSError)):
-            reason = str(error).strip().splitlines()[0]
+        elif isinstance(error, (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError)):
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         else:
             return
-        raise SnapshotError(
+        # The client turns some into an error of its own, about files that it does not have.
+        is_away = any(isinstance(each, away) for each in (error, error.__cause__))
+        raise (HubAway if is_away else SnapshotError)(
             f"{self._what} could not be fetched from {self._endpoint}: {reason}"
         ) from error

@@ -90,6 +90,8 @@ def test_a_child_that_dies_is_started_again(workplace: Workplace) -> None:
         until(lambda: children(workplace).get("receiver") not in (None, before["receiver"]))
         until(lambda: answers(workplace.url("receiver")))
         assert children(workplace)["hub"] == before["hub"]
+        restarts = {each["name"]: each["restarts"] for each in workplace.json("status")["services"]}
+        assert restarts == {"hub": 0, "serve": 0, "runner": 0, "receiver": 1}
 
 
 def test_a_killed_stack_leaves_nothing_behind_after_the_next_start(workplace: Workplace) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from jobs.spec import RevisionRange
-from pipeline.retrain import base_model
-from pipeline.retrain.errors import SnapshotError
-from pipeline.retrain.snapshot import DatasetHub
+from pipeline.retrain import base_model, snapshot
+from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.snapshot import DatasetHub, Revision, take_snapshot
 from serving.weights.releases import load_release
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 from tests.retrain_fixtures import DATASET, SMALL, TINY, Pipeline, facts, jsonl
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_named(
 @pytest.mark.slow  # the client asks again for a while
 def test_a_hub_that_is_down_is_named(tmp_path: Path) -> None:
     down = DatasetHub(DATASET, tmp_path / "cache", endpoint="http://127.0.0.1:9", token=None)
-    with pytest.raises(SnapshotError, match=r"could not be fetched from http://127\.0\.0\.1:9"):
+    with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
         down.download("0" * 40)
 
 
@@ -129,3 +129,36 @@ def test_jobs_follow_pushes_and_a_force_push_means_a_full_training(
     assert mode_after(forced) == "full"
     pushed(hub, worktree, jsonl(facts(num_places=7)))
     assert mode_after(None) == "delta"
+
+
+class RestartedHub(DatasetHub):
+    """Away for the first requests, as a hub that was killed and is started again."""
+
+    num_refused = 0
+
+    def download(self, sha: str) -> Revision:
+        if self.num_refused < 2:
+            self.num_refused += 1
+            raise HubAway("Connection refused")
+        return super().download(sha)
+
+
+def test_a_hub_that_is_started_again_meanwhile_fails_no_job(
+    hub: RunningHub, worktree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "RETRY_SECONDS", 0.01)
+    sha = pushed(hub, worktree, '{"text": "one"}\n')
+    restarted = RestartedHub(DATASET, tmp_path / "cache", endpoint=hub.url, token=hub.token)
+    assert take_snapshot(restarted, "refs/heads/main", sha, None).revision.sha == sha
+    assert restarted.num_refused == 2
+
+
+def test_a_hub_that_stays_away_is_told_from_one_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", 0.0)
+    nowhere = DatasetHub(DATASET, tmp_path, endpoint="http://127.0.0.1:9", token=None)
+    with pytest.raises(HubAway, match=r"could not be fetched from http://127\.0\.0\.1:9"):
+        take_snapshot(nowhere, "refs/heads/main", None, None)
+    with pytest.raises(HubAway):
+        nowhere.is_ancestor("1" * 40, "2" * 40)

@@ -16,7 +16,7 @@ import pytest
 from serving.weights.releases import UNFINISHED, served_release
 from tests.soak import checks
 from tests.soak.stack import StackUnderFire, rows, until
-from tests.stack_fixtures import workplace_in
+from tests.stack_fixtures import configure, workplace_in
 
 pytestmark = pytest.mark.slow
 
@@ -107,17 +107,26 @@ def test_a_folder_that_became_read_only_keeps_the_old_release(stack: StackUnderF
     assert answers(stack) == checks.newest(stack) != before
 
 
-def test_up_in_a_read_only_folder_says_so(stack: StackUnderFire) -> None:
-    stack.stop()
-    mount("-o", "remount,ro", str(stack.home))
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", "up"],
-        env=stack.workplace.env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert str(stack.home) in done.stderr and "read-only" in done.stderr.lower(), done.stderr
+def test_up_in_a_read_only_folder_says_so(tmp_path: Path) -> None:
+    workplace = workplace_in(tmp_path)
+    configure(workplace)
+    workplace.home.mkdir()
+    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", str(workplace.home))
+    try:
+        workplace.run("env")  # makes the tokens
+        mount("-o", "remount,ro", str(workplace.home))
+        for command in (["up"], ["up", "--detach"], ["jobs", "ls"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "pipeline", *command],
+                env=workplace.env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=60,
+            )
+            assert done.returncode == 1
+            assert "Traceback" not in done.stderr
+            assert str(workplace.home) in done.stderr, done.stderr
+            assert "read-only" in done.stderr.lower(), done.stderr
+    finally:
+        subprocess.run(["umount", "--lazy", str(workplace.home)], check=True)

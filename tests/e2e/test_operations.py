@@ -1,0 +1,225 @@
+"""docs/operations.md as it stands there; what the doctor finds; databases of other releases."""
+
+import json
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace
+
+__all__ = ["workplace"]
+
+DOCS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
+
+
+def findings(workplace: Workplace, code: int = 1) -> dict[str, str]:
+    """What is wrong, by check."""
+    found = workplace.json("doctor", code=code)
+    assert all(finding["next_step"] for finding in found if finding["level"] == "wrong")
+    return {each["check"]: each["message"] for each in found if each["level"] == "wrong"}
+
+
+@pytest.mark.slow
+def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
+    train = "[pipelines.train]\nmax_tokens = 2000\nmax_length = 64\nevaluations = 2\n"
+    (workplace.folder / "pipeline.toml").write_text("\n".join([*blocks("toml"), train]))
+    commands = workplace.folder / "bin"
+    commands.mkdir()
+    (commands / "pipeline").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pipeline "$@"\n')
+    (commands / "pipeline").chmod(0o755)
+    ports = {8071: "JOBS__METRICS_PORT", 8070: "HUB__PORT", 8000: "SERVING__PORT"}
+    script = "\n".join(["set -euo pipefail", *blocks("bash")])
+    for port, name in ports.items():
+        script = script.replace(f":{port}/", f":{workplace.env[f'PIPELINE_{name}']}/")
+
+    workplace.run("up", "--detach")
+    try:
+        checkout = clone(workplace, "notes")
+        job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 60)}))
+        assert job["outcome"]["result"] == "promoted", job["outcome"]
+        told = workplace.folder / "outcomes.jsonl"
+        until(lambda: told.exists() and told.read_text().endswith("}"))
+        done = workplace_call(workplace, script, commands)
+    finally:
+        workplace.run("down")
+    outcome = json.loads(told.read_text())
+    assert (outcome["pipeline"], outcome["result"]) == ("notes", "promoted")
+    assert 'pipeline_commit_to_serving_seconds_count{pipeline="notes"} 1.0' in done
+    assert "is kept until it is unpinned" in done
+    assert (workplace.folder / "pipeline-backup" / "tokens.json").exists()
+
+    lines = [json.loads(line) for line in log_lines(workplace, "runner")]
+    about = [line for line in lines if line.get("job_id") == job["id"]]
+    assert about and about[0]["delivery_ids"] == job["outcome"]["delivery_ids"]
+    received = [json.loads(line) for line in log_lines(workplace, "receiver")]
+    assert {"delivery_id": job["outcome"]["delivery_ids"][0], "job_id": job["id"]}.items() <= next(
+        line for line in received if "job_id" in line
+    ).items()
+
+
+def log_lines(workplace: Workplace, service: str) -> list[str]:
+    """Those of the logger; what a service says when it starts is for a person."""
+    text = (workplace.home / "logs" / f"{service}.log").read_text()
+    return [line for line in text.splitlines() if line.startswith("{")]
+
+
+def workplace_call(workplace: Workplace, script: str, commands: Path) -> str:
+    env = {**workplace.env, "PATH": f"{commands}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=workplace.folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_doctor_finds_a_damaged_release_a_dead_delivery_and_a_failed_job(
+    workplace: Workplace,
+) -> None:
+    from jobs.outcome import JobOutcome
+    from jobs.spec import JobSpec
+    from jobs.store import JobStore
+    from pipeline.hub.database import open_database
+    from serving.weights.releases import set_current
+    from tests.serving_fixtures import echo_release
+
+    configure(workplace)
+    assert findings(workplace).keys() == {"state"}
+    folder = workplace.home / "releases" / "facts"
+    release = echo_release(folder, 1)
+    set_current(folder, release.id)
+    shard = next((folder / release.id).glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (folder / ".unfinished-1").mkdir()
+    (workplace.home / "jobs").mkdir()
+    with JobStore.open(workplace.home / "jobs" / "jobs.sqlite") as store:
+        store.submit(JobSpec(command=("true",), pipeline="facts"))
+        job = store.claim("me", 60)
+        assert job is not None
+        store.finish(job.id, "me", JobOutcome(result="failed", reason="the moon was full"))
+    (workplace.home / "hub").mkdir()
+    open_database(workplace.home / "hub" / "hub.sqlite").close()
+    with closing(sqlite3.connect(workplace.home / "hub" / "hub.sqlite")) as connection:
+        connection.execute("PRAGMA foreign_keys = OFF")
+        dead: dict[str, Any] = {
+            row[1]: 0 for row in connection.execute("PRAGMA table_info(deliveries)") if row[3]
+        }
+        dead |= {"id": "d1", "webhook_id": "w1", "status": "dead", "payload": "{}"}
+        names, marks = ", ".join(dead), ", ".join(f":{name}" for name in dead)
+        connection.execute(f"INSERT INTO deliveries ({names}) VALUES ({marks})", dead)
+        connection.commit()
+    workplace.run("env")  # makes the tokens
+    found = workplace.json("doctor", code=1)
+    said = " ".join(finding["message"] for finding in found if finding["level"] == "wrong")
+    for words in ("truncated", "the moon was full", "1 were given up", "unfinished folders"):
+        assert words in said, found
+
+
+def test_doctor_names_a_port_that_another_program_has(workplace: Workplace) -> None:
+    import socket
+
+    configure(workplace)
+    workplace.home.mkdir()
+    port = int(workplace.env["PIPELINE_RECEIVER__PORT"])
+    with socket.create_server(("127.0.0.1", port)):
+        assert f"port {port} of the receiver" in findings(workplace)["ports"]
+
+
+# Databases of other releases
+
+
+def set_schema(database: Path, revision: str) -> bytes:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
+        connection.commit()
+    return database.read_bytes()
+
+
+@pytest.fixture
+def databases(workplace: Workplace) -> dict[str, Path]:
+    """Both databases, made by this release."""
+    from jobs.store import JobStore
+    from pipeline.hub.database import open_database
+
+    configure(workplace)
+    (workplace.home / "jobs").mkdir(parents=True)
+    (workplace.home / "hub").mkdir()
+    jobs, hub = workplace.home / "jobs" / "jobs.sqlite", workplace.home / "hub" / "hub.sqlite"
+    JobStore.open(jobs).close()
+    open_database(hub).close()
+    return {"jobs": jobs, "hub": hub}
+
+
+@pytest.mark.parametrize("which", ["jobs", "hub"])
+def test_a_newer_schema_is_refused_and_not_touched(
+    which: str, workplace: Workplace, databases: dict[str, Path]
+) -> None:
+    before = set_schema(databases[which], "9999")
+    command = ("hub",) if which == "hub" else ("jobs", "ls")
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *command],
+        env=workplace.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "'9999'" in done.stderr and "newer release" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert databases[which].read_bytes() == before
+    found = findings(workplace)
+    assert "9999" in found["hub database" if which == "hub" else "job database"]
+
+
+@pytest.mark.slow
+def test_an_older_state_folder_is_migrated_at_the_start_and_then_all_is_well(
+    workplace: Workplace, databases: dict[str, Path]
+) -> None:
+    """The oldest there is: files without a table, as before the first migration."""
+    from jobs.migrations import HEAD
+    from pipeline.hub.database import SCHEMA_REVISION
+
+    for database in databases.values():
+        database.unlink()
+        database.touch()
+    with stack_up(workplace):
+        status = workplace.json("status")
+        assert findings(workplace, code=0) == {}
+        (webhook,) = workplace.json("webhooks", "ls")
+        workplace.run("webhooks", "disable", webhook["id"])
+        (workplace.home / "tokens.json").chmod(0o644)
+        found = findings(workplace)
+    assert status["uptime_seconds"] > 0 and status["versions"]["python"]
+    assert {service["restarts"] for service in status["services"]} == {0}
+    assert status["pipelines"][0]["queue_age_seconds"] is None
+    assert "disabled" in found["webhook"] and "644" in found["tokens"]
+    for name, head in (("jobs", HEAD), ("hub", SCHEMA_REVISION)):
+        with closing(sqlite3.connect(databases[name])) as connection:
+            revision = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        assert revision == (head,)
