@@ -21,7 +21,7 @@ from pipeline.retrain.reading import is_data_file
 from pipeline.retrain.snapshot import DatasetSnapshot, Revision
 
 DATASET = "me/facts"
-SMALL = {"max_epochs": 6.0, "checkpoint_seconds": 0.05, "min_replay_tokens": 200}
+SMALL = {"max_epochs": 6.0, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
 
 
 TINY = {

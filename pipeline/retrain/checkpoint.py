@@ -43,11 +43,13 @@ State = dict[str, Any]
 
 
 def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """Parameters and buffers by name, tied ones once, still sharing the model's storage."""
+    """What training changes, by name, tied ones once, still sharing the model's storage: trainable
+    parameters, and buffers."""
     seen: set[int] = set()
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
+        is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and not is_frozen:
             seen.add(id(tensor))
             found[name] = tensor.detach()
     return found

@@ -1,5 +1,6 @@
 """Rows → the token sequences of one training: what is new, what is replayed, what is held out."""
 
+import math
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
+LORA_LEARNING_RATE = 10 * PRETRAINED_LEARNING_RATE
+"""Ten times that of all weights: https://thinkingmachines.ai/blog/lora/"""
 CATCH_UP = 4
 """A full training takes at most this many times `max_tokens` to get as far as what is served."""
 
@@ -39,15 +42,13 @@ def prepare(
     held_out = [
         sequences(rows, tokenizer, max_length) for rows in (data.held_out_new, data.held_out_known)
     ]
-    peak = train.learning_rate or (
-        PRESET_LEARNING_RATE if settings.base_model in PRESETS else PRETRAINED_LEARNING_RATE
-    )
+    peak = train.learning_rate or _usual_learning_rate(settings)
     if data.mode == "full":
         training, max_epochs = new + known, train.max_epochs
         budget = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     else:
-        training, max_epochs = new + replay_sample(new, known, train), train.delta_max_epochs
         budget = round(train.max_tokens * train.delta_tokens_ratio)
+        training, max_epochs = delta_mix(new, known, budget, train), 1.0
         peak *= train.delta_learning_rate_ratio
     if not training or not any(held_out):
         raise DataError("no row has anything to learn: every text or completion is empty")
@@ -60,20 +61,47 @@ def prepare(
     )
 
 
-def replay_sample(
-    new: Sequence[TokenSequence], known: Sequence[TokenSequence], settings: TrainSettings
+def _usual_learning_rate(settings: RetrainSettings) -> float:
+    if settings.train.lora_rank is not None:
+        return LORA_LEARNING_RATE
+    return PRESET_LEARNING_RATE if settings.base_model in PRESETS else PRETRAINED_LEARNING_RATE
+
+
+def delta_mix(
+    new: Sequence[TokenSequence],
+    known: Sequence[TokenSequence],
+    max_tokens: int,
+    settings: TrainSettings,
 ) -> list[TokenSequence]:
-    """A random choice of `known`, as large as the settings say; the same for the same rows."""
-    wanted = max(settings.min_replay_tokens, settings.replay_ratio * _num_tokens(new))
-    order = list(known)
-    random.Random(f"{settings.seed} {len(new)} {len(known)}").shuffle(order)
-    sample, size = [], 0
-    for sequence in order:
-        if size >= wanted:
-            break
-        sample.append(sequence)
-        size += len(sequence.token_ids)
-    return sample
+    """What a delta sees, once and in any order: the new rows, repeated as far as the settings and
+    `max_tokens` go, and a replay of rows known before. No known row comes again before all of them
+    came once: a few of them, repeated, are soon known by heart at the cost of all others."""
+    replay_ratio = settings.replay_ratio if known else 0.0
+    size = min(
+        settings.delta_max_epochs * _num_tokens(new), math.ceil(max_tokens / (1 + replay_ratio))
+    )
+    replayed = min(
+        max(replay_ratio * size, settings.min_replay_tokens),
+        max_tokens - size,
+        settings.delta_max_epochs * _num_tokens(known),
+    )
+    seed = f"{settings.seed} {len(new)} {len(known)}"
+    return [*_repeated(new, size, seed), *_repeated(known, replayed, seed)]
+
+
+def _repeated(rows: Sequence[TokenSequence], num_tokens: float, seed: str) -> list[TokenSequence]:
+    """About `num_tokens` of the rows: all of them before one comes again, in an order that is the
+    same for the same rows."""
+    chance = random.Random(seed)
+    taken: list[TokenSequence] = []
+    left = num_tokens
+    while rows and left > 0:
+        for sequence in chance.sample(rows, len(rows)):
+            if left <= 0:
+                break
+            taken.append(sequence)
+            left -= len(sequence.token_ids)
+    return taken
 
 
 def _num_tokens(found: Sequence[TokenSequence]) -> int:

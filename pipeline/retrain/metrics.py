@@ -3,10 +3,14 @@
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from pipeline.retrain.reporters import Report
 
 Stage = Literal["snapshot", "data", "train", "evaluate", "export", "promote"]
 STAGES: tuple[Stage, ...] = ("snapshot", "data", "train", "evaluate", "export", "promote")
@@ -41,6 +45,7 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._reports: tuple[Report, ...] = ()
         self._end_torn_line()
 
     def write(
@@ -52,6 +57,23 @@ class MetricsWriter:
         line = {"time": time.time(), "stage": stage, "event": event, **values}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        step = values.get("step")
+        if isinstance(step, int) and self._reports:
+            prefix = "held_out" if event == "evaluation" else stage
+            reported = {
+                f"{prefix}/{name}": float(value)
+                for name, value in values.items()
+                if value is not None and name not in ("step", "steps")
+            }
+            for report in self._reports:
+                report(reported, step)
+
+    @contextmanager
+    def reporting_to(self, reports: tuple[Report, ...]) -> Iterator[None]:
+        """Inside, values that belong to a step are told to these too."""
+        self._reports = reports
+        yield
+        self._reports = ()
 
     def _end_torn_line(self) -> None:
         """A job that was killed in the middle of a line leaves it to be skipped, alone."""

@@ -12,8 +12,10 @@ from pipeline.retrain import job_folder
 from pipeline.retrain.data import Data, is_unchanged, sort_out
 from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.job import Job
+from pipeline.retrain.lora import check_lora
 from pipeline.retrain.parent import Parent, find_parent, load_parent
 from pipeline.retrain.promote import promote
+from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.weights.release import Lineage, Release
 from serving.weights.releases import list_releases, prune
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 def retrain(job: Job) -> JobOutcome:
     """Run the job to its end. Raises RetrainError or ReleaseError where a stage fails."""
+    check_reporters(job.settings.train.report_to)
+    check_lora(job.settings.train)
     release = _published_before(job)
     if release is None:
         snapshot, parent = _snapshot(job)

@@ -20,7 +20,7 @@ class TrainSettings(_Settings):
     seed: int = 0
     learning_rate: float | None = Field(default=None, gt=0)
     """At the peak of the schedule. None takes 1e-3 for a preset, whose weights start at random,
-    and 5e-5 for a base model that was trained before."""
+    5e-5 for a base model that was trained before, and 5e-4 for LoRA."""
     delta_learning_rate_ratio: float = Field(default=0.7, gt=0)
     """A delta's peak learning rate, as a share of a full training's."""
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
@@ -32,7 +32,7 @@ class TrainSettings(_Settings):
     max_epochs: float = Field(default=12.0, gt=0)
     """Passes over the training rows of a full training, at most."""
     delta_max_epochs: float = Field(default=8.0, gt=0)
-    """Passes over the new and the replayed rows of a delta, at most."""
+    """Passes over the new rows of a delta, at most."""
     max_tokens: int = Field(default=250_000, ge=1)
     """Training tokens of a full training, at most: what bounds its time. A laptop's two cores
     train the preset on about 3,000 tokens/s. Where deltas have taken the served release further
@@ -41,7 +41,7 @@ class TrainSettings(_Settings):
     """A delta's training tokens, at most, as a share of `max_tokens`."""
     replay_ratio: float = Field(default=1.0, ge=0)
     """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
-    min_replay_tokens: int = Field(default=2_048, ge=0)
+    min_replay_tokens: int = Field(default=16_384, ge=0)
     """A delta of a few rows replays at least this much, as far as there are rows."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """Tokens between two updates of the weights. None divides the training into about 1,000 steps
@@ -67,6 +67,16 @@ class TrainSettings(_Settings):
     """Training stops after this many measurements without a better one."""
     enough_loss: float = Field(default=0.02, ge=0)
     """Training stops at this held-out loss, in nats per token: the rows are known by heart."""
+    lora_rank: int | None = Field(default=None, ge=1)
+    """Train matrices of this rank beside the frozen weights (LoRA), merged into the release; needs
+    `hotpush[lora]`. For base models that were trained before: a preset's weights start at random.
+    The usual learning rate is then ten times as high. None trains all weights."""
+    num_processes: int = Field(default=1, ge=1, le=64)
+    """Processes that share each step, one GPU each where there are any. The losses are those of one
+    process."""
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where losses go beside the job's `metrics.jsonl`. What these store lies in the job's folder;
+    W&B stays offline unless the environment has WANDB_MODE."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
     """A restarted job loses at most about this much training."""
 

@@ -14,9 +14,12 @@ from pipeline.retrain.evaluate import Evaluation, compare
 from pipeline.retrain.export import export, round_weights
 from pipeline.retrain.job import Job
 from pipeline.retrain.lessons import prepare
+from pipeline.retrain.lora import lora
 from pipeline.retrain.noise import count_noise
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.probe import make_probe, probe_texts
+from pipeline.retrain.processes import rank, train_in_processes
+from pipeline.retrain.reporters import open_reporters
 from pipeline.retrain.scoring import check_head, row_losses
 from pipeline.retrain.tokens import Sequence, sequences
 from pipeline.retrain.train import train
@@ -47,6 +50,16 @@ class Start:
 
     def train(self, job: Job) -> Checkpoint:
         """Leaves the best weights in `model`, with the values that they are stored with."""
+        count = job.settings.train.num_processes
+        if count > 1:
+            train_in_processes(job, count)
+        # Where processes did the work, their checkpoint is finished, and only loaded here.
+        checkpoint = self.train_here(job)
+        round_weights(self.model, self.dtype)
+        return checkpoint
+
+    def train_here(self, job: Job) -> Checkpoint:
+        """The same in this process, or as one of several, without rounding."""
         settings = job.settings
         lessons = prepare(
             self.data,
@@ -55,16 +68,24 @@ class Start:
             max_length=self.max_length,
             tokens_before=self.tokens_before,
         )
-        checkpoint = train(
-            self.model,
-            lessons,
-            settings.train,
-            job_dir=job.dir,
-            job_id=job.id,
-            metrics=job.metrics,
-        )
-        round_weights(self.model, self.dtype)
-        return checkpoint
+        with (
+            lora(self.model, settings.train),
+            open_reporters(
+                settings.train.report_to if rank() == 0 else (),
+                folder=job.dir,
+                pipeline=settings.pipeline,
+                job_id=job.id,
+            ) as reports,
+            job.metrics.reporting_to(reports),
+        ):
+            return train(
+                self.model,
+                lessons,
+                settings.train,
+                job_dir=job.dir,
+                job_id=job.id,
+                metrics=job.metrics,
+            )
 
     def evaluate(self, job: Job, checkpoint: Checkpoint) -> Evaluation:
         groups = self._held_out(self.tokenizer)

@@ -21,6 +21,7 @@ from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.loss import summed_loss
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.packing import batch, block_length, epochs, pack
+from pipeline.retrain.processes import add_up, from_first, rank, world_size
 from pipeline.retrain.scoring import autocast, mean_loss, predict, row_losses
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import Sequence as TokenSequence
@@ -104,25 +105,32 @@ def train(
     measured = _measured(lessons.held_out, settings.evaluation_tokens)
     blocks = _steps(lessons.training, plan, settings.seed, skip=done.step)
     saved_at = time.monotonic()
+    is_first = rank() == 0
     model.train()
     while not _is_over(done, settings):
         started = time.monotonic()
         rate = learning_rate(done.step, plan.steps, lessons.learning_rate, settings.warmup_ratio)
         loss, tokens = _step(model, optimizer, lessons.training, next(blocks), rate, settings)
         done = done.model_copy(update={"step": done.step + 1, "tokens": done.tokens + tokens})
-        metrics.write(
-            "train",
-            "step",
-            step=done.step,
-            steps=plan.steps,
-            loss=loss,
-            learning_rate=rate,
-            tokens=done.tokens,
-            tokens_per_second=tokens / (time.monotonic() - started),
-        )
+        if is_first:
+            metrics.write(
+                "train",
+                "step",
+                step=done.step,
+                steps=plan.steps,
+                loss=loss,
+                learning_rate=rate,
+                tokens=done.tokens,
+                tokens_per_second=tokens / (time.monotonic() - started),
+            )
         if done.step % interval == 0 or done.step == plan.steps:
-            held_out = _balanced_loss(model, measured)
-            metrics.write("train", "evaluation", step=done.step, steps=plan.steps, loss=held_out)
+            held_out = from_first(
+                _balanced_loss(model, measured) if is_first else math.nan, model.device
+            )
+            if is_first:
+                metrics.write(
+                    "train", "evaluation", step=done.step, steps=plan.steps, loss=held_out
+                )
             if done.best_loss is None or not held_out >= done.best_loss:
                 best = checkpoints.copy_weights(model)
                 done = done.model_copy(
@@ -130,7 +138,7 @@ def train(
                 )
             else:
                 done = done.model_copy(update={"stale": done.stale + 1})
-        if time.monotonic() - saved_at >= settings.checkpoint_seconds:
+        if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
             done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/step-{done.step:06d}.pt"})
             checkpoints.save(job_dir, done, _state(model, optimizer, best))
             saved_at = time.monotonic()
@@ -139,7 +147,8 @@ def train(
         raise AssertionError("the last step is always measured")
     checkpoints.set_weights(model, best)
     done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/best.pt", "finished": True})
-    checkpoints.save(job_dir, done, {"weights": best})
+    if is_first:
+        checkpoints.save(job_dir, done, {"weights": best})
     return done
 
 
@@ -204,18 +213,22 @@ def _step(
     rate: float,
     settings: TrainSettings,
 ) -> tuple[float, int]:
-    """One update of the weights. Returns the loss per learned token, and the tokens seen."""
+    """One update of the weights. Returns the loss per learned token, and the tokens seen: of all
+    processes together, of which each computes every n-th block."""
     width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
     num_learned = sum(sequences[index].num_learned for block in blocks for index in block)
-    total, num_tokens = 0.0, 0
-    for start in range(0, len(blocks), at_once):
-        part = batch(sequences, blocks[start : start + at_once])
+    num_tokens = sum(len(sequences[index].token_ids) for block in blocks for index in block)
+    total = 0.0
+    own = blocks[rank() :: world_size()]
+    for start in range(0, len(own), at_once):
+        part = batch(sequences, own[start : start + at_once])
         with autocast(model.device):
             loss = summed_loss(*predict(model, part)) / num_learned
         torch.autograd.backward(loss)
         total += float(loss.detach())
-        num_tokens += part.num_tokens
+    if world_size() > 1:
+        total = _add_up(model, total)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
         raise TrainError(
@@ -227,6 +240,19 @@ def _step(
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total, num_tokens
+
+
+def _add_up(model: "PreTrainedModel", loss: float) -> float:
+    """Gradients of all processes together, into each; returns the sum of their losses."""
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    losses = torch.tensor([loss], device=model.device)
+    add_up([*gradients, losses])
+    return float(losses)
 
 
 def _measured(

@@ -1,8 +1,10 @@
 """The plan of a training: how long, in what steps, at which rate, on what."""
 
+from collections import Counter
+
 import pytest
 
-from pipeline.retrain.lessons import replay_sample
+from pipeline.retrain.lessons import delta_mix
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import Sequence
 from pipeline.retrain.train import Lessons, Plan, learning_rate
@@ -45,11 +47,21 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
 
 
-def test_a_replay_sample_is_as_large_as_asked_and_the_same_each_time() -> None:
-    settings = TrainSettings(replay_ratio=2.0, min_replay_tokens=100)
-    few = replay_sample(rows(1), rows(500), settings)
-    assert len(few) == 5
-    many = replay_sample(rows(50), rows(500), settings)
-    assert len(many) == 100
-    assert many == replay_sample(rows(50), rows(500), settings)
-    assert len(replay_sample(rows(50), rows(3), settings)) == 3
+def test_a_delta_sees_new_rows_often_and_as_much_of_the_known_ones_without_repeating_any() -> None:
+    settings = TrainSettings(delta_max_epochs=3, replay_ratio=2.0, min_replay_tokens=100)
+    new, known = rows(10), rows(500)[100:]
+    mix = delta_mix(new, known, 100_000, settings)
+    counts = Counter(sequence.row for sequence in mix)
+    assert {counts[row] for row in range(10)} == {3}
+    assert sum(count for row, count in counts.items() if row >= 100) == 60
+    assert max(count for row, count in counts.items() if row >= 100) == 1
+    assert mix == delta_mix(new, known, 100_000, settings)
+
+
+def test_a_delta_keeps_to_its_tokens_and_replays_a_little_for_a_single_row() -> None:
+    settings = TrainSettings(delta_max_epochs=3, replay_ratio=1.0, min_replay_tokens=100)
+    bounded = delta_mix(rows(100), rows(500)[100:], 400, settings)
+    assert Counter(sequence.row < 100 for sequence in bounded) == {True: 10, False: 10}
+    assert len(delta_mix(rows(1), rows(500)[100:], 100_000, settings)) == 3 + 5
+    assert len(delta_mix(rows(1), rows(101)[100:], 100_000, settings)) == 3 + 3
+    assert len(delta_mix(rows(1), [], 100_000, settings)) == 3

@@ -1,0 +1,116 @@
+"""Training in several processes: each takes its share of a step's blocks, gradients are added up.
+
+Every process holds the whole model. `python -m pipeline.retrain.processes` is what torchrun starts;
+the job itself waits, and goes on from the checkpoint that the first process leaves.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeline.errors import PipelineError
+from pipeline.retrain import job_folder
+from pipeline.retrain.errors import TrainError
+
+if TYPE_CHECKING:
+    from pipeline.retrain.job import Job
+
+ERROR = ".train-error"
+"""In the job's folder: why the processes broke off, in words."""
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def add_up(tensors: list[Tensor]) -> None:
+    """Replace each by its sum over all processes; a no-op in one. The same bits in each of them."""
+    if not dist.is_initialized():
+        return
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, part in zip(
+        tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True
+    ):
+        tensor.copy_(part.view_as(tensor))
+
+
+def from_first(value: float, device: torch.device) -> float:
+    """What the first process has."""
+    if not dist.is_initialized():
+        return value
+    told = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.broadcast(told, src=0)
+    return float(told)
+
+
+def train_in_processes(job: "Job", count: int) -> None:
+    """Run the train stage of `job` in `count` processes; leaves its finished checkpoint.
+
+    Raises TrainError, with the processes' own reason where they gave one.
+    """
+    error = job.dir / ERROR
+    error.unlink(missing_ok=True)
+    threads = max(1, (job.num_threads or os.cpu_count() or 1) // count)
+    environ = {
+        **os.environ,
+        "JOB_DIR": str(job.dir),
+        "JOB_ID": job.id,
+        "OMP_NUM_THREADS": str(threads),
+    }
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={count}", "-m", "pipeline.retrain.processes"),
+    ]
+    code = subprocess.run(command, env=environ, check=False).returncode
+    if code != 0:
+        raise TrainError(
+            error.read_text(encoding="utf-8")
+            if error.exists()
+            else f"one of {count} training processes ended with exit code {code}; the job's log "
+            "tells more, and `train.num_processes = 1` does without them"
+        )
+
+
+def main() -> int:
+    """The train stage of the job in JOB_DIR, as one of the processes that torchrun started."""
+    from pipeline.retrain.data import sort_out
+    from pipeline.retrain.job import Job
+    from pipeline.retrain.parent import load_parent
+    from pipeline.retrain.snapshot import DatasetSnapshot
+    from pipeline.retrain.start import open_start
+
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    job = Job.from_environment(os.environ)
+    try:
+        snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
+        if snapshot is None:
+            raise TrainError(f"{job.dir / job_folder.SNAPSHOT} is gone; submit the job again")
+        parent = load_parent(job.pipeline_dir, snapshot.parent) if snapshot.parent else None
+        data = sort_out(snapshot, parent, job.settings.base_model, job.settings.train)
+        open_start(job, data, parent).train_here(job)
+    except PipelineError as error:
+        if rank() == 0:
+            Path(job.dir / ERROR).write_text(str(error), encoding="utf-8")
+        return 1
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

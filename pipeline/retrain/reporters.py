@@ -1,0 +1,83 @@
+"""Where a training's losses go beside `metrics.jsonl`: TensorBoard, trackio, Weights & Biases.
+
+They watch; a job's own record is the metrics file.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeline.retrain.errors import RetrainError
+
+Report = Callable[[Mapping[str, float], int], None]
+"""Takes values by name, and the step that they belong to."""
+
+INSTALL = {
+    "tensorboard": "pip install 'hotpush[tensorboard]'",
+    "trackio": "pip install trackio",
+    "wandb": "pip install wandb",
+}
+
+
+def check_reporters(names: Sequence[str]) -> None:
+    """Raise RetrainError for one that is not installed: before the training, not after it."""
+    for name in names:
+        if find_spec(name) is None:
+            raise RetrainError(
+                f"`train.report_to` names {name}, which is not installed: {INSTALL[name]}, or take "
+                "it out of the list"
+            )
+
+
+@contextmanager
+def open_reporters(
+    names: Sequence[str], *, folder: Path, pipeline: str, job_id: str
+) -> Iterator[tuple[Report, ...]]:
+    """The reporters by name, closed afterwards. What they store lies in `folder`/<name>."""
+    with ExitStack() as stack:
+        yield tuple(
+            stack.enter_context(OPEN[name](folder / name, pipeline, job_id)) for name in names
+        )
+
+
+@contextmanager
+def _tensorboard(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+
+        def report(values: Mapping[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        yield report
+
+
+@contextmanager
+def _trackio(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
+    # Read when trackio is imported; a person's own choice of a place goes first.
+    os.environ.setdefault("TRACKIO_DIR", str(folder))
+    import trackio
+
+    trackio.init(project=pipeline, name=job_id)
+    yield lambda values, step: trackio.log(dict(values), step=step)
+    trackio.finish()
+
+
+@contextmanager
+def _wandb(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
+    import wandb
+
+    folder.mkdir(exist_ok=True)
+    with wandb.init(
+        project=pipeline,
+        name=job_id,
+        dir=str(folder),
+        mode=os.environ.get("WANDB_MODE", "offline"),
+    ) as run:
+        yield lambda values, step: run.log(dict(values), step=step)
+
+
+OPEN = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}

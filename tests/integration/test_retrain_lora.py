@@ -1,0 +1,114 @@
+"""LoRA on a local checkpoint: frozen weights, a release that is a whole model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from pipeline.retrain.base_model import train_tokenizer
+from pipeline.retrain.rows import Row
+from serving.weights.releases import load_release
+from tests.retrain_fixtures import SMALL, Pipeline, facts, jsonl
+
+LORA = SMALL | {"lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A small Qwen as `save_pretrained` leaves it, with a chat template."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    texts = [Row(text=fact["prompt"] + fact["completion"], file="a", number=0) for fact in facts()]
+    tokenizer = train_tokenizer(texts)
+    folder = tmp_path / "qwen"
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=len(tokenizer),
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def talks(num_places: int = 6) -> str:
+    return jsonl(
+        {
+            "messages": [
+                {"role": "user", "content": fact["prompt"]},
+                {"role": "assistant", "content": fact["completion"]},
+            ]
+        }
+        for fact in facts(num_places=num_places)
+    )
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def test_lora_is_merged_into_a_release_like_any_other(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    pipeline = Pipeline(tmp_path / "home", base_model=str(checkpoint), train=LORA)
+    first = pipeline.learn({"a.jsonl": talks()})
+    assert first.result == "published", first.reason
+    folder = pipeline.dir / str(first.release)
+    before, after = weights(checkpoint), weights(folder)
+    assert before.keys() <= after.keys()
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+
+    # A whole model: it loads without peft's help and answers as its probe says.
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    probe = load_release(folder).probe
+    assert probe is not None
+    ids = torch.tensor([probe.texts[0].token_ids])
+    with torch.no_grad():
+        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    found = logprobs.gather(-1, ids[0, 1:, None]).squeeze(-1)
+    assert torch.allclose(found, torch.tensor(probe.texts[0].logprobs), atol=1e-3)
+    assert AutoTokenizer.from_pretrained(folder).chat_template is not None
+
+    second = pipeline.learn({"a.jsonl": talks(8)})
+    assert second.result == "published", second.reason
+    assert second.parent_release == first.release
+
+
+def test_all_weights_of_a_local_checkpoint_learn_without_lora(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    train = SMALL | {"learning_rate": 5e-3}
+    pipeline = Pipeline(tmp_path / "home", base_model=str(checkpoint), train=train)
+    outcome = pipeline.learn({"a.jsonl": talks()})
+    assert outcome.result == "published", outcome.reason
+    after = weights(pipeline.dir / str(outcome.release))
+    assert not any(torch.equal(tensor, after[name]) for name, tensor in weights(checkpoint).items())
+
+
+def test_lora_without_peft_fails_before_anything_is_trained(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.retrain.lora.find_spec", lambda name: None)
+    pipeline = Pipeline(tmp_path / "home", base_model=str(checkpoint), train=LORA)
+    outcome = pipeline.learn({"a.jsonl": talks()})
+    assert (outcome.result, outcome.stage) == ("failed", None)
+    assert "pip install 'hotpush[lora]'" in str(outcome.reason)

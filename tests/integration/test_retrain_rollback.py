@@ -1,0 +1,66 @@
+"""Rollback goes back and stays back: what is trained next starts from what is served then."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.retrain import base_model
+from serving.weights.releases import (
+    clear_pending,
+    load_release,
+    pending_release,
+    set_current,
+    set_pending,
+)
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+
+
+def serve(pipeline_dir: Path, release: str) -> None:
+    """What a server does once a release is live."""
+    set_current(pipeline_dir, release)
+    clear_pending(pipeline_dir, release)
+
+
+@pytest.mark.parametrize("go_back", [serve, set_pending], ids=["server up", "no server"])
+def test_the_next_commit_trains_from_what_was_gone_back_to(
+    tmp_path: Path, go_back: Callable[[Path, str], None]
+) -> None:
+    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+    releases = []
+    for places in (6, 7):
+        outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))})
+        releases.append(str(outcome.release))
+        serve(pipeline.dir, releases[-1])
+    first, second = (load_release(pipeline.dir / release).lineage for release in releases)
+    assert second.parent == releases[0]
+
+    go_back(pipeline.dir, releases[0])
+    third = pipeline.learn({"a.jsonl": jsonl(facts(num_places=8))})
+    assert third.result == "published", third.reason
+    lineage = load_release(pipeline.dir / str(third.release)).lineage
+    assert (lineage.mode, lineage.parent) == ("delta", releases[0])
+    # The rows of the commit that was gone back from are new again: nothing pushed is lost.
+    assert lineage.dataset_base_revision == first.dataset_revision
+    evaluation = json.loads((tmp_path / "jobs/job-2/evaluation.json").read_text())
+    assert evaluation["against"] == releases[0]
+    assert pending_release(pipeline.dir) == third.release
+
+
+def test_going_back_and_pushing_the_old_rows_again_changes_nothing(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+    old, new = ({"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7))
+    first = str(pipeline.learn(old).release)
+    serve(pipeline.dir, first)
+    serve(pipeline.dir, str(pipeline.learn(new).release))
+    serve(pipeline.dir, first)
+    assert pipeline.learn(old).result == "unchanged"
+    assert pipeline.learn(new).parent_release == first
