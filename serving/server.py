@@ -1,7 +1,9 @@
 """Binds the port, then starts the application behind it."""
 
+import asyncio
 import errno
 import ipaddress
+import signal
 import socket
 
 import uvicorn
@@ -15,7 +17,8 @@ SHUTDOWN_SECONDS = 10
 
 
 def serve(app: FastAPI, settings: ServingSettings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ServingError, PortBusy among them.
+    """Serve until SIGINT or SIGTERM. Raises ServingError: PortBusy, or what is wrong with a folder
+    that was to be served.
 
     The socket listens before the application looks for a pending release. So a job that leaves one
     and then finds the port refused knows that the next server to start will see it; one that gets
@@ -24,27 +27,45 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_config=None,  # the process's own
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
+        config = uvicorn.Config(
+            app,
+            log_config=None,  # the process's own
+            log_level="warning",
+            access_log=False,
+            # Entered here and not by uvicorn, which would answer an error with a traceback.
+            lifespan="off",
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
-        server.run(sockets=[listener])
-    if not server.started:
-        raise ServingError("the server did not start; its log says why")
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            try:
+                runner.run(_serve(app, settings, uvicorn.Server(config), listener))
+            except asyncio.CancelledError:
+                # What SIGTERM does to a program that does not handle it: whoever sent it can tell.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                signal.raise_signal(signal.SIGTERM)
+
+
+async def _serve(
+    app: FastAPI, settings: ServingSettings, server: uvicorn.Server, listener: socket.socket
+) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    # Before uvicorn takes the signal, and after it gives it back: what runs is ended in order.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with app.router.lifespan_context(app):
+        live = app.state.admission.live
+        answers = f"{live.id} from {live.folder}" if live else "nothing yet, the first release will"
+        print(f"engine {settings.engine}; answers: {answers}", flush=True)
+        await server.serve(sockets=[listener])
 
 
 def bind(settings: ServingSettings) -> socket.socket:
     """A listening socket. Raises PortBusy, or ServingError for an address that must not be used."""
-    if settings.api_key is None and not _is_loopback(settings.host):
+    has_key = settings.api_key is not None or settings.api_key_file is not None
+    if not has_key and not _is_loopback(settings.host):
         raise ServingError(
-            f"{settings.host} is reachable from other machines; set [serving] api_key, "
-            "or listen on 127.0.0.1"
+            f"{settings.host} is reachable from other machines; set [serving] api_key or "
+            "api_key_file, or listen on 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # With the protocol left at 0, asyncio does not take the connections for TCP and leaves out

@@ -1,5 +1,6 @@
 """What a server is told."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -12,12 +13,19 @@ class ServingSettings(BaseModel):
     """Address to listen on. Anything but loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    engine: Literal["torch", "echo"] = "torch"
-    """`torch` computes; `echo` makes up tokens from the release's digest, for tests of clients."""
+    engine: Literal["torch", "vllm", "sglang", "echo"] = "torch"
+    """`torch` is embedded, `vllm` runs beside, `sglang` stands behind, at `upstream`; `echo` makes
+    up tokens from the release's digest, for tests of clients."""
+    upstream: str = "http://127.0.0.1:30000"
+    """Where the SGLang server listens. It must see the releases under the same paths."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What the engine computes in. A release must have a probe bound for it."""
     api_key: SecretStr | None = None
     """Bearer token for `/v1`; none means that everyone who reaches the port may ask."""
+    api_key_file: Path | None = None
+    """More of them, one per line; empty lines and lines that begin with `#` are not."""
+    request_seconds: float | None = Field(default=None, gt=0)
+    """Longest time for one answer; after that a request gets 504, a stream an error event."""
     max_queue: int = Field(default=256, ge=1)
     """Requests answered or waiting at the same time; one more gets 429."""
     max_sequences: int = Field(default=128, ge=1)

@@ -146,7 +146,9 @@ class Swapper:
             self._running, self._waiting = self._waiting, None
 
     def _finish(self, swap: SwapAttempt, result: SwapResult) -> None:
-        level = logging.INFO if result.result == "live" else logging.WARNING
+        # What becomes of a folder that was named at the start is raised to who named it.
+        is_news = result.result != "live" and swap.is_recorded
+        level = logging.WARNING if is_news else logging.INFO
         logger.log(
             level,
             "swap to %s: %s in phase %s; %s",

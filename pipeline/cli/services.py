@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from serving.settings import ServingSettings
 
 HostOption = Annotated[str | None, typer.Option(help="In place of the settings'.")]
+EngineName = Literal["torch", "vllm", "sglang", "echo"]
 PortOption = Annotated[int | None, typer.Option(help="In place of the settings'.")]
 
 
@@ -96,7 +97,15 @@ def serve(
         typer.Argument(help="A release id, or any checkpoint folder; else what is current."),
     ] = None,
     pipeline: Annotated[str | None, typer.Option(help="Which one, of several.")] = None,
-    engine: Annotated[str | None, typer.Option(help="torch or echo.")] = None,
+    engine: Annotated[
+        EngineName | None, typer.Option(help="In place of the settings'.", show_choices=True)
+    ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(help="Where SGLang listens, for --engine sglang.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="Keys that may ask, one per line.")
+    ] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
@@ -117,7 +126,13 @@ def serve(
         configured = settings.pipeline(pipeline)
         name, own_port = configured.name, settings.server_port(configured)
     serving = settings.serving.model_copy(
-        update=_given(host=host, port=port or own_port, engine=engine)
+        update=_given(
+            host=host,
+            port=port or own_port,
+            engine=engine,
+            upstream=upstream,
+            api_key_file=api_key_file,
+        )
     )
     releases_dir = home.releases_dir / name
     if release is not None and folder is None:
@@ -135,17 +150,31 @@ def serve(
 
 
 def _engine(settings: "ServingSettings") -> "Engine":
-    if settings.engine == "echo":
-        from serving.engines.echo_engine import EchoEngine
-
-        return EchoEngine()
+    extra = "vllm" if settings.engine == "vllm" else "torch"
     try:
-        from serving.engines.torch_engine.engine import create_engine
+        match settings.engine:
+            case "echo":
+                from serving.engines.echo_engine import EchoEngine
+
+                return EchoEngine()
+            case "sglang":
+                from serving.engines.sglang_engine import SglangEngine
+
+                return SglangEngine(settings.upstream)
+            case "vllm":
+                from serving.engines.vllm_engine import VllmEngine
+                from serving.engines.vllm_settings import VllmEngineSettings
+
+                return VllmEngine(VllmEngineSettings(dtype=settings.dtype))
+            case "torch":
+                from serving.engines.torch_engine.engine import create_engine
+
+                return create_engine(dtype=settings.dtype)
     except ModuleNotFoundError as error:
         raise PipelineError(
-            f"serving needs {error.name}; install it with the extra: pip install 'hotpush[torch]'"
+            f"--engine {settings.engine} needs {error.name}; install it with the extra: "
+            f"pip install 'hotpush[{extra}]'"
         ) from None
-    return create_engine(dtype=settings.dtype)
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ A test module for an engine subclasses `EngineConformance`, and gives a fixture 
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -77,6 +77,13 @@ class EngineConformance:
     num_clients = 4
     num_swaps = 12
 
+    @contextmanager
+    def serving(self, bench: EngineBench) -> Iterator[str]:
+        """A server whose live release is the first; its URL."""
+        set_current(bench.pipeline_dir, bench.first.id)
+        with running(echo_app(bench.pipeline_dir, bench.make_engine())) as url:
+            yield url
+
     @pytest.fixture
     def cold(self, bench: EngineBench) -> dict[str, Cold]:
         async def both() -> dict[str, Cold]:
@@ -93,10 +100,9 @@ class EngineConformance:
 
     def test_swaps_under_load_never_lie(self, bench: EngineBench, cold: dict[str, Cold]) -> None:
         """Whole, streamed, `n` and lists, across swaps: nothing failed, aborted or mixed."""
-        set_current(bench.pipeline_dir, bench.first.id)
         stop = threading.Event()
         with (
-            running(echo_app(bench.pipeline_dir, bench.make_engine())) as url,
+            self.serving(bench) as url,
             httpx.Client(base_url=url, timeout=60) as http,
             ThreadPoolExecutor(self.num_clients) as pool,
         ):
@@ -125,9 +131,8 @@ class EngineConformance:
 
     def test_there_and_back_again(self, bench: EngineBench, cold: dict[str, Cold]) -> None:
         """A → B → A gives A's tokens again, warm prefixes and all."""
-        set_current(bench.pipeline_dir, bench.first.id)
         with (
-            running(echo_app(bench.pipeline_dir, bench.make_engine())) as url,
+            self.serving(bench) as url,
             httpx.Client(base_url=url, timeout=60) as http,
         ):
             for release in (bench.first, bench.second, bench.first):
@@ -139,10 +144,9 @@ class EngineConformance:
     def test_a_stream_ends_on_the_release_that_it_began_on(
         self, bench: EngineBench, cold: dict[str, Cold]
     ) -> None:
-        set_current(bench.pipeline_dir, bench.first.id)
         prompt = bench.prompts[0]
         with (
-            running(echo_app(bench.pipeline_dir, bench.make_engine())) as url,
+            self.serving(bench) as url,
             httpx.Client(base_url=url, timeout=60) as http,
         ):
             body = {**_body(prompt), "stream": True}

@@ -15,11 +15,20 @@ PROMPTS = ("Hello", "What is new?", "Grüße")
 MAX_TOKENS = 24
 
 
-def torch_release(home: Path, seed: int, *, tied: bool, format: str) -> Release:
+def torch_release(
+    home: Path,
+    seed: int,
+    *,
+    tied: bool,
+    format: str,
+    max_shard_bytes: int = 60_000,
+    **shape: int,
+) -> Release:
     config = llama_config(
         vocab_size=257,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=tied,
+        **shape,
     )
     network = build(config, seed)
     tokenizer = byte_tokenizer()
@@ -35,7 +44,9 @@ def torch_release(home: Path, seed: int, *, tied: bool, format: str) -> Release:
         logprobs = found[range(len(token_ids) - 1), token_ids[1:]].tolist()
         texts.append(ProbeText(token_ids=token_ids, logprobs=tuple(logprobs)))
     probe = Probe(dtype="float32", texts=tuple(texts), bounds={"float32": 1e-3})
-    return publish(network, home, probe=probe, format=format, max_shard_bytes=60_000).release
+    return publish(
+        network, home, probe=probe, format=format, max_shard_bytes=max_shard_bytes
+    ).release
 
 
 class TestTorchEngine(EngineConformance):

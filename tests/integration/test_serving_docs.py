@@ -1,19 +1,26 @@
-"""The Python blocks of docs/serving.md run as they stand there."""
+"""The blocks of docs/serving.md run as they stand there."""
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 from serving.weights.releases import list_releases, set_current
-from tests.serving_fixtures import echo_release, tiny_llama
+from tests.serving_fixtures import byte_tokenizer, echo_release, running, tiny_llama
+from tests.sglang_stand_in import SglangStandIn
+from tests.stack_fixtures import free_ports
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.S)
+DOCS = (ROOT / "docs" / "serving.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", DOCS, re.S)
+COMMANDS = re.findall(r"```sh\n(.*?)```", DOCS, re.S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -43,3 +50,52 @@ def test_the_publishing_block_publishes(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "my-checkpoint")
     subprocess.run([sys.executable, "-c", BLOCKS[1]], cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert len(list_releases(tmp_path / ".pipeline" / "releases" / "answers")) == 1
+
+
+def test_the_command_serves_a_checkpoint(tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "my-checkpoint")
+    byte_tokenizer().save(str(tmp_path / "my-checkpoint" / "tokenizer.json"))
+    (command,) = COMMANDS[0].splitlines()
+    with started(command, tmp_path) as url:
+        assert httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"] == "my-checkpoint"
+
+
+def test_the_command_serves_in_front_of_an_upstream(tmp_path: Path) -> None:
+    """All of the block but SGLang itself: in its place stands what speaks as it does."""
+    pipeline_dir = tmp_path / ".pipeline" / "releases" / "answers"
+    release = echo_release(pipeline_dir, 1)
+    set_current(pipeline_dir, release.id)
+    launch, command = COMMANDS[1].splitlines()
+    model_path = tmp_path / launch.split("--model-path ")[1].split()[0]
+    (tmp_path / "pipeline.toml").write_text(
+        '[[pipelines]]\nname = "answers"\ndataset = "me/answers"\n'
+    )
+    stand_in = SglangStandIn(model_path)
+    with (
+        running(stand_in.app) as upstream,
+        started(command.replace("http://127.0.0.1:30000", upstream), tmp_path) as url,
+    ):
+        assert httpx.get(f"{url}/health", timeout=30).json()["release"] == release.id
+    assert stand_in.updates[0]["weight_version"] == release.id
+
+
+@contextmanager
+def started(command: str, folder: Path) -> Iterator[str]:
+    program, *arguments = shlex.split(command)
+    assert program == "pipeline"
+    if "--port" not in arguments:
+        arguments += ["--port", "0"]
+    arguments[arguments.index("--port") + 1] = str(free_ports(1)[0])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *arguments],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate()

@@ -1,0 +1,32 @@
+"""Who may ask: the bearer tokens of `/v1`."""
+
+import secrets
+
+from serving.errors import ServingError
+from serving.settings import ServingSettings
+
+
+def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
+    """All keys of the settings and of their file; none means that everyone may ask.
+
+    Raises ServingError for a file that cannot be read or has no key: an empty one must not open the
+    door.
+    """
+    keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
+    if settings.api_key_file is not None:
+        try:
+            text = settings.api_key_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ServingError(f"{settings.api_key_file}: cannot be read: {error}") from None
+        lines = (line.strip() for line in text.splitlines())
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ServingError(f"{settings.api_key_file}: holds no key; write one per line")
+        keys += found
+    return tuple(keys)
+
+
+def is_one_of(given: str, keys: tuple[str, ...]) -> bool:
+    """In the same time for each key, right or wrong."""
+    matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
+    return any(matches)

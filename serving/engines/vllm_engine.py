@@ -1,0 +1,208 @@
+"""`VllmEngine`: one vLLM, whose weights are replaced while its requests are held back.
+
+When vLLM dies, requests under way fail, later ones wait, and it is started again on the last good
+release: the live one, or while a swap is not proved yet, the one before.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.vllm_process import VllmProcess
+from serving.engines.vllm_settings import VllmEngineSettings
+from serving.weights.release import Release
+
+_log = logging.getLogger(__name__)
+
+_WATCH_SECONDS = 0.2
+_START_ATTEMPTS = 3
+
+# What a configuration may differ in while the network stays the same.
+_FREE_KEYS = {
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Resident:
+    release: Release
+    folder: Path
+
+
+class VllmEngine:
+    """Called on one event loop; vLLM computes in processes of its own."""
+
+    holds_two = False
+
+    def __init__(self, settings: VllmEngineSettings) -> None:
+        self._settings = settings
+        self._process: VllmProcess | None = None
+        self._residents: dict[str, _Resident] = {}
+        self._live: str | None = None
+        self._good: str | None = None
+        """What vLLM is started on again. It is behind `_live` from a commit until the release
+        before is unloaded, since until then the new one is not proved."""
+        self._changing = asyncio.Lock()
+        self._recovery: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def process(self) -> VllmProcess | None:
+        """The vLLM that runs now, for who measures it."""
+        return self._process
+
+    async def stage(self, release: Release, folder: Path) -> None:
+        """The first release starts vLLM."""
+        async with self._changing:
+            if self._process is None and self._recovery is None:
+                self._process = await VllmProcess.start(release, folder, self._settings)
+                self._watch = asyncio.create_task(self._watch_over())
+            else:
+                process = await self._healthy()
+                if not process.holds(release.id):
+                    _check_same_network(self._residents[process.release_id], release, folder)
+                    await process.stage(release, folder)
+            self._residents[release.id] = _Resident(release=release, folder=folder)
+
+    async def commit(self, release_id: str) -> None:
+        async with self._changing:
+            process = await self._healthy()
+            if not process.holds(release_id):
+                raise EngineError(f"{release_id} is not staged")
+            if process.way == "reload" and release_id == self._good != process.release_id:
+                # vLLM's own reload has no way back but a start.
+                await self._start_again()
+            else:
+                try:
+                    await process.commit(release_id)
+                except BaseException:
+                    # The weights may be anything now.
+                    self._begin_recovery()
+                    raise
+            self._live = release_id
+            if self._good is None:
+                self._good = release_id
+
+    async def unload(self, release_id: str) -> None:
+        if self._residents.pop(release_id, None) is None:
+            return
+        if release_id == self._good:
+            self._good = self._live if self._live in self._residents else None
+        if release_id == self._live:
+            self._live = None
+        process = self._process
+        if process is None:
+            return
+        if self._good is None:
+            await self._end_process()
+        elif process.release_id == release_id:
+            self._begin_recovery()
+        else:
+            with suppress(EngineError):  # of a dead one nothing is left to free
+                await process.forget(release_id)
+
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        process = await self._healthy()
+        if release_id != self._live or process.release_id != release_id:
+            raise EngineError(f"vLLM computes with {process.release_id}, not with {release_id}")
+        async with aclosing(process.generate(generation)) as steps:
+            async for step in steps:
+                yield step
+
+    async def close(self) -> None:
+        if self._recovery is not None:
+            self._recovery.cancel()
+            await asyncio.wait({self._recovery})
+        await self._end_process()
+
+    async def _healthy(self) -> VllmProcess:
+        """Waits while vLLM comes back. Raises EngineError if it does not."""
+        if self._process is not None and self._process.is_dead:
+            self._begin_recovery()
+        if self._recovery is not None:
+            await asyncio.shield(self._recovery)
+        if self._process is None:
+            raise EngineError("vLLM does not run")
+        return self._process
+
+    async def _start_again(self) -> None:
+        self._begin_recovery()
+        await self._healthy()
+
+    def _begin_recovery(self) -> None:
+        if self._recovery is None and self._good is not None:
+            self._recovery = asyncio.create_task(self._recover())
+            self._recovery.add_done_callback(_note)
+
+    async def _recover(self) -> None:
+        try:
+            for attempt in range(1, _START_ATTEMPTS + 1):
+                await self._end_process()
+                if self._good is None:
+                    return
+                good = self._residents[self._good]
+                _log.warning("starting vLLM again on %s", good.release.id)
+                try:
+                    self._process = await VllmProcess.start(
+                        good.release, good.folder, self._settings
+                    )
+                except (StageError, EngineError) as error:
+                    _log.error("attempt %d of %d: %s", attempt, _START_ATTEMPTS, error)
+                    continue
+                # It may have been decided meanwhile that another one is good.
+                if self._good == good.release.id:
+                    self._watch = asyncio.create_task(self._watch_over())
+                    return
+            raise EngineError(f"vLLM does not start again on {self._good}")
+        finally:
+            self._recovery = None
+
+    async def _watch_over(self) -> None:
+        while self._process is not None and not self._process.is_dead:
+            await asyncio.sleep(_WATCH_SECONDS)
+        self._begin_recovery()
+
+    async def _end_process(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+
+def create_engine(**settings: Any) -> VllmEngine:
+    """An engine with no release yet. `VllmEngineSettings` says what the arguments mean."""
+    return VllmEngine(VllmEngineSettings(**settings))
+
+
+def _check_same_network(before: _Resident, release: Release, folder: Path) -> None:
+    """vLLM runs one network for as long as it runs. Raises StageError with every difference."""
+    reasons = []
+    old, new = (json.loads((each / "config.json").read_bytes()) for each in (before.folder, folder))
+    for key in sorted((old.keys() | new.keys()) - _FREE_KEYS):
+        if old.get(key) != new.get(key):
+            reasons.append(f"config.json: {key} is {new.get(key)!r}, vLLM runs {old.get(key)!r}")
+    shapes = {name: entry.shape for name, entry in before.release.tensors.items()}
+    for name, entry in release.tensors.items():
+        if name not in shapes:
+            reasons.append(f"{entry.file}: tensor {name}: unknown to the network that vLLM runs")
+        elif shapes[name] != entry.shape:
+            reasons.append(
+                f"{entry.file}: tensor {name}: {list(entry.shape)} in place of {list(shapes[name])}"
+            )
+    reasons += [f"tensor {name}: missing" for name in shapes.keys() - release.tensors.keys()]
+    if reasons:
+        raise StageError(*reasons, "start the server again to serve another network")
+
+
+def _note(recovery: "asyncio.Task[None]") -> None:
+    if not recovery.cancelled() and recovery.exception() is not None:
+        _log.critical("%s", recovery.exception())

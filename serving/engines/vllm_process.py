@@ -1,0 +1,230 @@
+"""`VllmProcess`: one start of vLLM on one release, until it dies or is ended."""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
+from math import prod
+from pathlib import Path
+from typing import Any, Self, cast
+from uuid import uuid4
+
+import torch
+
+from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.torch_engine.device import free_bytes
+from serving.engines.vllm_settings import VllmEngineSettings
+from serving.weights.headers import DTYPE_BYTES
+from serving.weights.release import Release
+
+# Read when vLLM is imported. Longer contexts than the configuration's are allowed for one token
+# more than it: vLLM always generates one, where a text that fills the context is scored.
+os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from vllm import AsyncEngineArgs
+from vllm.inputs.engine import tokens_input
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from serving.engines.vllm_requests import sampling_params, step_of
+
+_log = logging.getLogger(__name__)
+
+_WORKER = "serving.engines.vllm_worker.HotpushWorker"
+_POLL_SECONDS = 0.02
+_CPU_KV_CACHE_BYTES = 2 << 30
+
+
+class VllmProcess:
+    """Called on one event loop. Its `release_id` is what its weights are."""
+
+    def __init__(self, llm: AsyncLLM, release: Release) -> None:
+        self._llm = llm
+        self._held = {release.id: release}
+        self.release_id = release.id
+        self.way = ""
+        """`copy` or `reload`: how a commit replaces weights."""
+        self.pids: tuple[int, ...] = ()
+        """Of the workers."""
+        self.read_bytes: dict[str, int] = {}
+        """By release, what was read to stage it."""
+        self.pause_seconds: dict[str, float] = {}
+        """By release, for how long its last commit kept the workers from computing."""
+
+    @classmethod
+    async def start(cls, release: Release, folder: Path, settings: VllmEngineSettings) -> Self:
+        """Takes a while. Raises StageError where vLLM does not start on this release."""
+        starting = asyncio.ensure_future(asyncio.to_thread(_start, folder, settings))
+        try:
+            async with asyncio.timeout(settings.start_seconds):
+                llm = await asyncio.shield(starting)
+        except TimeoutError:
+            starting.add_done_callback(_end_late)
+            raise StageError(f"vLLM did not start in {settings.start_seconds:g} s") from None
+        except asyncio.CancelledError:
+            starting.add_done_callback(_end_late)
+            raise
+        # Whatever vLLM, torch or the operating system raises means the same here.
+        except Exception as error:
+            raise StageError(f"vLLM does not start on {folder.name}: {_line(error)}") from error
+        process = cls(llm, release)
+        try:
+            await process._prepare(folder, settings)
+        except BaseException:
+            await process.end()
+            raise
+        return process
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    def holds(self, release_id: str) -> bool:
+        return release_id in self._held
+
+    async def stage(self, release: Release, folder: Path) -> None:
+        """Read what differs from the current weights. Raises StageError, EngineError."""
+        base = self._held[self.release_id]
+        changed = {
+            name: entry.file
+            for name, entry in release.tensors.items()
+            if self.way == "reload" or entry.sha256 != base.tensors[name].sha256
+        }
+        _check_memory(release, changed)
+        await self.call("hotpush_stage", release.id, base.id, str(folder), changed)
+        try:
+            while True:
+                states = await self.call("hotpush_status", release.id)
+                if all(state["is_done"] for state in states):
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
+        except asyncio.CancelledError:
+            await asyncio.shield(self.call("hotpush_forget", release.id))
+            raise
+        if refusals := {reason: None for state in states for reason in state["refusals"]}:
+            raise StageError(*refusals)
+        if errors := {state["error"] for state in states} - {None}:
+            raise EngineError(f"staging {release.id}: {'; '.join(sorted(errors))}")
+        self._held[release.id] = release
+        self.read_bytes[release.id] = max(state["read_bytes"] for state in states)
+        _log.info(
+            "staged %s in %.2f s: read %d bytes of %d tensors",
+            release.id,
+            max(state["seconds"] for state in states),
+            self.read_bytes[release.id],
+            len(changed),
+        )
+
+    async def commit(self, release_id: str) -> None:
+        """While no request runs. After an error the weights may be a mixture: end the process."""
+        self.pause_seconds[release_id] = max(await self.call("hotpush_commit", release_id))
+        await self._version(release_id)
+        self.release_id = release_id
+
+    async def forget(self, release_id: str) -> None:
+        if release_id != self.release_id and self._held.pop(release_id, None) is not None:
+            await self.call("hotpush_forget", release_id)
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Step, None]:
+        """Raises EngineError."""
+        release_id = self.release_id
+        # Keys and values that other weights computed are never found under this salt.
+        prompt = tokens_input(list(generation.prompt), cache_salt=release_id)
+        outputs = self._llm.generate(prompt, sampling_params(generation), uuid4().hex)
+        try:
+            async with aclosing(cast(AsyncGenerator[Any, None], outputs)):
+                async for output in outputs:
+                    yield step_of(output, generation, release_id)
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise EngineError(f"vLLM stopped: {_line(error)}") from error
+        except ValueError as error:
+            raise EngineError(f"vLLM refuses the request: {_line(error)}") from error
+
+    async def end(self) -> None:
+        await asyncio.to_thread(self._llm.shutdown)
+
+    async def _prepare(self, folder: Path, settings: VllmEngineSettings) -> None:
+        release = self._held[self.release_id]
+        weight_map = {name: entry.file for name, entry in release.tensors.items()}
+        workers = await self.call(
+            "hotpush_prepare", release.id, str(folder), weight_map, settings.way
+        )
+        ways = {worker["way"] for worker in workers}
+        if len(ways) > 1:
+            raise StageError(f"vLLM's workers do not agree: {workers}")
+        (self.way,) = ways
+        self.pids = tuple(worker["pid"] for worker in workers)
+        if (reason := workers[0]["reason"]) is not None:
+            _log.warning("swaps take vLLM's own, slower way: %s", reason)
+        await self._version(release.id)
+
+    async def _version(self, release_id: str) -> None:
+        """vLLM says it beside each answer, which is how a mixed one would be noticed."""
+        try:
+            await self._llm.update_weight_version(release_id)
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM stopped: {_line(error)}") from error
+
+    async def call(self, method: str, *arguments: Any) -> list[Any]:
+        """A method of the worker, on each of them. Raises EngineError."""
+        try:
+            found: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        except Exception as error:
+            raise EngineError(f"{method}: {_line(error)}") from error
+        return found
+
+
+def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
+    is_cpu = current_platform.is_cpu()
+    context = json.loads((folder / "config.json").read_bytes()).get("max_position_embeddings")
+    context = min((each for each in (context, settings.max_context) if each), default=None)
+    kv_cache_bytes = settings.kv_cache_bytes
+    if kv_cache_bytes is None and is_cpu:
+        kv_cache_bytes = _CPU_KV_CACHE_BYTES
+    arguments = AsyncEngineArgs(
+        model=str(folder),
+        # Other formats and names than a release's are not looked for.
+        load_format="hf",
+        generation_config="vllm",
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        max_model_len=None if context is None else context + 1,
+        max_num_seqs=settings.max_sequences,
+        max_logprobs=-1,
+        gpu_memory_utilization=settings.memory_share,
+        kv_cache_memory_bytes=kv_cache_bytes,
+        enable_prefix_caching=True,
+        enforce_eager=is_cpu if settings.compiles is None else not settings.compiles,
+        worker_extension_cls=_WORKER,
+        disable_log_stats=True,
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def _check_memory(release: Release, changed: Collection[str]) -> None:
+    """Before anything is read. Raises StageError."""
+    stored = sum(
+        prod(release.tensors[name].shape) * DTYPE_BYTES[release.tensors[name].dtype]
+        for name in changed
+    )
+    # As they are computed with, and packed or pinned once more.
+    needed, free = 2 * stored, free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise StageError(
+            f"too little memory: {release.id} needs {needed} bytes to be staged, {free} are free"
+        )
+
+
+def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().shutdown()
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,302 @@
+"""Weights of a vLLM worker: staged in host memory beside the live ones, then committed at once.
+
+`CopiedWeights` lets a shadow of the model (vLLM's own classes and loaders, in host memory) put a
+checkpoint's tensors into the fused parameters and pack them as vLLM packs; a commit then copies or
+exchanges what differs, and nothing else. `ReloadedWeights` leaves all of it to vLLM's own reload,
+from memory. Both run inside the worker's process and know nothing of requests.
+"""
+
+import copy
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from serving.weights.shards import read_tensors
+
+# Whatever else vLLM does to weights after it loaded them is left to vLLM.
+_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+_STAGING_NICENESS = 5
+_PIECE = 1 << 22
+
+
+class CannotCopy(Exception):
+    """Weights of this model cannot be exchanged by copying; the message says why."""
+
+
+class StagingFailed(Exception):
+    """The release is not fit to be loaded; the message names file and tensor."""
+
+
+class WeightsInMemory(Protocol):
+    way: str
+
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: Mapping[str, str]) -> int:
+        """Read `changed` (tensor name → shard), which is what differs from the release `base_id`.
+
+        Bytes read. It may run on a thread of its own while the live weights are in use. Raises
+        StagingFailed, ReleaseError.
+        """
+
+    def commit(self, release_id: str) -> None:
+        """While no request runs: the live weights become these."""
+
+    def forget(self, release_id: str) -> None:
+        """Free what was staged, if it is not live."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Image:
+    """One release in host memory. Nothing in it is written to once it is made, so that releases
+    share what is equal."""
+
+    params: dict[str, torch.Tensor]
+    """As the fused parameters, by vLLM's names."""
+    packed: dict[str, Callable[..., torch.Tensor]]
+    """On a CPU, by module: the product with its packed weight."""
+
+
+class CopiedWeights:
+    way = "copy"
+
+    def __init__(self, worker: Any, release_id: str, folder: Path, weight_map: Mapping[str, str]):
+        """Raises CannotCopy. Call it on the worker's thread, while no request runs."""
+        _check_plain(worker)
+        self._live_model: nn.Module = worker.model_runner.get_model()
+        self._is_cpu = worker.device.type == "cpu"
+        self._shadow = _build_shadow(worker.vllm_config)
+        _check_same_ties(self._shadow, self._live_model)
+        self._targets = _load_and_trace(self._shadow, read_tensors(folder, weight_map))
+        params = {name: param.data for name, param in self._shadow.named_parameters()}
+        self._images = {
+            release_id: _Image(
+                params={name: self._settled(param) for name, param in params.items()},
+                packed={
+                    name: module.cpu_linear
+                    for name, module in self._live_model.named_modules()
+                    if hasattr(module, "cpu_linear")
+                },
+            )
+        }
+        self._live_id = release_id
+        self._staging = threading.Lock()
+        self._check_equal_to_live()
+
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: Mapping[str, str]) -> int:
+        with self._staging:  # one that nobody wants any more may not have ended yet
+            return self._stage(release_id, self._images[base_id], folder, changed)
+
+    def _stage(
+        self, release_id: str, base: _Image, folder: Path, changed: Mapping[str, str]
+    ) -> int:
+        touched = {target for name in changed for target in self._targets[name]}
+        for name, param in self._shadow.named_parameters():
+            param.data = base.params[name].clone() if name in touched else base.params[name]
+        num_bytes = 0
+        for name, tensor in read_tensors(folder, changed).items():
+            _check_finite(name, changed[name], tensor)
+            self._shadow.load_weights([(name, tensor)])  # type: ignore[operator]
+            num_bytes += tensor.nbytes
+        params = dict(base.params)
+        for name, param in self._shadow.named_parameters():
+            if name in touched:
+                params[name] = self._settled(param.data)
+        self._images[release_id] = _Image(
+            params=params, packed=base.packed | self._pack_touched(touched, set(base.packed))
+        )
+        return num_bytes
+
+    def commit(self, release_id: str) -> None:
+        before, after = self._images[self._live_id], self._images[release_id]
+        with torch.no_grad():
+            for name, param in self._live_model.named_parameters():
+                # A parameter that lives on in packed form only is empty.
+                if after.params[name] is not before.params[name] and param.numel():
+                    self._set(param, after.params[name])
+            for name, module in self._live_model.named_modules():
+                if name in after.packed:
+                    module.cpu_linear = after.packed[name]
+        if not self._is_cpu:
+            torch.accelerator.synchronize()
+        self._live_id = release_id
+
+    def forget(self, release_id: str) -> None:
+        if release_id != self._live_id:
+            self._images.pop(release_id, None)
+
+    def _set(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        if self._is_cpu and value.dtype == param.dtype:
+            # No graph holds the address: exchanging the memory takes no time at all.
+            param.data = value
+        else:
+            param.data.copy_(value, non_blocking=True)
+
+    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Pinned where it is copied to a device: that is several times as fast."""
+        return tensor if self._is_cpu else tensor.pin_memory()
+
+    def _pack_touched(
+        self, touched: set[str], packable: set[str]
+    ) -> dict[str, Callable[..., torch.Tensor]]:
+        """By module, as vLLM packs after a cold start. A module of a tied weight counts as well:
+        vLLM's reload forgets those, and goes on computing logits with the old head."""
+        if not self._is_cpu:
+            return {}
+        changed = {id(param) for name, param in self._shadow.named_parameters() if name in touched}
+        packed = {}
+        for name, module in self._shadow.named_modules():
+            if name in packable and any(id(p) in changed for p in module.parameters(recurse=False)):
+                packed[name] = _pack(module)
+        return packed
+
+    def _check_equal_to_live(self) -> None:
+        """The shadow must hold what vLLM itself loaded: if not, its model is not understood."""
+        image = self._images[self._live_id]
+        for name, param in self._live_model.named_parameters():
+            if not param.numel():
+                continue
+            expected = image.params.get(name)
+            if expected is None or expected.shape != param.shape:
+                raise CannotCopy(f"{name}: vLLM transforms it after loading")
+            if not torch.equal(param.data.cpu(), expected.to(param.dtype)):
+                raise CannotCopy(f"{name}: vLLM computes with other values than the checkpoint's")
+            self._set(param, expected)
+
+
+class ReloadedWeights:
+    way = "reload"
+
+    def __init__(self, worker: Any, release_id: str) -> None:
+        self._worker = worker
+        self._live_id = release_id
+        self._staged: dict[str, dict[str, torch.Tensor]] = {}
+
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: Mapping[str, str]) -> int:
+        found = {}
+        for name, tensor in read_tensors(folder, changed).items():
+            _check_finite(name, changed[name], tensor)
+            found[name] = tensor.clone()
+        self._staged[release_id] = found
+        return sum(tensor.nbytes for tensor in found.values())
+
+    def commit(self, release_id: str) -> None:
+        if release_id == self._live_id:
+            return
+        tensors = self._staged[release_id]
+        with set_current_vllm_config(self._worker.vllm_config):
+            self._worker.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+            self._pack_embeddings()
+        self._live_id = release_id
+
+    def forget(self, release_id: str) -> None:
+        self._staged.pop(release_id, None)
+
+    def _pack_embeddings(self) -> None:
+        # vLLM reloads a tied weight through the embedding, and leaves the head's packed copy stale.
+        for module in self._worker.model_runner.get_model().modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(module, "cpu_linear"):
+                method.process_weights_after_loading(module)
+
+
+def yield_the_cores() -> None:
+    """Make the calling thread one that takes little beside the worker's."""
+    if sys.platform == "linux":
+        # On Linux a nice value is a thread's own; 0 is the calling thread.
+        os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)
+
+
+def _check_plain(worker: Any) -> None:
+    config = worker.vllm_config
+    model = worker.model_runner.get_model()
+    is_special = {
+        "it is quantised": config.model_config.quantization is not None,
+        "it has latent attention (MLA)": config.model_config.use_mla,
+        "it has state-space layers": config.model_config.is_hybrid,
+        "adapters are on": config.lora_config is not None,
+        "speculative decoding is on": config.speculative_config is not None,
+        "keys and values are quantised": config.cache_config.cache_dtype.startswith("fp8"),
+        "its class transforms weights after loading": hasattr(
+            model, "process_weights_after_loading"
+        ),
+    }
+    if reasons := [reason for reason, holds in is_special.items() if holds]:
+        raise CannotCopy("; ".join(reasons))
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in _PLAIN_METHODS:
+            raise CannotCopy(f"{name}: {type(method).__name__} transforms its weights")
+
+
+def _build_shadow(vllm_config: Any) -> nn.Module:
+    """The same model once more, in host memory, registered nowhere and never run."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    config.compilation_config.mode = CompilationMode.NONE
+    # Layers enter themselves here by name, and a name must not come twice.
+    config.compilation_config.static_forward_context = {}
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+        shadow: nn.Module = initialize_model(config)
+    return shadow
+
+
+def _load_and_trace(
+    shadow: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[str, ...]]:
+    """Load all of a checkpoint, one tensor after the other; which parameters each one goes to."""
+    names = {name for name, _ in shadow.named_parameters()}
+    targets = {}
+    for name, tensor in tensors.items():
+        loaded = shadow.load_weights([(name, tensor)])  # type: ignore[operator]
+        if loaded is None or not set(loaded) <= names:
+            raise CannotCopy(f"{name}: vLLM does not tell where it goes")
+        targets[name] = tuple(loaded)
+    if missed := names - {target for each in targets.values() for target in each}:
+        raise CannotCopy(f"{', '.join(sorted(missed)[:3])}: not in the checkpoint")
+    return targets
+
+
+def _check_same_ties(shadow: nn.Module, live: nn.Module) -> None:
+    """vLLM ties a head to the embedding when the two happen to be equal in a checkpoint. In the
+    next one they need not be."""
+    heads = {name for name, _ in shadow.named_parameters()}
+    if merged := heads - {name for name, _ in live.named_parameters()}:
+        raise CannotCopy(f"{', '.join(sorted(merged))}: tied by vLLM, since equal in this release")
+
+
+def _pack(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """What vLLM computes this module's product with. Leaves the module as it was."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    bias_data = None if bias is None else bias.data
+    module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
+    packed: Callable[..., torch.Tensor] = module.cpu_linear  # type: ignore[assignment]
+    module.weight = weight
+    if bias is not None:
+        bias.data = bias_data
+    return packed
+
+
+def _check_finite(name: str, file: str, tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() and not _is_finite(tensor):
+        raise StagingFailed(f"{file}: tensor {name}: holds NaN or infinity")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    flat = tensor.reshape(-1)
+    # In pieces: the mask of a whole embedding would be a quarter of it once more.
+    return all(
+        bool(flat[start : start + _PIECE].isfinite().all())
+        for start in range(0, flat.numel(), _PIECE)
+    )

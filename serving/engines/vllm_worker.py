@@ -1,0 +1,107 @@
+"""`HotpushWorker`: what is added to each vLLM worker, called by name through `collective_rpc`.
+
+Every call but `hotpush_prepare` returns at once: a worker that answers a call computes no tokens.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from serving.engines.vllm_weights import (
+    CannotCopy,
+    CopiedWeights,
+    ReloadedWeights,
+    StagingFailed,
+    WeightsInMemory,
+    yield_the_cores,
+)
+from serving.errors import ReleaseError
+
+
+class HotpushWorker:
+    """vLLM makes it a base class of its worker and never calls `__init__`: `hotpush_prepare` comes
+    first. Names have a prefix since none may clash with the worker's."""
+
+    def hotpush_prepare(
+        self, release_id: str, folder: str, weight_map: dict[str, str], way: str
+    ) -> dict[str, Any]:
+        """After the start on a release, and before its first request: make ready for the next."""
+        reason = None
+        weights: WeightsInMemory | None = None
+        if way == "copy":
+            try:
+                weights = CopiedWeights(self, release_id, Path(folder), weight_map)
+            except CannotCopy as error:
+                reason = str(error)
+        if weights is None:
+            weights = ReloadedWeights(self, release_id)
+        self.hotpush_weights = weights
+        self.hotpush_jobs: dict[str, _Staging] = {}
+        return {"pid": os.getpid(), "way": weights.way, "reason": reason}
+
+    def hotpush_stage(
+        self, release_id: str, base_id: str, folder: str, changed: dict[str, str]
+    ) -> None:
+        """Begin on a thread of its own; ask `hotpush_status`."""
+        job = _Staging(
+            partial(self.hotpush_weights.stage, release_id, base_id, Path(folder), changed),
+            partial(self.hotpush_weights.forget, release_id),
+        )
+        self.hotpush_jobs[release_id] = job
+        job.start()
+
+    def hotpush_status(self, release_id: str) -> dict[str, Any]:
+        job = self.hotpush_jobs[release_id]
+        return {
+            "is_done": job.is_done,
+            "refusals": job.refusals,
+            "error": job.error,
+            "read_bytes": job.read_bytes,
+            "seconds": job.seconds,
+        }
+
+    def hotpush_commit(self, release_id: str) -> float:
+        """Seconds in which no token was computed."""
+        started = time.perf_counter()
+        self.hotpush_weights.commit(release_id)
+        return time.perf_counter() - started
+
+    def hotpush_forget(self, release_id: str) -> None:
+        job = self.hotpush_jobs.pop(release_id, None)
+        if job is not None and not job.is_done:
+            job.is_unwanted = True
+            return
+        self.hotpush_weights.forget(release_id)
+
+
+class _Staging(threading.Thread):
+    def __init__(self, stage: Callable[[], int], forget: Callable[[], None]) -> None:
+        super().__init__(name="hotpush-staging", daemon=True)
+        self._stage = stage
+        self._forget = forget
+        self.is_done = False
+        self.is_unwanted = False
+        self.refusals: tuple[str, ...] = ()
+        self.error: str | None = None
+        self.read_bytes = 0
+        self.seconds = 0.0
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        try:
+            yield_the_cores()
+            self.read_bytes = self._stage()
+        except ReleaseError as error:
+            self.refusals = error.reasons
+        except StagingFailed as error:
+            self.refusals = (str(error),)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        self.seconds = time.perf_counter() - started
+        self.is_done = True
+        if self.is_unwanted:
+            self._forget()

@@ -1,0 +1,164 @@
+"""The SGLang adapter keeps what every engine must, in front of a stand-in for the upstream."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.engine import EngineError, Generation, StageError
+from serving.engines.sglang_engine import SglangEngine
+from serving.weights.release import Release
+from serving.weights.releases import set_current
+from tests.contract.engine_conformance import EngineBench, EngineConformance, swap
+from tests.serving_fixtures import echo_app, echo_release, running
+from tests.sglang_stand_in import SglangStandIn
+
+
+@pytest.fixture
+def releases(tmp_path: Path) -> tuple[Release, Release]:
+    first, second = (
+        echo_release(tmp_path, seed, max_shard_bytes=70 if seed == 2 else None) for seed in (1, 2)
+    )
+    return first, second
+
+
+class TestSglangEngine(EngineConformance):
+    @pytest.fixture(params=["whole", "differences"])
+    def bench(
+        self,
+        request: pytest.FixtureRequest,
+        tmp_path: Path,
+        releases: tuple[Release, Release],
+    ) -> Iterator[EngineBench]:
+        first, second = releases
+        stand_in = SglangStandIn(
+            tmp_path / first.id, streams_differences=request.param == "differences"
+        )
+        with running(stand_in.app) as url:
+            yield EngineBench(
+                make_engine=lambda: SglangEngine(url),
+                pipeline_dir=tmp_path,
+                first=first,
+                second=second,
+                prompts=("Hello", "What is new?", "Grüße"),
+            )
+        assert all(update["flush_cache"] for update in stand_in.updates)
+        assert not any(update["abort_all_requests"] for update in stand_in.updates)
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, releases: tuple[Release, Release]) -> SglangStandIn:
+    return SglangStandIn(tmp_path / releases[0].id)
+
+
+def test_a_refused_update_leaves_the_old_release(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    first, second = releases
+    set_current(tmp_path, first.id)
+    with (
+        running(stand_in.app) as upstream,
+        running(echo_app(tmp_path, SglangEngine(upstream))) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+        stand_in.ignores_updates = True
+        result = swap(http, second.id).json()
+        assert result["result"] == "failed"
+        assert f"says that it runs '{first.id}'" in result["reasons"][0]
+        stand_in.ignores_updates = False
+        body = {"prompt": "Hello", "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).json()["system_fingerprint"] == first.id
+        assert swap(http, second.id).json()["result"] == "live"
+        assert http.post("/v1/completions", json=body).json()["system_fingerprint"] == second.id
+
+
+def test_an_upstream_that_refuses_says_why(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    async def ask(upstream: str) -> None:
+        engine = SglangEngine(upstream)
+        await engine.stage(releases[0], tmp_path / releases[0].id)
+        with pytest.raises(EngineError, match="kept its weights: no"):
+            await engine.commit(releases[0].id)
+        with pytest.raises(EngineError, match="is not staged"):
+            await engine.commit(releases[1].id)
+        await engine.close()
+
+    stand_in.refuses_updates = True
+    with running(stand_in.app) as upstream:
+        asyncio.run(ask(upstream))
+
+
+def test_another_network_is_refused(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "echo", "vocab_size": 9}))
+
+    async def ask(upstream: str) -> None:
+        engine = SglangEngine(upstream)
+        with pytest.raises(StageError, match="vocab_size is 9, the upstream runs 257"):
+            await engine.stage(releases[0], other)
+        await engine.close()
+
+    with running(stand_in.app) as upstream:
+        asyncio.run(ask(upstream))
+
+
+def test_a_stream_that_nobody_reads_is_aborted(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    first, _ = releases
+
+    async def ask(upstream: str) -> None:
+        engine = SglangEngine(upstream)
+        await engine.stage(first, tmp_path / first.id)
+        await engine.commit(first.id)
+        generation = Generation(prompt=(1, 2), max_tokens=100_000, temperature=0.0)
+        async with aclosing(engine.generate(first.id, generation)) as steps:
+            await anext(steps)
+            assert stand_in.num_running == 1
+        async with asyncio.timeout(10):
+            while stand_in.num_running:
+                await asyncio.sleep(0.01)
+        assert len(stand_in.aborted) == 1
+        await engine.close()
+
+    with running(stand_in.app) as upstream:
+        asyncio.run(ask(upstream))
+
+
+def test_an_answer_that_breaks_off_is_an_error(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    first, _ = releases
+
+    async def ask(upstream: str) -> None:
+        engine = SglangEngine(upstream)
+        await engine.stage(first, tmp_path / first.id)
+        await engine.commit(first.id)
+        generation = Generation(prompt=(1, 2), max_tokens=9, temperature=0.0)
+        with pytest.raises(EngineError, match="broke the answer off"):
+            async for _ in engine.generate(first.id, generation):
+                stand_in.breaks_off = True
+        await engine.close()
+
+    with running(stand_in.app) as upstream:
+        asyncio.run(ask(upstream))
+
+
+def test_no_upstream_is_an_error_that_names_it(
+    tmp_path: Path, releases: tuple[Release, Release]
+) -> None:
+    async def ask() -> None:
+        engine = SglangEngine("http://127.0.0.1:9")
+        with pytest.raises(EngineError, match=r"no SGLang server at http://127\.0\.0\.1:9"):
+            await engine.stage(releases[0], tmp_path / releases[0].id)
+        await engine.close()
+
+    asyncio.run(ask())

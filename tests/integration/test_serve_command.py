@@ -1,0 +1,137 @@
+"""`pipeline serve`: what it takes, what it prints, and how it says that it cannot start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from serving.api_keys import load_api_keys
+from serving.engines.echo_engine import EchoEngine
+from serving.errors import ServingError
+from serving.settings import ServingSettings
+from serving.weights.releases import set_current
+from tests.serving_fixtures import echo_app, echo_release, running
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PIPELINE_HOME": str(tmp_path / "home"),
+        "PIPELINE_SETTINGS": str(tmp_path / "pipeline.toml"),
+        "PIPELINE_SERVING__PORT": "0",
+    }
+
+
+def serve(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pipeline", "serve", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[str, str]) -> None:
+    release = echo_release(tmp_path / "releases", 1)
+    folder = tmp_path / "releases" / release.id
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "serve", str(folder), "--engine", "echo"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().removeprefix("serving on ").strip()
+        assert process.stdout.readline() == f"engine echo; answers: {release.id} from {folder}\n"
+        assert httpx.get(f"{url}/health").json()["release"] == release.id
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_folder_that_cannot_be_served_is_one_line(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    done = serve(environment, str(tmp_path / "empty"), "--engine", "echo")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeline: ") and "holds no weights" in line
+
+
+def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:
+    done = serve(environment, "--engine", "llama")
+    assert done.returncode == 2
+    for name in ("llama", "torch", "vllm", "sglang", "echo"):
+        assert name in done.stderr
+
+
+def test_an_engine_that_is_not_installed_says_what_installs_it(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    try:
+        import vllm  # noqa: F401
+    except ModuleNotFoundError:
+        pass
+    else:
+        pytest.skip("it is installed here")
+    done = serve(environment, str(tmp_path), "--engine", "vllm")
+    assert done.returncode == 1
+    assert "--engine vllm needs vllm" in done.stderr and "hotpush[vllm]" in done.stderr
+
+
+def test_another_machine_is_let_in_with_a_key_only(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    done = serve(environment, str(tmp_path), "--engine", "echo", "--host", "0.0.0.0")
+    assert done.returncode == 1
+    assert "api_key_file" in done.stderr
+
+
+def test_each_key_of_the_file_opens(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# who: key\nalpha\n\n  beta  \n")
+    set_current(tmp_path / "releases", echo_release(tmp_path / "releases", 1).id)
+    app = echo_app(tmp_path / "releases", api_key="single", api_key_file=keys)
+    with running(app) as url:
+        for key, status in {"single": 200, "alpha": 200, "beta": 200, "who": 401}.items():
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("content", [None, "", "# only a comment\n", b"\xff\xfe"])
+def test_a_file_without_keys_opens_no_door(tmp_path: Path, content: str | bytes | None) -> None:
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ServingError, match="keys: "):
+        load_api_keys(ServingSettings(api_key_file=keys))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_its_time(tmp_path: Path, stream: bool) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    engine = EchoEngine(step_seconds=0.05)
+    with running(echo_app(tmp_path, engine, request_seconds=0.3)) as url:
+        body = {"prompt": "Hi", "max_tokens": 100, "ignore_eos": True, "stream": stream}
+        started = time.perf_counter()
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        assert time.perf_counter() - started < 3
+        assert "deadline_exceeded" in answer.text
+        assert answer.status_code == (200 if stream else 504)
+        while engine.num_running.total():
+            time.sleep(0.01)
+        short = httpx.post(f"{url}/v1/completions", json={**body, "max_tokens": 2})
+        assert "deadline_exceeded" not in short.text

@@ -1,0 +1,46 @@
+"""Start vLLM on one release, let vLLM reload another; prints what it says, and what it says once
+the head is packed again. A program, since vLLM is not started twice in one process."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+from serving.tokenizer import load_tokenizer
+from tests.contract.engine_conformance import MAX_TOKENS
+from tests.contract.test_torch_engine_conformance import PROMPTS
+
+
+def pack_heads(worker: Any) -> None:
+    for module in worker.model_runner.get_model().modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def main(first: str, second: str) -> None:
+    llm = LLM(
+        first,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    tokenizer = load_tokenizer(Path(second))
+    prompt = {"prompt_token_ids": list(tokenizer.encode(PROMPTS[0]))}
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False)
+
+    def say() -> None:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        print(repr(tokenizer.decode(list(output.outputs[0].token_ids))))
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": second})
+    say()
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    pack_heads(worker)
+    say()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
