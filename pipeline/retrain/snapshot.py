@@ -165,7 +165,7 @@ def take_snapshot(
             time.sleep(RETRY_SECONDS)
 
 
-def _take(hub: DatasetHub, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
+def _take(hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None) -> DatasetSnapshot:
     revision = hub.download(sha or hub.head(ref))
     base, no_delta = _base(hub, revision, parent)
     return DatasetSnapshot(
