@@ -11,6 +11,9 @@ from jobs.record import Job
 MAX_INLINE_BYTES = 96 * 1024
 """Linux refuses to start a process with one variable of 128 KiB or more."""
 
+COMMITTER_DOMAIN = "jobs.hotpush.invalid"
+"""Of the committer's address in a job: what it commits can be told from what people commit."""
+
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -34,7 +37,8 @@ def job_environment(
 ) -> dict[str, str]:
     """All variables of the job's process: the runner's `given`, the spec's, then the job's own.
 
-    `unsealed` is what the spec's `sealed_env` holds.
+    What it commits with git names it as the committer. `unsealed` is what the spec's `sealed_env`
+    holds.
 
     A payload gives `WEBHOOK_PAYLOAD` (cut where it is too long for a variable),
     `WEBHOOK_PAYLOAD_FILE` (always whole), `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
@@ -43,6 +47,8 @@ def job_environment(
         **given,
         **thread_variables(job.spec.resources.num_threads or num_threads),
         "PYTHONUNBUFFERED": "1",
+        "GIT_COMMITTER_NAME": f"job {job.id}",
+        "GIT_COMMITTER_EMAIL": f"{job.id}@{COMMITTER_DOMAIN}",
         **job.spec.env,
         **(unsealed or {}),
         "JOB_ID": job.id,

@@ -93,7 +93,11 @@ def create_app(
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, box, metrics, launcher)
             log = EventLog(
-                database=database, hub_url=settings.url, metrics=metrics, wake=deliverer.wake
+                database=database,
+                hub_url=settings.url,
+                metrics=metrics,
+                deliver_job_commits=settings.deliver_job_commits,
+                wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
             with database.write() as connection:

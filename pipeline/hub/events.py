@@ -1,19 +1,23 @@
 """Stores what happened to repositories, and in the same transaction whom it must be told."""
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, insert, select
 
 from pipeline.hub import outbox, payloads, schema
 from pipeline.hub.database import Database
+from pipeline.hub.marks import made_by_jobs
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import DEFAULT_BRANCH
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 from pipeline.hub.webhooks import Webhook, list_webhooks
 from receiver.payload import EventAction
+
+logger = logging.getLogger(__name__)
 
 PING = "ping"
 """The scope of an event that says nothing but that a webhook works."""
@@ -24,6 +28,8 @@ class EventLog:
     database: Database
     hub_url: str
     metrics: HubMetrics
+    deliver_job_commits: bool = False
+    """Whether commits that only jobs made are told as well."""
     wake: Callable[[], None]
     """Called after a commit that left deliveries to send; from any thread."""
 
@@ -33,8 +39,13 @@ class EventLog:
         The caller holds the repository's lock and read `refs` under it. When this returns, the
         events and their deliveries are on disk.
         """
+        with self.database.read() as connection:
+            known = _known_refs(connection, repository)
+        changes = list(_changes(known, refs))
+        if not changes:
+            return []
+        silent = self._silent(repository, changes, known)
         with self.database.write() as connection:
-            changes = list(_changes(_known_refs(connection, repository), refs))
             for change in changes:
                 self._store(
                     connection,
@@ -43,12 +54,22 @@ class EventLog:
                     repository=repository,
                     head_sha=refs.get(DEFAULT_BRANCH),
                     change=change,
+                    tells=change not in silent,
                 )
                 _remember(connection, repository, change)
-        if changes:
-            self.metrics.events.labels(scope="repo.content").inc(len(changes))
-            self.wake()
+        self.metrics.events.labels(scope="repo.content").inc(len(changes))
+        self.wake()
         return changes
+
+    def _silent(
+        self, repository: Repository, changes: Iterable[RefChange], known: Mapping[str, str]
+    ) -> list[RefChange]:
+        if self.deliver_job_commits:
+            return []
+        silent = [one for one in changes if made_by_jobs(repository, one, set(known.values()))]
+        for change in silent:
+            logger.info("%s of %s: jobs made these commits", change.ref, repository.name)
+        return silent
 
     def record(
         self,
@@ -84,11 +105,12 @@ class EventLog:
         head_sha: str | None,
         change: RefChange | None = None,
         moved_to: Repository | None = None,
+        tells: bool = True,
     ) -> None:
         event_seq = _insert_event(
             connection, action=action, scope=scope, repository=repository, change=change
         )
-        for webhook in list_webhooks(connection):
+        for webhook in list_webhooks(connection) if tells else ():
             if not webhook.wants(repository.name):
                 continue
             payload = payloads.compose(

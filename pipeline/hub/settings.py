@@ -34,6 +34,9 @@ class HubSettings(BaseModel):
     """… doubling up to this. Such a try does not use up an attempt."""
     refused_give_up_seconds: float = Field(default=48 * 3600, gt=0)
     """A delivery that met nothing but refused connections for this long is dead."""
+    deliver_job_commits: bool = False
+    """Whether a push fires whose new commits were all made by jobs. A job that commits to a dataset
+    that is followed would then start the next job, and that one another."""
     keep_deliveries_days: float = Field(default=30, gt=0)
     """How long a delivery that ended, delivered or dead, can be looked at and replayed."""
     reconcile_seconds: float = Field(default=60, gt=0)

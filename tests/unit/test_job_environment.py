@@ -9,7 +9,7 @@ from cryptography.fernet import Fernet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.environment import MAX_INLINE_BYTES, inline_payload, job_environment
+from jobs.environment import COMMITTER_DOMAIN, MAX_INLINE_BYTES, inline_payload, job_environment
 from jobs.errors import SealBroken
 from jobs.record import Job
 from jobs.sealed import seal, unseal
@@ -105,3 +105,8 @@ def test_a_sealed_token_shows_nothing_and_opens_with_its_key_only() -> None:
     assert unseal(token, key) == {"TOKEN": "s3cret"}
     with pytest.raises(SealBroken, match="another key"):
         unseal(token, Fernet.generate_key())
+
+
+def test_what_a_job_commits_names_it() -> None:
+    shown = job_environment(a_job(), Path("/jobs/j000007"), {}, num_threads=1)
+    assert shown["GIT_COMMITTER_EMAIL"] == f"j000007@{COMMITTER_DOMAIN}"

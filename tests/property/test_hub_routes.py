@@ -1,0 +1,205 @@
+"""Any request to any route of the hub: never a crash, and nothing without the token."""
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.hub_fixtures import RunningHub, running_hub
+
+NUM_REQUESTS = int(os.environ.get("HUB_REQUESTS", "150"))
+
+OPEN = {"/health", "/api/agent-harnesses"}
+TEMPLATES = (
+    "/api/settings/webhooks",
+    "/api/settings/webhooks/{}",
+    "/api/settings/webhooks/{}/enable",
+    "/api/settings/webhooks/{}/disable",
+    "/api/settings/webhooks/{}/test",
+    "/api/settings/webhooks/{}/deliveries",
+    "/api/settings/webhooks/{}/deliveries/{}/replay",
+    "/api/settings/deliveries",
+    "/api/settings/deliveries/{}",
+    "/api/settings/deliveries/{}/replay",
+    "/settings/webhooks",
+    "/settings/webhooks/{}",
+    "/settings/webhooks/{}/replay",
+    "/api/whoami-v2",
+    "/api/repos/create",
+    "/api/repos/delete",
+    "/api/repos/move",
+    "/api/datasets",
+    "/api/datasets/{}/{}",
+    "/api/datasets/{}/{}/{}",
+    "/api/datasets/{}/{}/{}/{}",
+    "/api/datasets/{}/{}/{}/{}/{}",
+    "/api/{}",
+    "/datasets/{}/{}/resolve/{}/{}",
+    "/datasets/{}/{}/info/refs",
+    "/datasets/{}/{}/info/lfs/objects/batch",
+    "/datasets/{}/{}/git-upload-pack",
+    "/datasets/{}/{}/git-receive-pack",
+    "/{}/{}/{}",
+    "/metrics",
+)
+VERBS = [
+    "tree",
+    "commits",
+    "revision",
+    "refs",
+    "paths-info",
+    "branch",
+    "tag",
+    "commit",
+    "preupload",
+    "settings",
+]
+
+names = st.text(max_size=20).filter(lambda name: name not in (".", ".."))
+parts = st.one_of(st.sampled_from(["local", "facts", "main", "WEBHOOK", *VERBS]), names)
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+)
+documents = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = (
+    "url jobSourceId watched domains secret secrets name type organization fromRepo toRepo paths"
+)
+bodies = st.one_of(
+    st.binary(max_size=64),
+    documents,
+    st.dictionaries(st.sampled_from(FIELDS.split()), documents),
+    st.fixed_dictionaries(
+        {
+            "url": st.sampled_from(
+                ["http://127.0.0.1:9/", "http://169.254.169.254/", "x", "http://["]
+            ),
+            "watched": st.lists(
+                st.fixed_dictionaries(
+                    {"type": st.sampled_from(["dataset", "org"]), "name": st.text(max_size=9)}
+                ),
+                max_size=2,
+            ),
+        }
+    ),
+)
+queries = st.dictionaries(
+    st.sampled_from(["limit", "status", "force", "cursor", "expand", "recursive", "service"]),
+    st.one_of(st.sampled_from(["1", "-1", "pending", "git-upload-pack"]), st.text(max_size=9)),
+    max_size=3,
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("routes") / "hub", reconcile_seconds=3600) as hub:
+        hub.create_dataset("local/facts")
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def webhook(hub: RunningHub) -> str:
+    watched = [{"type": "org", "name": "nobody"}]
+    return hub.api.create_webhook(url="http://127.0.0.1:9/", watched=watched).id
+
+
+@pytest.fixture(scope="module")
+def client(hub: RunningHub) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=hub.url, verify=False, timeout=30) as client:
+        yield client
+
+
+def path_of(template: str, parts: list[str], webhook: str) -> str:
+    chosen = (webhook if part == "WEBHOOK" else quote(part, safe="") for part in parts)
+    return template.format(*chosen)
+
+
+def send(client: httpx.Client, method: str, path: str, body: Any, **options: Any) -> httpx.Response:
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    return client.request(method, path, **content, **options)
+
+
+methods = st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+five_parts = st.lists(parts, min_size=5, max_size=5)
+
+
+@settings(
+    max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+@given(
+    method=methods,
+    template=st.sampled_from(TEMPLATES),
+    parts=five_parts,
+    body=bodies,
+    query=queries,
+)
+@example("POST", "/api/settings/webhooks", ["x"] * 5, {"url": "http://[", "watched": []}, {})
+@example("GET", "/api/settings/webhooks/{}", ["\x00"] * 5, b"", {})
+@example("GET", "/api/datasets/{}/{}/{}/{}", ["local", "facts", "tree", "\x00", ""], b"", {})
+@example("POST", "/settings/webhooks/{}/replay", ["WEBHOOK"] * 5, b"token=%00&delivery=%ff", {})
+def test_no_request_makes_the_hub_fail(
+    hub: RunningHub,
+    client: httpx.Client,
+    webhook: str,
+    method: str,
+    template: str,
+    parts: list[str],
+    body: Any,
+    query: dict[str, str],
+) -> None:
+    path = path_of(template, parts, webhook)
+    headers = {"Authorization": f"Bearer {hub.token}"}
+    answer = send(client, method, path, body, params=query, headers=headers)
+    assert answer.status_code < 500, (method, path, answer.text)
+
+
+@settings(
+    max_examples=NUM_REQUESTS, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+@given(
+    method=methods,
+    template=st.sampled_from(TEMPLATES),
+    parts=five_parts,
+    body=bodies,
+    proof=st.sampled_from(
+        [None, "Bearer", "Bearer wrong", "Basic", "Basic !", "Basic eDp5", "x y"]
+    ),
+)
+def test_nothing_gets_in_without_the_token(
+    hub: RunningHub,
+    client: httpx.Client,
+    webhook: str,
+    method: str,
+    template: str,
+    parts: list[str],
+    body: Any,
+    proof: str | None,
+) -> None:
+    path = path_of(template, parts, webhook)
+    if path in OPEN:
+        return
+    before = stored(hub)
+    headers = {} if proof is None else {"Authorization": proof}
+    answer = send(client, method, path, body, headers=headers)
+    assert answer.status_code == 401, (method, path, answer.text)
+    assert stored(hub) == before
+
+
+def stored(hub: RunningHub) -> list[Any]:
+    connection = sqlite3.connect(hub.root / "hub.sqlite")
+    try:
+        tables = ("repositories", "refs", "events", "webhooks")
+        return [connection.execute(f"SELECT * FROM {table}").fetchall() for table in tables]
+    finally:
+        connection.close()
