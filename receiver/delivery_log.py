@@ -5,6 +5,7 @@ A row is on disk before its sender is answered. Headers that carry a proof are n
 
 import json
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,11 +43,15 @@ CREATE INDEX IF NOT EXISTS deliveries_due ON deliveries (due_at) WHERE due_at IS
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredDelivery:
+class NewDelivery:
     path: str
     id: str
     headers: dict[str, str]
     body: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredDelivery(NewDelivery):
     attempts: int
     """How often its handler was called and failed."""
 
@@ -76,13 +81,20 @@ class DeliveryLog:
         self._connection.close()
         self._lock.release()
 
-    def add(self, path: str, id: str, headers: dict[str, str], body: bytes, now: float) -> bool:
-        """Whether the delivery is new. It is on disk, in either case, when this returns."""
-        kept = {name: value for name, value in headers.items() if name not in _PROOF_HEADERS}
+    def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
+        """Whether each is new. They are on disk, in either case, when this returns; all or none."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        with self._connection:
+            return [self._add(delivery, now) for delivery in deliveries]
+
+    def _add(self, delivery: NewDelivery, now: float) -> bool:
+        kept = {
+            name: value for name, value in delivery.headers.items() if name not in _PROOF_HEADERS
+        }
         added = self._connection.execute(
             "INSERT INTO deliveries (path, id, headers, body, received_at, due_at)"
             " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (path, id, json.dumps(kept), body, now, now),
+            (delivery.path, delivery.id, json.dumps(kept), delivery.body, now, now),
         )
         return added.rowcount == 1
 

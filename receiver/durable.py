@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import anyio.to_thread
 from starlette.types import ASGIApp, Message
 
-from receiver.delivery_log import DeliveryLog, StoredDelivery
+from receiver.delivery_log import DeliveryLog, NewDelivery, StoredDelivery
 from receiver.errors import NotWorking
 
 P = ParamSpec("P")
@@ -42,6 +42,8 @@ class DurableDeliveries:
         """While `working` is entered."""
         self._is_stopping = False
         self._one_thread = anyio.CapacityLimiter(1)
+        self._arrived: list[tuple[NewDelivery, asyncio.Future[bool]]] = []
+        self._storing: asyncio.Task[None] | None = None
         self._at_work: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
@@ -64,9 +66,32 @@ class DurableDeliveries:
                 "Nothing works off this server's durable deliveries: the application that mounts it"
                 " must enter `WebhooksServer.lifespan`, as FastAPI(lifespan=server.lifespan) does."
             )
-        is_new = await self._in_thread(self._opened().add, path, id, headers, body, time.time())
-        self._loop.call_soon_threadsafe(self._wake.set)
-        return is_new
+        delivery = NewDelivery(path=path, id=id, headers=headers, body=body)
+        is_new: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._arrived.append((delivery, is_new))
+        if self._storing is None or self._storing.done():
+            self._storing = asyncio.create_task(self._store())
+        return await is_new
+
+    async def _store(self) -> None:
+        """What has arrived while the disk was busy goes there together: one wait for all of it."""
+        while self._arrived:
+            batch, self._arrived = self._arrived, []
+            try:
+                added = await self._in_thread(
+                    self._opened().add, [delivery for delivery, _ in batch], time.time()
+                )
+            except Exception as error:
+                # Each sender's, whatever it is: none of them was stored.
+                for _, is_new in batch:
+                    if not is_new.done():
+                        is_new.set_exception(error)
+                continue
+            for (_, is_new), is_added in zip(batch, added, strict=True):
+                if not is_new.done():  # a sender may have gone
+                    is_new.set_result(is_added)
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._wake.set)
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:

@@ -3,8 +3,7 @@
 Run from the repository's root: `python -m tests.bench.bench_receiver [--seconds 10]`. Beside our
 two ways to keep an event (the retrain handler's job store, a durable handler's log) stands a peer
 that keeps nothing: the route that `huggingface_hub`'s WebhooksServer makes, on the same FastAPI.
-That class itself needs gradio; where gradio is installed (`--peer-python`), it is measured as it
-is.
+That class needs gradio; an interpreter that has it (`--peer-python`) measures it as it is.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Durable handlers: answered at once, called until they succeed, also by the next process."""
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -19,7 +20,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from receiver.delivery_log import KEPT_SECONDS, DeliveryLog
+from receiver.delivery_log import KEPT_SECONDS, DeliveryLog, NewDelivery
 from receiver.errors import ReceiverError
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
@@ -218,7 +219,8 @@ def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> 
     path = tmp_path / "receiver.db"
     with contextlib.closing(DeliveryLog(path)) as log:
         headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1"}
-        assert log.add("/x", "d1", headers, b"private", now=1000.0)
+        delivery = NewDelivery(path="/x", id="d1", headers=headers, body=b"private")
+        assert log.add([delivery, delivery], now=1000.0) == [True, False]
         (delivery,) = log.due(1000.0)
         assert delivery.headers == {"webhook-id": "d1"}
         log.failed(delivery, due_at=1010.0)
@@ -227,9 +229,10 @@ def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> 
         assert again.attempts == 1
         log.handled(again)
         assert log.next_due_at(1010.0) is None
-        assert not log.add("/x", "d1", {}, b"", now=1011.0), "it is known"
+        again = NewDelivery(path="/x", id="d1", headers={}, body=b"")
+        assert log.add([again], now=1011.0) == [False], "it is known"
         log.forget(1000.0 + KEPT_SECONDS + 1)
-        assert log.add("/x", "d1", {}, b"", now=1012.0), "it is not known any more"
+        assert log.add([again], now=1012.0) == [True], "it is not known any more"
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert "s3cret" not in "\n".join(connection.iterdump())
 
@@ -240,7 +243,8 @@ def test_a_durable_handler_may_come_late(tmp_path: Path) -> None:
     log = DeliveryLog(file)
     headers = {"content-type": "application/json"}
     body = body_of(dataset_update(name="acme/left"))
-    log.add("/webhooks/late", "left", headers, body, time.time())
+    left = NewDelivery(path="/webhooks/late", id="left", headers=headers, body=body)
+    log.add([left], time.time())
     log.close()
     server = WebhooksServer(settings=ReceiverSettings(port=0, deliveries_path=file))
     url = server.launch(prevent_thread_lock=True)
@@ -284,3 +288,25 @@ def test_an_application_that_is_mounted_needs_the_lifespan(tmp_path: Path) -> No
     with TestClient(entered, headers=SECRET) as client:
         assert client.post("/hooks/webhooks/x", json=dataset_update()).status_code == 202
         assert handled.get(timeout=10) == "acme/answers"
+
+
+def test_a_burst_is_stored_together(server: WebhooksServer) -> None:
+    """Each sender is told of its own delivery, and the disk is waited for far less often."""
+    server.add_webhook("/x", durable=True)(lambda payload: None)
+    url = server.launch(prevent_thread_lock=True, server_port=0)
+
+    async def burst() -> list[httpx.Response]:
+        async with httpx.AsyncClient(headers=SECRET, verify=False, timeout=60) as client:
+            posts = (
+                client.post(
+                    f"{url}/webhooks/x", json=dataset_update(), headers={"Webhook-Id": f"d{n % 30}"}
+                )
+                for n in range(60)
+            )
+            return await asyncio.gather(*posts)
+
+    answers = [answer.json() for answer in asyncio.run(burst())]
+    server.close()
+    for n in range(30):
+        told = [answer["is_new"] for answer in answers if answer["delivery"] == f"d{n}"]
+        assert sorted(told) == [False, True]
