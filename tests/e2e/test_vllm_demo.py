@@ -10,11 +10,11 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 __all__ = ["workplace"]
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1000)]
 
 
 def test_the_demo_runs_on_vllm(workplace: Workplace) -> None:
-    report = json.loads(workplace.run("demo", "--engine", "vllm", "--json"))
+    report = json.loads(workplace.run("demo", "--engine", "vllm", "--json", timeout=900))
     assert report["ok"]
     assert report["requests"]["failed"] == 0
     assert len(report["requests"]["by_release"]) == 2
