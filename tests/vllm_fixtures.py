@@ -1,7 +1,6 @@
 """vLLM behind the real server, started once for many tests: a start takes half a minute."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import torch
 
-from serving.probe import ProbeResult
 from serving.tokenizer import load_tokenizer
 from serving.weights.release import Release
 from serving.weights.releases import set_current
@@ -24,9 +22,6 @@ if TYPE_CHECKING:
 # vLLM's attention on a CPU computes heads of 32 and more.
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1}
 ENGINE = {"dtype": "float32", "kv_cache_bytes": 64 << 20}
-
-# A release is a folder on this machine: nothing is to be asked of a hub.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +92,3 @@ def cold_of(folder: Path) -> Cold:
         cold.texts[prompt] = tokenizer.decode(token_ids[-MAX_TOKENS:])
         cold.logprobs[prompt] = logprobs
     return cold
-
-
-def is_right(found: ProbeResult) -> bool:
-    return not found.reasons

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +24,9 @@ DATASET = "demo/facts"
 
 
 def demo(
+    engine: Annotated[
+        Literal["torch", "vllm"], typer.Option(help="What computes the answers.")
+    ] = "torch",
     keep: Annotated[bool, typer.Option(help="Leave the stack running.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
 ) -> None:
@@ -34,6 +37,7 @@ def demo(
     folder = Path(tempfile.mkdtemp(prefix="hotpush-demo-"))
     os.environ["PIPELINE_HOME"] = str(folder / ".pipeline")
     os.environ["PIPELINE_SETTINGS"] = str(folder / "pipeline.toml")
+    os.environ["PIPELINE_SERVING__ENGINE"] = engine
     began = time.time()
     _run([sys.executable, "-m", "pipeline", "init", "--name", NAME, "--dataset", DATASET])
     console.print("Starting hub, receiver, job runner and completion server …")

@@ -152,7 +152,7 @@ class VllmProcess:
         release = self._held[self.release_id]
         weight_map = {name: entry.file for name, entry in release.tensors.items()}
         workers = await self.call(
-            "hotpush_prepare", release.id, str(folder), weight_map, settings.way
+            "hotpush_prepare", release.id, str(folder), weight_map, settings.way, os.getpid()
         )
         ways = {worker["way"] for worker in workers}
         if len(ways) > 1:

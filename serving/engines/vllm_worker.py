@@ -4,9 +4,11 @@ Every call but `hotpush_prepare` returns at once: a worker that answers a call c
 """
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,21 @@ from serving.engines.vllm_weights import (
 )
 from serving.errors import ReleaseError
 
+_WATCH_SECONDS = 1.0
+_END_SECONDS = 5.0
+
 
 class HotpushWorker:
     """vLLM makes it a base class of its worker and never calls `__init__`: `hotpush_prepare` comes
     first. Names have a prefix since none may clash with the worker's."""
 
     def hotpush_prepare(
-        self, release_id: str, folder: str, weight_map: dict[str, str], way: str
+        self, release_id: str, folder: str, weight_map: dict[str, str], way: str, server_pid: int
     ) -> dict[str, Any]:
         """After the start on a release, and before its first request: make ready for the next."""
+        threading.Thread(
+            target=_end_with, args=(server_pid,), name="hotpush-server-watch", daemon=True
+        ).start()
         reason = None
         weights: WeightsInMemory | None = None
         if way == "copy":
@@ -76,6 +84,26 @@ class HotpushWorker:
             job.is_unwanted = True
             return
         self.hotpush_weights.forget(release_id)
+
+
+def _end_with(server_pid: int) -> None:
+    """A killed server leaves no vLLM behind: vLLM's processes would wait for it for ever."""
+    engine_pid = os.getppid()
+    while _is_alive(server_pid):
+        time.sleep(_WATCH_SECONDS)
+    with suppress(ProcessLookupError):
+        os.kill(engine_pid, signal.SIGTERM)
+        time.sleep(_END_SECONDS)
+        os.kill(engine_pid, signal.SIGKILL)
+    os._exit(1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class _Staging(threading.Thread):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +26,10 @@ pytestmark = pytest.mark.vllm
 RECOVERY_SECONDS = 240
 """Stated: no later than this after it died, vLLM answers again. Most of it is vLLM's imports; it is
 20 seconds on two idle cores."""
+
+
+KILLED_IN = os.environ.get("TEST_VLLM_KILLED_IN", "commit").split()
+"""Phases of a swap: `stage commit` for both. Each costs a start."""
 
 
 class _VllmConformance(EngineConformance):
@@ -159,7 +163,7 @@ class TestTied(_VllmConformance):
         assert answer["usage"]["completion_tokens"] == 0
 
     def test_killed_while_it_answers_it_comes_back(self, running_vllm: Served) -> None:
-        """Last in its class: 503 for who was being answered, and the same answers afterwards."""
+        """503 for who was being answered, and the same answers afterwards."""
         assert running_vllm.swap(running_vllm.first.id)["result"] == "live"
         before = running_vllm.completion().json()["choices"][0]["text"]
         process = running_vllm.engine.process
@@ -178,6 +182,31 @@ class TestTied(_VllmConformance):
         assert after.json()["choices"][0]["text"] == before
         assert time.perf_counter() - started < RECOVERY_SECONDS
         assert running_vllm.swap(running_vllm.second.id)["result"] == "live"
+
+    @pytest.mark.parametrize("phase", KILLED_IN)
+    def test_killed_in_a_swap_it_comes_back_on_the_old_release(
+        self, running_vllm: Served, monkeypatch: pytest.MonkeyPatch, phase: str
+    ) -> None:
+        first, second = running_vllm.first, running_vllm.second
+        assert running_vllm.swap(first.id)["result"] == "live"
+        before = running_vllm.completion().json()["choices"][0]
+        process = running_vllm.engine.process
+        assert process is not None
+        whole = getattr(process, phase)
+
+        def killed(*arguments: object) -> Awaitable[None]:
+            os.kill(process.pids[0], signal.SIGKILL)
+            result: Awaitable[None] = whole(*arguments)
+            return result
+
+        monkeypatch.setattr(process, phase, killed)
+        started = time.perf_counter()
+        result = running_vllm.swap(second.id)
+        assert (result["result"], result["phase"]) == ("failed", phase)
+        after = running_vllm.completion().json()
+        assert time.perf_counter() - started < RECOVERY_SECONDS
+        assert (after["system_fingerprint"], after["choices"][0]) == (first.id, before)
+        assert running_vllm.swap(second.id)["result"] == "live"
 
 
 class TestUntied(_VllmConformance):
