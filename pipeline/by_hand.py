@@ -46,8 +46,11 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     With a stack up, those are the stack's. Otherwise a hub on a free port and a runner are started,
     and ended with the context; detached ones end by themselves once no job is left.
     """
-    if read_stack(home) is not None:
-        yield settings.hub_url
+    record = read_stack(home)
+    if record is not None:
+        # A detached runner has its hub on a port of its own.
+        urls = [child.url for child in record.children if child.name == "hub" and child.url]
+        yield urls[0] if urls else settings.hub_url
         return
     # Children read the port from the environment, as this process does from here on.
     os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
@@ -145,6 +148,7 @@ def _with_preload(settings: JobsSettings) -> JobsSettings:
 
 
 def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:
+    import httpx2  # what the hub's client raises for a connection that fails
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -168,7 +172,7 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
         raise PipelineError(
             f"there is no dataset {pipeline.dataset} on {hub_url}; `pipeline up` creates it"
         ) from None
-    except HfHubHTTPError as error:
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
         raise PipelineError(
             f"{hub_url} did not tell the head of {pipeline.dataset}: {error}"
         ) from error

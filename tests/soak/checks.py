@@ -1,7 +1,6 @@
 """What must hold once the stack has come to rest, whatever was killed before."""
 
 import itertools
-import json
 import re
 import time
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ def settle(stack: StackUnderFire) -> None:
 
         until(is_at_rest, SETTLE_SECONDS, "every event is delivered and every job has ended")
     until(lambda: _served_by_server(stack) == newest(stack), 60, "the newest release is served")
-    until(lambda: not _surplus(stack), 60, f"no process is left over: {_surplus(stack)}")
+    until(lambda: not _surplus(stack), 60, lambda: f"no process is left over: {_surplus(stack)}")
 
 
 def newest(stack: StackUnderFire) -> str | None:
@@ -49,7 +48,7 @@ def check(stack: StackUnderFire) -> None:
     for release_id in release_ids(stack.releases_dir):
         reasons = verify_release(stack.releases_dir / release_id)
         assert not reasons, f"{release_id} is not whole: {reasons}"
-    _nothing_is_left_over(stack)
+    until(lambda: not _leftovers(stack), 10, lambda: f"nothing is left over: {_leftovers(stack)}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def check_progress(stack: StackUnderFire, seen: Sighting) -> None:
 
 def check_down(stack: StackUnderFire) -> None:
     """After a stop in order: no process, no lock that is held, no record of what runs."""
-    until(lambda: not stack.processes(), 30, f"no process is left: {stack.processes()}")
+    until(lambda: not stack.processes(), 30, lambda: f"no process is left: {stack.processes()}")
     assert not (stack.home / "stack.json").exists()
     locks = [*stack.home.glob("*.lock"), *stack.home.glob("hub/*.lock")]
     for lock in [*locks, *stack.home.glob("releases/*/.lock")]:
@@ -145,14 +144,18 @@ def _surplus(stack: StackUnderFire) -> list[str]:
     return [f"{pid}: {line}" for pid, line in lines.items() if pid not in expected]
 
 
-def _nothing_is_left_over(stack: StackUnderFire) -> None:
-    leftovers = list(stack.releases_dir.glob(f"{UNFINISHED}*"))
-    leftovers += list((stack.home / "hub" / "incoming").iterdir())
+def _leftovers(stack: StackUnderFire) -> list[str]:
+    """Files and folders whose writer was killed, or whose job has ended."""
+    found = [*stack.releases_dir.glob(f"{UNFINISHED}*")]
+    found += (stack.home / "hub" / "incoming").iterdir()
     with stack.jobs() as store:
         known = {job.id for job in store.list()}
     for folder in (stack.home / "jobs").glob("j*/"):
         if folder.name not in known or not (folder / "outcome.json").exists():
-            leftovers.append(folder)
-        leftovers += [path for path in folder.iterdir() if path.name == "checkpoints"]
-    assert not leftovers, f"left over: {[str(path) for path in leftovers]}"
-    json.loads((stack.home / "stack.json").read_text())
+            found.append(folder)
+        found += [
+            path
+            for path in folder.iterdir()
+            if path.name == "checkpoints" or (path.name.startswith(".") and path.name != ".lock")
+        ]
+    return [str(path) for path in found]

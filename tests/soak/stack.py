@@ -51,11 +51,13 @@ class NotSettled(AssertionError):
     """Something did not come to hold in time."""
 
 
-def until(holds: Callable[[], object], seconds: float, what: str) -> None:
+def until(holds: Callable[[], object], seconds: float, what: str | Callable[[], str]) -> None:
+    """Raises NotSettled that says `what` is not so, as it is found then."""
     deadline = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > deadline:
-            raise NotSettled(f"after {seconds:g} s it is still not so that {what}")
+            said = what if isinstance(what, str) else what()
+            raise NotSettled(f"after {seconds:g} s it is still not so that {said}")
         time.sleep(0.05)
 
 

@@ -1,0 +1,49 @@
+"""Where a job by hand finds its hub."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jobs.launchers.process import identify
+from pipeline.by_hand import submit_retraining, with_runner
+from pipeline.errors import PipelineError
+from pipeline.job_store import open_job_store
+from pipeline.paths import Home
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack import Child, StackRecord
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1234", None])
+def test_the_hub_is_that_of_whatever_runs_here(url: str | None, tmp_path: Path) -> None:
+    me = identify(os.getpid())
+    assert me is not None
+    record = StackRecord(
+        process=me,
+        started_at=0.0,
+        is_ready=False,
+        children=(Child(name="hub", process=None, url=url),),
+    )
+    home, settings = Home(tmp_path), Settings()
+    home.stack_file.write_text(record.model_dump_json())
+    with with_runner(home, settings, detach=False) as found:
+        assert found == (url or settings.hub_url)
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    facts = PipelineSettings(name="facts", dataset="local/facts", port=8000)
+    home, settings = Home(tmp_path), Settings()
+    with (
+        open_job_store(settings, home) as store,
+        pytest.raises(PipelineError, match=r"http://127\.0\.0\.1:9 did not tell the head"),
+    ):
+        submit_retraining(
+            store,
+            home,
+            settings,
+            hub_url="http://127.0.0.1:9",
+            pipeline=facts,
+            revision=None,
+            payload=None,
+            force_reason=None,
+        )
