@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
 
 test: $(INSTALLED) check
 	$(BIN)/python -m pytest
+
+bench: $(INSTALLED)
+	$(BIN)/python -m tests.bench.bench_stream
+	$(BIN)/python -m tests.bench.bench_training
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
