@@ -11,7 +11,7 @@ INSTALLED_VLLM := $(VENV_VLLM)/.installed
 # How many processes `make soak` kills.
 N ?= 100
 
-.PHONY: demo test test-vllm bench-serving check soak clean
+.PHONY: demo test test-vllm bench bench-serving check soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
@@ -25,6 +25,10 @@ test-vllm: $(INSTALLED_VLLM)
 
 bench-serving: $(INSTALLED_VLLM)
 	$(VENV_VLLM)/bin/python -m tests.bench.bench_serving
+
+bench: $(INSTALLED)
+	$(BIN)/python -m tests.bench.bench_stream
+	$(BIN)/python -m tests.bench.bench_training
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -43,11 +43,11 @@ def prepare(
         sequences(rows, tokenizer, max_length) for rows in (data.held_out_new, data.held_out_known)
     ]
     peak = train.learning_rate or _usual_learning_rate(settings)
+    budget = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     if data.mode == "full":
         training, max_epochs = new + known, train.max_epochs
-        budget = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     else:
-        budget = round(train.max_tokens * train.delta_tokens_ratio)
+        budget = round(budget * train.delta_tokens_ratio)
         training, max_epochs = delta_mix(new, known, budget, train), 1.0
         peak *= train.delta_learning_rate_ratio
     if not training or not any(held_out):
@@ -90,15 +90,15 @@ def delta_mix(
 
 
 def _repeated(rows: Sequence[TokenSequence], num_tokens: float, seed: str) -> list[TokenSequence]:
-    """About `num_tokens` of the rows: all of them before one comes again, in an order that is the
-    same for the same rows."""
+    """At most `num_tokens` of the rows, but one: all of them before one comes again, in an order
+    that is the same for the same rows."""
     chance = random.Random(seed)
     taken: list[TokenSequence] = []
     left = num_tokens
     while rows and left > 0:
         for sequence in chance.sample(rows, len(rows)):
-            if left <= 0:
-                break
+            if taken and left < len(sequence.token_ids):
+                return taken
             taken.append(sequence)
             left -= len(sequence.token_ids)
     return taken

@@ -1,37 +1,14 @@
 """The loop on real text that is on every machine: the docstrings of the standard library."""
 
-import ast
 import json
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 
+from tests.docstring_stream import docstrings
 from tests.stack_fixtures import Workplace, clone, configure, stack_up, workplace
 
 __all__ = ["workplace"]
-
-
-def docstrings(limit: int) -> list[dict[str, str]]:
-    """Docstrings of public modules, classes and functions, in the order of their files."""
-    rows: list[dict[str, str]] = []
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for file in sorted(library.glob("*.py")) + sorted(library.glob("[a-z]*/*.py")):
-        if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(file.parts):
-            continue
-        try:
-            tree = ast.parse(file.read_bytes())
-        except SyntaxError:
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text and 40 <= len(text) <= 600:
-                    rows.append({"text": text})
-                    if len(rows) == limit:
-                        return rows
-    return rows
 
 
 @pytest.mark.slow
@@ -39,7 +16,7 @@ def docstrings(limit: int) -> list[dict[str, str]]:
 def test_held_out_loss_falls_with_each_commit_and_the_second_is_served(
     workplace: Workplace,
 ) -> None:
-    rows = docstrings(3000)
+    rows = [{"text": text} for text in docstrings(3000)]
     assert len(rows) == 3000, sys.version
     # A third of the default budget: enough for the loss to fall, in a third of the time.
     configure(workplace, "docstrings", max_tokens=100_000, max_length=256, evaluations=4)
