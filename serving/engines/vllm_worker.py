@@ -4,7 +4,9 @@ Every call but `hotpush_prepare` returns at once: a worker that answers a call c
 """
 
 import os
+import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -89,8 +91,7 @@ class HotpushWorker:
 def _end_with(server_pid: int) -> None:
     """A killed server leaves no vLLM behind: vLLM's processes would wait for it for ever."""
     engine_pid = os.getppid()
-    while _is_alive(server_pid):
-        time.sleep(_WATCH_SECONDS)
+    _wait_for_end_of(server_pid)
     with suppress(ProcessLookupError):
         os.kill(engine_pid, signal.SIGTERM)
         time.sleep(_END_SECONDS)
@@ -98,12 +99,15 @@ def _end_with(server_pid: int) -> None:
     os._exit(1)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _wait_for_end_of(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        if sys.platform == "linux":
+            # Ready as soon as it has ended, even when nobody collects it.
+            select.select([os.pidfd_open(pid)], [], [])
+            return
+        while True:
+            os.kill(pid, 0)
+            time.sleep(_WATCH_SECONDS)
 
 
 class _Staging(threading.Thread):

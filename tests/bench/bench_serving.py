@@ -77,7 +77,10 @@ def publish_two(shape: str, home: Path) -> list[Path]:
     from tests.torch_engine_fixtures import build, llama_config, publish
 
     (home / "files").mkdir()
-    byte_tokenizer().save(str(home / "files" / "tokenizer.json"))
+    tokenizer = byte_tokenizer()
+    # Each token has a text, so that each is an event of a stream.
+    tokenizer.add_tokens([f"<{number}>" for number in range(257, SHAPES[shape]["vocab_size"])])
+    tokenizer.save(str(home / "files" / "tokenizer.json"))
     config = llama_config(
         **SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=True
     )
