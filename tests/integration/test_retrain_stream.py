@@ -1,0 +1,36 @@
+"""Deltas learn what full retrainings learn, for a quarter of the tokens, and forget nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.retrain import base_model
+from tests.docstring_stream import stream
+from tests.learning_stream import follow, table
+from tests.retrain_fixtures import TINY
+
+TRAIN = {"max_tokens": 40_000, "learning_rate": 4e-3}
+LAST_DELTA = 4
+
+
+@pytest.mark.slow
+def test_deltas_keep_up_with_a_full_retraining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+    found = list(follow(tmp_path, stream(600)[:5], compared=(LAST_DELTA,), train=TRAIN))
+    shown = table(found)
+    assert [row.mode for row in found] == ["full", "delta", "delta", "", "delta"], shown
+    assert [row.result for row in found] == [
+        *("published", "published", "published", "unchanged", "published")
+    ], shown
+    for row in found:
+        if row.mode == "delta":
+            assert row.old_change <= 0.02, shown
+            assert row.new_loss < found[0].loss, shown
+    last = found[LAST_DELTA]
+    # A quarter, and the last step's rounding.
+    assert last.share_of_tokens <= 0.255, shown
+    assert last.against_full <= 0.01, shown
