@@ -2,6 +2,7 @@
 
 JobError                   catch this at a border; the message is for a person
 ├── JobNotFound            no job has this id
+├── PendingJob             the pipeline has a pending job, which this one was not to join
 ├── LeaseLost              another runner owns the job now: touch nothing of it
 ├── IllegalMove            the job's state does not allow this
 ├── LaunchError            a launcher could not start the command
@@ -18,6 +19,15 @@ class JobError(Exception):
 class JobNotFound(JobError):
     def __init__(self, job_id: str) -> None:
         super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists those there are.")
+        self.job_id = job_id
+
+
+class PendingJob(JobError):
+    def __init__(self, job_id: str, pipeline: str | None) -> None:
+        super().__init__(
+            f"Job {job_id} of {pipeline} is pending, and one at a time can be. Wait for it "
+            f"(`pipeline jobs wait {job_id}`) or cancel it (`pipeline jobs cancel {job_id}`) first."
+        )
         self.job_id = job_id
 
 

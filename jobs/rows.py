@@ -110,12 +110,21 @@ def fetch_twin(connection: Connection, spec: JobSpec) -> Job | None:
 
 
 def joined(older: JobSpec, newer: JobSpec) -> JobSpec:
-    """`newer`, answering for the commits of `older` too."""
+    """The spec of the newer commit, answering for the commits of both.
+
+    `newer` arrived later; where its commits turn out to come first, `older` stays as it is.
+    """
     if older.revisions is None:
         return newer
     if newer.revisions is None:
         return newer.model_copy(update={"revisions": older.revisions})
-    return newer.model_copy(update={"revisions": older.revisions.absorb(newer.revisions)})
+    revisions = older.revisions.absorb(newer.revisions)
+    newest = newer if revisions.new_sha == newer.revisions.new_sha else older
+    return newest.model_copy(update={"revisions": revisions})
+
+
+def newest_commit(spec: JobSpec) -> str | None:
+    return None if spec.revisions is None else spec.revisions.new_sha
 
 
 def with_delivery(spec: JobSpec, delivery_id: str) -> JobSpec:

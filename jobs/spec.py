@@ -37,13 +37,22 @@ class RevisionRange(_Record):
     delivery_ids: tuple[str, ...] = ()
     """Every delivery that the job absorbed, oldest first."""
 
-    def absorb(self, newer: "RevisionRange") -> "RevisionRange":
-        """The range from this one's start to `newer`'s end."""
+    def follows(self, other: "RevisionRange") -> bool:
+        """Whether this one begins where `other` ends."""
+        return self.old_sha is not None and self.old_sha == other.new_sha
+
+    def absorb(self, arrived: "RevisionRange") -> "RevisionRange":
+        """Both ranges as one. `arrived` came later, and is newer unless the commits say otherwise:
+        deliveries may overtake each other."""
+        first, last = self, arrived
+        if self.follows(arrived) and not arrived.follows(self):
+            first, last = arrived, self
+        new_ids = tuple(id for id in arrived.delivery_ids if id not in self.delivery_ids)
         return self.model_copy(
             update={
-                "new_sha": newer.new_sha,
-                "delivery_ids": self.delivery_ids
-                + tuple(id for id in newer.delivery_ids if id not in self.delivery_ids),
+                "old_sha": first.old_sha,
+                "new_sha": last.new_sha,
+                "delivery_ids": self.delivery_ids + new_ids,
             }
         )
 

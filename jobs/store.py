@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, func, insert, select, text
 
+from jobs.errors import PendingJob
 from jobs.migrations import migrate
 from jobs.outcome import JobOutcome
 from jobs.record import Delivery, Job, JobState, Submission, delivery_ids, failure
@@ -26,6 +27,7 @@ from jobs.rows import (
     is_delivery,
     job_id_of,
     joined,
+    newest_commit,
     number_of,
     record,
     with_delivery,
@@ -81,6 +83,7 @@ class JobStore:
         *,
         payload: dict[str, Any] | None = None,
         delivery: Delivery | None = None,
+        joins: bool = True,
     ) -> Submission:
         """Remember `delivery` and make `spec` pending, both or neither.
 
@@ -88,6 +91,8 @@ class JobStore:
         job. Where the pipeline has a pending job, that one absorbs `spec`: it takes the new
         command, settings and payload, and keeps the start of its own range. A delivery that was
         ignored before is answered anew: whoever submits it has decided otherwise.
+
+        With `joins` false a pending job is left as it is: raises PendingJob.
         """
         with writing(self._engine) as connection:
             now = self._now(connection)
@@ -100,7 +105,7 @@ class JobStore:
                 if number is not None:
                     return Submission(job=fetch(connection, number), is_new=False, how="duplicate")
                 spec = with_delivery(spec, delivery.id)
-            submission = self._place(connection, spec, payload, now)
+            submission = self._place(connection, spec, payload, now, joins=joins)
             if delivery is not None:
                 write_answer(connection, delivery, now, job_number=number_of(submission.job.id))
             return submission
@@ -125,7 +130,13 @@ class JobStore:
         return {"ignored": row.ignored_reason}
 
     def _place(
-        self, connection: Connection, spec: JobSpec, payload: dict[str, Any] | None, now: float
+        self,
+        connection: Connection,
+        spec: JobSpec,
+        payload: dict[str, Any] | None,
+        now: float,
+        *,
+        joins: bool,
     ) -> Submission:
         twin = fetch_twin(connection, spec)
         if twin is not None:
@@ -141,10 +152,14 @@ class JobStore:
             "payload": None if payload is None else json.dumps(payload),
         }
         if pending is not None:
-            spec = joined(pending.spec, spec)
-            run_after = due_at(spec, pending.created_at, now)
+            if not joins:
+                raise PendingJob(pending.id, spec.pipeline)
+            both = joined(pending.spec, spec)
+            if newest_commit(both) != newest_commit(spec):
+                values = {}  # older commits that arrived late: the payload is the newest one's
+            run_after = due_at(both, pending.created_at, now)
             job = change(
-                connection, pending.id, spec=spec.model_dump_json(), run_after=run_after, **values
+                connection, pending.id, spec=both.model_dump_json(), run_after=run_after, **values
             )
             return Submission(job=job, is_new=False, how="merged")
         row = connection.execute(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, inspect, text
 
-from jobs.errors import JobNotFound, LeaseLost, NewerSchema, StoreError
+from jobs.errors import JobNotFound, LeaseLost, NewerSchema, PendingJob, StoreError
 from jobs.migrations import HEAD
 from jobs.outcome import JobOutcome
 from jobs.schema import METADATA
@@ -82,6 +82,30 @@ def test_a_pending_job_absorbs_the_newer_commit(store: JobStore) -> None:
     assert job.spec.revisions.delivery_ids == ("d1", "d2")
     assert job.spec.settings == {"x": 2}
     assert job.payload == {"n": 2}
+
+
+def test_commits_that_arrive_in_the_wrong_order_keep_their_newest_end(store: JobStore) -> None:
+    later = spec(new="c" * 40, old="b" * 40, settings={"of": "c"})
+    earlier = spec(new="b" * 40, old="a" * 40, settings={"of": "b"})
+    store.submit(later, payload={"of": "c"})
+    job = store.submit(earlier, payload={"of": "b"}).job
+    assert job.spec.revisions is not None
+    assert (job.spec.revisions.old_sha, job.spec.revisions.new_sha) == ("a" * 40, "c" * 40)
+    assert (job.spec.settings, job.payload) == ({"of": "c"}, {"of": "c"})
+
+
+def test_going_back_and_forth_ends_with_what_came_last(store: JobStore) -> None:
+    store.submit(spec(new="b" * 40, old="a" * 40))
+    job = store.submit(spec(new="a" * 40, old="b" * 40)).job
+    assert job.spec.revisions is not None
+    assert job.spec.revisions.new_sha == "a" * 40
+
+
+def test_a_job_that_was_not_to_join_leaves_the_pending_one_alone(store: JobStore) -> None:
+    pending = store.submit(spec(new="b" * 40)).job
+    with pytest.raises(PendingJob, match=pending.id):
+        store.submit(spec(new="a" * 40), joins=False)
+    assert store.get(pending.id) == pending
 
 
 def test_a_running_job_absorbs_nothing(store: JobStore) -> None:
