@@ -6,10 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from jobs.record import Job
 from jobs.settings import JobsSettings
@@ -18,6 +21,7 @@ from jobs.store import JobStore
 from pipeline.after_jobs import after_jobs
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
+from pipeline.journal import NUM_WATCHED
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.retrain.git_snapshot import GitDataset
@@ -61,6 +65,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     stack.start()
     try:
         yield settings.hub_url
+        if not detach:
+            _wait_until_idle(home, settings)
     finally:
         stack.stop()
     if detach:
@@ -74,30 +80,39 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         )
 
 
-def submit_command(store: JobStore, command: tuple[str, ...]) -> Job:
-    return store.submit(JobSpec(command=command)).job
-
-
-def submit_retraining(
+def submit(
     store: JobStore,
     home: Home,
     settings: Settings,
     *,
     hub_url: str,
     pipeline: PipelineSettings,
-    revision: str | None,
-    payload: dict[str, Any] | None,
-    force_reason: str | None,
+    revision: str | None = None,
+    payload: dict[str, Any] | None = None,
+    force_reason: str | None = None,
+    command: tuple[str, ...] = (),
 ) -> Job:
-    """Make the retraining of one commit pending. Raises PipelineError for an unknown commit."""
+    """Make the retraining of one commit pending, or `command` in the same environment.
+
+    The commit is `revision`, else what `payload` says, else the head of the pipeline's ref. Raises
+    PipelineError for an unknown commit or a payload that is none, PendingJob where a job waits.
+    """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason)
-    sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, revision)
+    sha = revision or (_pushed(payload, rule.ref) if payload is not None else None)
+    sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, sha)
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
-    spec = rule.job_spec(revisions)
     if payload is None:
         payload = _payload(hub_url, pipeline, revisions).model_dump(mode="json", exclude_none=True)
+    if command:
+        return store.submit(JobSpec(command=command, env=rule.env), payload=payload).job
     # No dedupe key: who asks by hand for a commit that was trained on already wants it again.
-    return store.submit(spec.model_copy(update={"dedupe_key": None}), payload=payload).job
+    spec = rule.job_spec(revisions).model_copy(update={"dedupe_key": None})
+    return store.submit(spec, payload=payload, joins=False).job
+
+
+def submit_bare(store: JobStore, command: tuple[str, ...]) -> Job:
+    """Make a command pending where there is no commit yet that its environment could name."""
+    return store.submit(JobSpec(command=command)).job
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
@@ -145,6 +160,25 @@ def _with_preload(settings: JobsSettings) -> JobsSettings:
     if settings.preload is not None:
         return settings
     return settings.model_copy(update={"preload": PRELOAD})
+
+
+def _wait_until_idle(home: Home, settings: Settings) -> None:
+    """Others may have found this runner, and count on it for jobs of their own."""
+    with open_job_store(settings, home) as store:
+        while any(not job.has_ended for job in store.list(limit=NUM_WATCHED)):
+            time.sleep(0.1)
+
+
+def _pushed(payload: dict[str, Any], ref: str) -> str | None:
+    """The commit that a payload tells of for this ref."""
+    try:
+        told = WebhookPayload.model_validate(payload)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
+        )
+        raise PipelineError(f"the payload is no webhook payload: {faults}") from None
+    return next((each.newSha for each in told.updatedRefs or () if each.ref == ref), None)
 
 
 def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:

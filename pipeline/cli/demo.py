@@ -4,8 +4,11 @@ It uses what a user has: the `pipeline` command, `git`, the job store and the se
 with the default settings.
 """
 
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.up import up
 from pipeline.errors import PipelineError
 
 NAME = "facts"
@@ -41,11 +45,16 @@ def demo(
     began = time.time()
     _run([sys.executable, "-m", "pipeline", "init", "--name", NAME, "--dataset", DATASET])
     console.print("Starting hub, receiver, job runner and completion server …")
-    _run([sys.executable, "-m", "pipeline", "up", "--detach"])
+    # Whoever ends the demo early, by Ctrl-C or with SIGTERM, ends what it started too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.redirect_stdout(io.StringIO()):
+        up(detach=True)
+    is_whole = False
     try:
         report = _Demo(folder / "facts", console).run()
+        is_whole = True
     finally:
-        if not keep:
+        if not (keep and is_whole):
             _run([sys.executable, "-m", "pipeline", "down"])
     report["seconds"]["total"] = round(time.time() - began, 2)
     if as_json:

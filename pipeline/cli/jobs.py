@@ -63,26 +63,31 @@ def run(
     Starts what it needs when nothing is up. The exit code says how the job ended: 0 promoted,
     published or unchanged; 1 failed; 3 rejected by the gate; 4 superseded; 5 cancelled.
     """
-    from pipeline.by_hand import submit_command, submit_retraining, with_runner
+    from pipeline.by_hand import submit, submit_bare, with_runner
     from pipeline.settings import load_settings
 
     home, settings = Home.find(), load_settings()
-    if command and (revision or payload or force):
-        raise PipelineError("--revision, --payload and --force belong to the retraining job")
+    if command and force:
+        raise PipelineError("--force belongs to the retraining job, not to a command")
+    asked = _read_payload(payload)
     with with_runner(home, settings, detach=detach) as hub_url, _open_store(home) as store:
-        if command:
-            job = submit_command(store, tuple(command))
-        else:
-            job = submit_retraining(
+        try:
+            job = submit(
                 store,
                 home,
                 settings,
                 hub_url=hub_url,
                 pipeline=settings.pipeline(pipeline),
                 revision=revision,
-                payload=_read_payload(payload),
+                payload=asked,
                 force_reason=force,
+                command=tuple(command or ()),
             )
+        except PipelineError:
+            # A command needs no commit; only who names one must get it.
+            if not command or revision or asked or pipeline:
+                raise
+            job = submit_bare(store, tuple(command))
         if detach:
             print(json.dumps({"job": job.id}) if as_json else job.id)
             return

@@ -7,18 +7,26 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from jobs.record import Job
 from jobs.store import JobStore
+from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.metrics import Metric, read_metrics
+from pipeline.stack import read_stack
 
 POLL_SECONDS = 0.1
+ABSENCE_SECONDS = 15.0
+"""A detached runner takes a moment to start."""
 
 
 def follow(
     store: JobStore, job_id: str, home: Home, console: Console, deadline: float | None = None
 ) -> Job:
-    """Show the job until it has ended, or until `deadline` of the monotonic clock; returns it."""
+    """Show the job until it has ended, or until `deadline` of the monotonic clock; returns it.
+
+    Raises PipelineError once nothing is up that could run it.
+    """
     metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
     offset = 0
+    last_seen = time.monotonic()
     with Progress(
         TextColumn("{task.description:>10}"),
         BarColumn(bar_width=32),
@@ -36,6 +44,13 @@ def follow(
             if job.has_ended or (deadline is not None and time.monotonic() > deadline):
                 stages.end()
                 return job
+            if read_stack(home) is not None or (job.lease_until or 0) > time.time():
+                last_seen = time.monotonic()
+            elif time.monotonic() - last_seen > ABSENCE_SECONDS:
+                raise PipelineError(
+                    f"nothing runs jobs any more, so {job.id} stays {job.state}; it goes on with "
+                    "the next `pipeline up`"
+                )
             time.sleep(POLL_SECONDS)
 
 

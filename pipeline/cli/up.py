@@ -104,12 +104,18 @@ def _detach(home: Home) -> None:
             stderr=stream,
             start_new_session=True,
         )
-    while True:
-        if process.poll() is not None:
-            raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
-        record = read_stack(home)
-        if record is not None and record.process.pid == process.pid and record.is_ready:
-            break
-        time.sleep(0.05)
+    try:
+        while True:
+            if process.poll() is not None:
+                raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
+            record = read_stack(home)
+            if record is not None and record.process.pid == process.pid and record.is_ready:
+                break
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        # Nobody was told that it is up, so nobody would stop it.
+        process.terminate()
+        process.wait()
+        raise
     for child in record.children:
         print(f"{child.name:10} {child.url or 'ready'}")

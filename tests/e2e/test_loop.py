@@ -118,11 +118,16 @@ def test_a_force_push_retrains_on_everything(loop: tuple[Workplace, Checkout]) -
 
 
 def test_a_command_by_hand_has_a_jobs_environment(loop: tuple[Workplace, Checkout]) -> None:
-    workplace, _ = loop
-    workplace.run("jobs", "run", "--", "sh", "-c", 'echo "$HF_ENDPOINT $JOB_ID"; exit 0')
+    workplace, checkout = loop
+    names = ("HF_ENDPOINT", "PIPELINE_SERVER_URL", "WEBHOOK_REPO_ID", "WEBHOOK_REPO_TYPE", "JOB_ID")
+    script = "; ".join(f'echo "${name}"' for name in names) + '; cat "$WEBHOOK_PAYLOAD_FILE"'
+    workplace.run("jobs", "run", "--", "sh", "-c", script)
     job = workplace.json("jobs", "ls")[0]
-    log = workplace.run("jobs", "logs", job["id"])
-    assert log.split() == [workplace.url("hub"), job["id"]]
+    *values, payload = workplace.run("jobs", "logs", job["id"]).splitlines()
+    urls = [workplace.url("hub"), workplace.url("serving")]
+    assert values == [*urls, "local/facts", "dataset", job["id"]]
+    head = checkout.git("rev-parse", "HEAD").strip()
+    assert json.loads(payload)["updatedRefs"][0]["newSha"] == head
     workplace.run("jobs", "run", "--", "sh", "-c", "exit 7", code=1)
     assert workplace.json("jobs", "ls")[0]["outcome"]["exit_code"] == 7
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jobs.launchers.process import identify
-from pipeline.by_hand import submit_retraining, with_runner
+from pipeline.by_hand import submit, with_runner
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
@@ -37,13 +37,17 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
         open_job_store(settings, home) as store,
         pytest.raises(PipelineError, match=r"http://127\.0\.0\.1:9 did not tell the head"),
     ):
-        submit_retraining(
-            store,
-            home,
-            settings,
-            hub_url="http://127.0.0.1:9",
-            pipeline=facts,
-            revision=None,
-            payload=None,
-            force_reason=None,
-        )
+        submit(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
+
+
+@pytest.mark.parametrize("payload", [{}, {"a": 1}, {"event": {"action": "explode"}}])
+def test_a_payload_that_is_none_is_refused(payload: dict[str, object], tmp_path: Path) -> None:
+    facts = PipelineSettings(name="facts", dataset="local/facts", port=8000)
+    home, settings = Home(tmp_path), Settings()
+    with (
+        open_job_store(settings, home) as store,
+        pytest.raises(PipelineError, match="is no webhook payload: event"),
+    ):
+        submit(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts, payload=payload)
+    with open_job_store(settings, home) as store:
+        assert store.list() == []
