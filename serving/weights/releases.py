@@ -123,12 +123,13 @@ def set_pending(pipeline_dir: Path, release_id: str) -> None:
 
 
 def clear_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Remove the marker when it names `release_id` or an older release."""
+    """Remove the marker when it names `release_id`; another release, newer or older, still waits
+    for its own answer."""
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:
         pending = release_id  # unreadable: it would be tried again at every start
-    if pending is not None and release_number(pending) <= release_number(release_id):
+    if pending == release_id:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
         fsync_dir(pipeline_dir)
 

@@ -54,12 +54,13 @@ def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -
         releases.served_release(tmp_path)
 
 
-def test_pending_is_cleared_by_itself_or_a_newer_one(tmp_path: Path) -> None:
-    releases.clear_pending(tmp_path, "r000001-aaaaaaaa")
+@pytest.mark.parametrize("other", ["r000001-aaaaaaaa", "r000003-cccccccc"])
+def test_pending_is_cleared_by_itself_alone(tmp_path: Path, other: str) -> None:
+    releases.clear_pending(tmp_path, other)
     releases.set_pending(tmp_path, "r000002-bbbbbbbb")
-    releases.clear_pending(tmp_path, "r000001-aaaaaaaa")
+    releases.clear_pending(tmp_path, other)
     assert releases.pending_release(tmp_path) == "r000002-bbbbbbbb"
-    releases.clear_pending(tmp_path, "r000003-cccccccc")
+    releases.clear_pending(tmp_path, "r000002-bbbbbbbb")
     assert releases.pending_release(tmp_path) is None
 
 
