@@ -175,14 +175,17 @@ def _load(pipeline: str | None, release_id: str) -> "Release":
 
 def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
     import httpx
+    from pydantic import ValidationError
 
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from serving.swap_schemas import SwapRequest, SwapResult
-    from serving.weights.releases import set_pending
+    from serving.weights.releases import clear_pending, set_pending
 
-    settings = load_settings()
+    settings, folder = load_settings(), _folder(pipeline)
     url = settings.server_url(settings.pipeline(pipeline))
+    # The marker comes first: a server that starts after the attempt finds the release by it.
+    set_pending(folder, release.id)
     try:
         response = httpx.post(
             f"{url}/admin/swap",
@@ -192,7 +195,6 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
             trust_env=False,
         )
     except httpx.ConnectError:
-        set_pending(_folder(pipeline), release.id)
         answer: dict[str, Any] = {"result": "pending", "release": release.id}
         print(
             json.dumps(answer)
@@ -200,9 +202,19 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
             else f"no server is up on {url}; the next one to start will serve {release.id}"
         )
         return
-    if response.status_code in (401, 403, 404):
-        raise PipelineError(f"{url} is not the server of this state folder: {response.text}")
-    result = SwapResult.model_validate_json(response.content)
+    except httpx.TransportError as error:
+        raise PipelineError(
+            f"{url} gave no answer ({error!r}); it serves {release.id} at its next start"
+        ) from None
+    # Whatever the answer: nobody expects another release of a later restart.
+    clear_pending(folder, release.id)
+    try:
+        result = SwapResult.model_validate_json(response.content)
+    except ValidationError:
+        raise PipelineError(
+            f"{url} is not the server of this state folder: it answered {response.status_code}, "
+            f"{response.text[:300].strip() or '(nothing)'}"
+        ) from None
     if as_json:
         print(result.model_dump_json())
     elif result.result == "live":
