@@ -10,16 +10,16 @@ class JobsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     database_url: str | None = None
-    """`postgresql+psycopg://…`; None keeps jobs in a SQLite file under the state folder."""
+    """`postgresql+psycopg://…`; unset, jobs are kept in a SQLite file under the state folder."""
     max_running: int = Field(default=1, ge=1)
     """Jobs at a time, of different pipelines; each pipeline runs one at a time in any case."""
     preload: tuple[str, ...] | None = None
     """Modules that the warm parent imports, so that a Python job starts with them loaded; an empty
     list for no warm parent. Unset, those that the jobs of the stack need."""
     num_threads: int | None = Field(default=None, ge=1)
-    """For jobs that do not say themselves; None leaves one core to the server."""
+    """For jobs that do not say themselves. Unset, one core is left to the server."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """For jobs that do not say themselves; None for no limit."""
+    """For jobs that do not say themselves. Unset, there is no limit."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """A runner that was not heard of for this long is taken for dead, and its jobs are adopted."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)

@@ -152,12 +152,13 @@ def load_settings() -> Settings:
         raise PipelineError(f"{file} is not TOML: {error}") from None
     except ValidationError as error:
         lines = [
-            _explain(problem["loc"], problem["type"], problem["msg"]) for problem in error.errors()
+            _explain(problem["loc"], problem["type"], problem["msg"], problem["input"])
+            for problem in error.errors()
         ]
         raise PipelineError(f"{file}: " + "; ".join(lines)) from None
 
 
-def _explain(location: tuple[int | str, ...], kind: str, message: str) -> str:
+def _explain(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
     keys = [key for key in location if isinstance(key, str)]
     numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
     if not keys:
@@ -166,11 +167,18 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str) -> str:
     table = f"[{'.'.join(tables)}]" if tables else "the top level"
     place = " ".join([table, *numbered])
     if kind != "extra_forbidden":
-        return f"{key!r} in {place}: {message[0].lower()}{message[1:]}"
+        got = f", got {given!r}" if _is_shown(key, given) else ""
+        hint = "; write it as OWNER/NAME, or as a git URL" if key == "dataset" and got else ""
+        return f"{key!r} in {place}: {message[0].lower()}{message[1:]}{got}{hint}"
     known = list(_fields_at(tables))
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
     return f"unknown key {key!r} in {place}; {hint}"
+
+
+def _is_shown(key: str, given: Any) -> bool:
+    # A database's URL holds its password.
+    return isinstance(given, str | int | float) and key not in ("api_key", "database_url")
 
 
 def _fields_at(tables: list[str]) -> dict[str, Any]:

@@ -75,8 +75,15 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     """Everything that `pipeline up` runs.
 
     It is stopped in reverse order: the receiver first, so that nothing new comes in, and the hub
-    last, so that a job can still read from it.
+    last, so that a job can still read from it. Raises PipelineError for a port that only a service
+    on its own can have: the others could not find it.
     """
+    for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
+        if port == 0:
+            raise PipelineError(
+                f"port = 0 under [{table}]: the parts of a stack find each other by their ports; "
+                "give it one from 1 to 65535"
+            )
     servers = tuple(
         Service(
             name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
@@ -311,14 +318,15 @@ def _check_port(service: Service) -> None:
     if service.url is None:
         return
     url = httpx.URL(service.url)
+    what = "completion server" if service.arguments[0] == "serve" else service.name
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((url.host, url.port or 80))
         except OSError as error:
             raise PipelineError(
-                f"port {url.port} for the {service.name} cannot be used ({error.strerror}); free "
-                f"it, or move the {service.name}: {service.port_option} in pipeline.toml"
+                f"port {url.port} for the {what} cannot be used ({error.strerror}); free it, or "
+                f"move the {what}: {service.port_option} in pipeline.toml"
             ) from None
 
 

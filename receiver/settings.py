@@ -23,7 +23,7 @@ class ReceiverSettings(BaseModel):
     host: str = "127.0.0.1"
     """Where to listen. Anything beyond this machine needs a secret on every handler."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """0 takes a free one."""
+    """0 takes a free one, for a receiver on its own; a stack needs a number."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """How senders reach this receiver, when that is not `http://host:port`."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None

@@ -12,7 +12,7 @@ class ServingSettings(BaseModel):
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0 takes a free one, for a server on its own; a stack needs a number."""
     engine: Literal["torch", "vllm", "sglang", "echo"] = "torch"
     """`torch` is embedded, `vllm` runs beside, `sglang` stands behind, at `upstream`; `echo` makes
     up tokens from the release's digest, for tests of clients."""

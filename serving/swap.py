@@ -147,8 +147,8 @@ class Swapper:
 
     def _finish(self, swap: SwapAttempt, result: SwapResult) -> None:
         # What becomes of a folder that was named at the start is raised to who named it.
-        is_news = result.result != "live" and swap.is_recorded
-        level = logging.WARNING if is_news else logging.INFO
+        trouble = logging.WARNING if swap.is_recorded else logging.DEBUG
+        level = logging.INFO if result.result == "live" else trouble
         logger.log(
             level,
             "swap to %s: %s in phase %s; %s",

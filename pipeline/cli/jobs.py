@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -107,27 +108,31 @@ def ls(
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
         return
-    from rich.console import Console
-    from rich.table import Table
-
     from pipeline.journal import subject
 
-    table = Table("job", "state", "outcome", "release", "answers for", "seconds", box=None)
-    for job in jobs:
-        outcome = job.outcome
-        table.add_row(
-            job.id,
-            job.state,
-            outcome.result if outcome else "",
-            (outcome.release or "") if outcome else "",
-            subject(job),
-            _seconds(job),
-        )
-    Console(soft_wrap=True).print(table if jobs else "No job yet.")
+    print_table(
+        ("job", "state", "outcome", "release", "answers for", "seconds"),
+        [
+            (
+                job.id,
+                job.state,
+                job.outcome.result if job.outcome else "",
+                (job.outcome.release or "") if job.outcome else "",
+                subject(job),
+                _seconds(job),
+            )
+            for job in jobs
+        ],
+        empty="No job yet.",
+    )
 
 
 @app.command()
-def inspect(job: JobArgument = None, latest: LatestOption = False) -> None:
+def inspect(
+    job: JobArgument = None,
+    latest: LatestOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
+) -> None:
     """Print everything that is known of a job, as JSON."""
     with _open_store(Home.find()) as store:
         print(json.dumps(as_record(_find(store, job, latest)), indent=2))
@@ -157,13 +162,16 @@ def logs(
 
 
 @app.command()
-def cancel(job: JobArgument = None, latest: LatestOption = False) -> None:
+def cancel(
+    job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
+) -> None:
     """End a job that waits, or ask one that runs to stop."""
     with _open_store(Home.find()) as store:
         found = _find(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has ended already: {found.state}")
-        print(f"{found.id} {store.cancel(found.id).state}")
+        state = store.cancel(found.id).state
+    print(json.dumps({"job": found.id, "state": state}) if as_json else f"{found.id} {state}")
 
 
 @app.command()

@@ -1,11 +1,13 @@
 """`pipeline releases`: see what can be served, and choose what is."""
 
 import json
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -52,19 +54,29 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("release", "", "dataset revision", "parent", "mode", "job", "created", box=None)
-    for row in rows:
-        mark = " ".join(name for name in ("served", "pending", "pinned") if row[name])
-        columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
-        table.add_row(str(row["id"]), mark, *(str(row[key] or "-") for key in columns))
-    Console(soft_wrap=True).print(table if rows else "No release yet.")
+    headings = ("release", "", "held-out loss", "before", "dataset revision", "parent", "mode")
+    columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
+    print_table(
+        (*headings, "job", "created"),
+        [
+            (
+                str(row["id"]),
+                " ".join(name for name in ("served", "pending", "pinned") if row[name]),
+                *_losses(row["evaluation"]),
+                *(str(row[key] or "-") for key in columns),
+            )
+            for row in rows
+        ],
+        empty="No release yet.",
+    )
 
 
 @app.command()
-def show(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
+def show(
+    release: ReleaseArgument,
+    pipeline: PipelineOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
+) -> None:
     """Print a release's manifest, but for its tensors, as JSON."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
@@ -80,17 +92,31 @@ def swap(
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve the release that the served one was trained from, or else the one before it."""
-    from serving.weights.releases import list_releases, served_release
+    from serving.errors import ReleaseError
+    from serving.weights.releases import (
+        list_releases,
+        load_release,
+        release_number,
+        served_release,
+    )
 
     folder = _folder(pipeline)
     served = served_release(folder)
     if served is None:
         raise PipelineError("nothing is served yet, so there is nothing to go back from")
-    current = _load(pipeline, served.name)
-    older = [release for release in list_releases(folder) if release.id < current.id]
-    parents = [release for release in older if release.id == current.lineage.parent]
+    number = release_number(served.name)
+    older = [release for release in list_releases(folder) if release_number(release.id) < number]
     if not older:
-        raise PipelineError(f"{current.id} is the oldest release there is; `releases ls` shows all")
+        raise PipelineError(
+            f"{served.name} is the oldest release there is; `releases ls` shows all"
+        )
+    try:
+        parent = load_release(served).lineage.parent
+    except ReleaseError as error:
+        # A damaged release is a reason to go back, and none to stay.
+        print(f"pipeline: {error}; going back to the one before it", file=sys.stderr)
+        parent = None
+    parents = [release for release in older if release.id == parent]
     _swap(pipeline, (parents or older)[-1], as_json)
 
 
@@ -98,13 +124,17 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
 def publish(
     folder: Annotated[Path, typer.Argument(help="A checkpoint folder of any trainer.")],
     pipeline: PipelineOption = None,
+    format: Annotated[
+        Literal["safetensors", "bin"] | None,
+        typer.Option(help="Write the shards so; by default they stay as they are."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check a folder, give it a manifest and an id, and keep it among the releases."""
     from serving.weights.publish import publish_folder
 
     target = _folder(pipeline)
-    release = publish_folder(target, folder)
+    release = publish_folder(target, folder, format=format)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
 
@@ -113,18 +143,21 @@ def publish(
 def verify(
     release: Annotated[str | None, typer.Argument(help="One; by default all of them.")] = None,
     pipeline: PipelineOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check every byte of a release against its manifest."""
     from serving.weights.releases import release_ids
     from serving.weights.verify import verify_release
 
     folder = _folder(pipeline)
-    faults = 0
+    faults = {}
     for release_id in [release] if release else release_ids(folder):
-        reasons = verify_release(folder / release_id)
-        faults += len(reasons)
-        print(f"{release_id}  {'; '.join(reasons) or 'whole'}")
-    if faults:
+        faults[release_id] = verify_release(folder / release_id)
+        if not as_json:
+            print(f"{release_id}  {'; '.join(faults[release_id]) or 'whole'}")
+    if as_json:
+        print(json.dumps([{"id": name, "faults": found} for name, found in faults.items()]))
+    if any(faults.values()):
         raise typer.Exit(1)
 
 
@@ -132,6 +165,7 @@ def verify(
 def prune(
     keep: Annotated[int | None, typer.Option(help="By default the pipeline's `keep`.")] = None,
     pipeline: PipelineOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove old releases; never the served one, a pinned one, or one that waits for a server."""
     from pipeline.settings import load_settings
@@ -139,7 +173,10 @@ def prune(
 
     wanted = keep if keep is not None else load_settings().pipeline(pipeline).keep
     removed = prune_releases(_folder(pipeline), wanted)
-    print("removed " + (", ".join(removed) or "nothing"))
+    if as_json:
+        print(json.dumps({"removed": removed}))
+    else:
+        print("removed " + (", ".join(removed) or "nothing"))
 
 
 @app.command()
@@ -160,6 +197,15 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     print(f"{release} is pruned when its time comes")
 
 
+def _losses(evaluation: Any) -> tuple[str, str]:
+    """Of the held-out rows of the new range: the release's, and that of the one it was measured
+    against, in nats per token. What was published by hand may have any evaluation, or none."""
+    new = evaluation.get("new") if isinstance(evaluation, dict) else None
+    found = [new.get(key) if isinstance(new, dict) else None for key in ("loss", "served_loss")]
+    own, before = (f"{loss:.4f}" if isinstance(loss, float) else "-" for loss in found)
+    return own, before
+
+
 def _folder(pipeline: str | None) -> Path:
     from pipeline.settings import load_settings
 
@@ -175,14 +221,17 @@ def _load(pipeline: str | None, release_id: str) -> "Release":
 
 def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
     import httpx
+    from pydantic import ValidationError
 
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from serving.swap_schemas import SwapRequest, SwapResult
-    from serving.weights.releases import set_pending
+    from serving.weights.releases import clear_pending, set_pending
 
-    settings = load_settings()
+    settings, folder = load_settings(), _folder(pipeline)
     url = settings.server_url(settings.pipeline(pipeline))
+    # The marker comes first: a server that starts after the attempt finds the release by it.
+    set_pending(folder, release.id)
     try:
         response = httpx.post(
             f"{url}/admin/swap",
@@ -192,7 +241,6 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
             trust_env=False,
         )
     except httpx.ConnectError:
-        set_pending(_folder(pipeline), release.id)
         answer: dict[str, Any] = {"result": "pending", "release": release.id}
         print(
             json.dumps(answer)
@@ -200,9 +248,19 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
             else f"no server is up on {url}; the next one to start will serve {release.id}"
         )
         return
-    if response.status_code in (401, 403, 404):
-        raise PipelineError(f"{url} is not the server of this state folder: {response.text}")
-    result = SwapResult.model_validate_json(response.content)
+    except httpx.TransportError as error:
+        raise PipelineError(
+            f"{url} gave no answer ({error!r}); it serves {release.id} at its next start"
+        ) from None
+    # Whatever the answer: nobody expects another release of a later restart.
+    clear_pending(folder, release.id)
+    try:
+        result = SwapResult.model_validate_json(response.content)
+    except ValidationError:
+        raise PipelineError(
+            f"{url} is not the server of this state folder: it answered {response.status_code}, "
+            f"{response.text[:300].strip() or '(nothing)'}"
+        ) from None
     if as_json:
         print(result.model_dump_json())
     elif result.result == "live":

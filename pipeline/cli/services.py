@@ -128,7 +128,7 @@ def serve(
     serving = settings.serving.model_copy(
         update=_given(
             host=host,
-            port=port or own_port,
+            port=own_port if port is None else port,
             engine=engine,
             upstream=upstream,
             api_key_file=api_key_file,

@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,9 +43,9 @@ def status(
         if served is None:
             console.print("  serves   nothing yet")
         else:
-            seen = served["dataset_revision"] or "no dataset"
-            newest = "the head" if head and head == seen else "not the head" if head else ""
-            console.print(f"  serves   {served['release']}, which has seen {seen[:12]} {newest}")
+            # The server's own word where it gave one, else what `current` says.
+            verb = "serves   " if served["is_live"] else "served last "
+            console.print(f"  {verb}{served['release']}, {_seen(served, head)}")
         if pipeline["pending_release"]:
             console.print(f"  pending  {pipeline['pending_release']}, for the next server to start")
         for job in pipeline["queue"]:
@@ -60,7 +61,7 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
     from pipeline.journal import describe
     from pipeline.stack import read_stack
     from pipeline.versions import installed_versions
-    from serving.weights.releases import load_release, pending_release, served_release
+    from serving.weights.releases import pending_release
 
     record = read_stack(home)
     children = record.children if record else ()
@@ -85,8 +86,6 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
     with open_job_store(settings, home) as store:
         for pipeline in settings.pipelines:
             folder = home.releases_dir / pipeline.name
-            served = served_release(folder)
-            release = load_release(served) if served else None
             jobs = store.list(pipeline=pipeline.name, limit=20)
             lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]
             report["pipelines"].append(
@@ -97,12 +96,7 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
                     "dataset_head": _head(home, settings, pipeline)
                     if record and pipeline.dataset in settings.datasets_on_hub
                     else None,
-                    "served": release
-                    and {
-                        "release": release.id,
-                        "dataset_revision": release.lineage.dataset_revision,
-                        "url": settings.server_url(pipeline),
-                    },
+                    "served": _served(folder, settings.server_url(pipeline)),
                     "pending_release": pending_release(folder),
                     "queue_age_seconds": max(
                         (round(now - job.created_at, 1) for job in jobs if not job.has_ended),
@@ -118,6 +112,56 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
                 }
             )
     return report
+
+
+def _seen(served: dict[str, Any], head: str | None) -> str:
+    if served["unreadable"]:
+        return f"unreadable: {served['unreadable']}"
+    seen = served["dataset_revision"] or "no dataset"
+    newest = "the head" if head and head == seen else "not the head" if head else ""
+    return f"which has seen {seen[:12]} {newest}".rstrip()
+
+
+def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
+    """What the server says that it serves; without its word, what was served last."""
+    from serving.errors import ReleaseError
+    from serving.weights.releases import load_release, served_release
+
+    release_id, revision, unreadable = None, None, None
+    live = _live(url)
+    if live is not None:
+        release_id, revision = live.get("release"), live.get("dataset_revision")
+    else:
+        try:
+            served = served_release(pipeline_dir)
+            if served is None:
+                return None
+            release_id = served.name
+            revision = load_release(served).lineage.dataset_revision
+        except ReleaseError as error:
+            release_id, unreadable = release_id or "current", str(error)
+    return {
+        "release": release_id,
+        "is_live": live is not None,
+        "dataset_revision": revision,
+        "unreadable": unreadable,
+        "url": url,
+    }
+
+
+def _live(url: str) -> dict[str, Any] | None:
+    """The server's `/health`; None where none is up, or it waits for a release."""
+    import httpx
+
+    try:
+        response = httpx.get(f"{url}/health", timeout=5, trust_env=False)
+    except httpx.HTTPError:
+        return None
+    try:
+        answer = response.json()
+    except ValueError:  # something else listens there
+        return None
+    return answer if isinstance(answer, dict) and answer.get("status") == "ok" else None
 
 
 def _head(home: Home, settings: Any, pipeline: Any) -> str | None:

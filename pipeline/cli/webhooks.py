@@ -74,7 +74,11 @@ def ls(
 
 
 @app.command()
-def info(webhook_id: WebhookArgument, endpoint: EndpointOption = None) -> None:
+def info(
+    webhook_id: WebhookArgument,
+    endpoint: EndpointOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
+) -> None:
     """Print one webhook as JSON."""
     from receiver.webhooks import get_webhook
 

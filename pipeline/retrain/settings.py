@@ -19,7 +19,7 @@ class TrainSettings(_Settings):
     plain text, other rows stand in its place in the same file."""
     seed: int = 0
     learning_rate: float | None = Field(default=None, gt=0)
-    """At the peak of the schedule. None takes 1e-3 for a preset, whose weights start at random,
+    """At the peak of the schedule. Unset, 1e-3 for a preset, whose weights start at random,
     5e-5 for a base model that was trained before, and 5e-4 for LoRA."""
     delta_learning_rate_ratio: float = Field(default=0.7, gt=0)
     """A delta's peak learning rate, as a share of a full training's."""
@@ -44,12 +44,12 @@ class TrainSettings(_Settings):
     min_replay_tokens: int = Field(default=16_384, ge=0)
     """A delta of a few rows replays at least this much, as far as there are rows."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Tokens between two updates of the weights. None divides the training into about 1,000 steps
-    of at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
+    """Tokens between two updates of the weights. Unset, the training is divided into about 1,000
+    steps of at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
     """Tokens computed at once; a step of more accumulates gradients."""
     max_length: int | None = Field(default=None, ge=8)
-    """Tokens that the model looks at together, at most; None takes 256 for a preset and 1,024 for a
+    """Tokens that the model looks at together, at most. Unset, 256 for a preset and 1,024 for a
     base model that was trained before, and never more than the model's context. Longer texts are
     cut into pieces of this length; a longer prompt loses its beginning, a longer completion its
     end."""
@@ -70,7 +70,7 @@ class TrainSettings(_Settings):
     lora_rank: int | None = Field(default=None, ge=1)
     """Train matrices of this rank beside the frozen weights (LoRA), merged into the release; needs
     `hotpush[lora]`. For base models that were trained before: a preset's weights start at random.
-    The usual learning rate is then ten times as high. None trains all weights."""
+    The usual learning rate is then ten times as high. Unset, all weights are trained."""
     num_processes: int = Field(default=1, ge=1, le=64)
     """Processes that share each step, one GPU each where there are any. The losses are those of one
     process."""
@@ -120,7 +120,7 @@ class RetrainSettings(_Settings):
     bases_dir: Path
     """`<home>/bases`: the base model of each pipeline, made or fetched once."""
     snapshots_dir: Path | None = None
-    """Where dataset revisions are downloaded to; None for `snapshots` beside the releases."""
+    """Where dataset revisions are downloaded to. Unset, `snapshots` beside the releases."""
     keep: int = Field(default=5, ge=2)
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,10 @@ PINNED = "pinned"
 COUNTER = "counter"
 UNFINISHED = ".unfinished-"
 """Prefix of folders that are being written or removed; without the lock held they are leftovers."""
+REPLACING = ".replacing-"
+"""Prefix of what becomes `current` or `pending`. These are written without the lock, which a
+publisher holds for long; so one is a leftover only once it is older than REPLACING_SECONDS."""
+REPLACING_SECONDS = 60.0
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
 
@@ -54,7 +59,9 @@ def load_release(folder: Path) -> Release:
     except ValidationError as error:
         raise ReleaseError(
             *(
-                f"{path}: {'.'.join(str(part) for part in each['loc'])}: {each['msg']}"
+                ": ".join(
+                    [str(path), *filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]
+                )
                 for each in error.errors()
             )
         ) from None
@@ -99,7 +106,7 @@ def served_release(pipeline_dir: Path) -> Path | None:
 def set_current(pipeline_dir: Path, release_id: str) -> None:
     """Point `current` at a release, in one step. For the server alone."""
     release_number(release_id)
-    link = pipeline_dir / f"{UNFINISHED}{uuid.uuid4().hex[:8]}"
+    link = pipeline_dir / f"{REPLACING}{uuid.uuid4().hex[:8]}"
     os.symlink(release_id, link)
     os.replace(link, pipeline_dir / CURRENT)
     fsync_dir(pipeline_dir)
@@ -119,16 +126,17 @@ def set_pending(pipeline_dir: Path, release_id: str) -> None:
     """Leave a release for the next server to start. Written before a server is looked for, so
     that one which starts in between finds it."""
     release_number(release_id)
-    write_durably(pipeline_dir / PENDING, release_id + "\n")
+    write_durably(pipeline_dir / PENDING, release_id + "\n", prefix=REPLACING)
 
 
 def clear_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Remove the marker when it names `release_id` or an older release."""
+    """Remove the marker when it names `release_id`; another release, newer or older, still waits
+    for its own answer."""
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:
         pending = release_id  # unreadable: it would be tried again at every start
-    if pending is not None and release_number(pending) <= release_number(release_id):
+    if pending == release_id:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
         fsync_dir(pipeline_dir)
 
@@ -206,13 +214,22 @@ def sweep(pipeline_dir: Path) -> list[str]:
 
 def sweep_locked(pipeline_dir: Path) -> list[str]:
     """The same for one who holds the lock."""
-    leftovers = [entry for entry in pipeline_dir.iterdir() if entry.name.startswith(UNFINISHED)]
+    leftovers = [entry for entry in pipeline_dir.iterdir() if _is_leftover(entry)]
     for entry in leftovers:
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink(missing_ok=True)
     return sorted(entry.name for entry in leftovers)
+
+
+def _is_leftover(entry: Path) -> bool:
+    if not entry.name.startswith(REPLACING):
+        return entry.name.startswith(UNFINISHED)
+    try:
+        return time.time() - entry.lstat().st_mtime > REPLACING_SECONDS
+    except FileNotFoundError:
+        return False
 
 
 def next_number(pipeline_dir: Path) -> int:
@@ -232,9 +249,9 @@ def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[No
         yield
 
 
-def write_durably(path: Path, text: str) -> None:
+def write_durably(path: Path, text: str, *, prefix: str = UNFINISHED) -> None:
     """Replace a small file in one step that survives a power cut."""
-    temp = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
+    temp = path.with_name(f"{prefix}{uuid.uuid4().hex[:8]}")
     with temp.open("w") as file:
         file.write(text)
         file.flush()

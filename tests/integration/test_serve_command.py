@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -71,6 +72,38 @@ def test_a_folder_that_cannot_be_served_is_one_line(
     line = done.stderr.splitlines()[-1]
     assert line.startswith("pipeline: ") and "holds no weights" in line
     assert "Traceback" not in done.stderr
+
+
+def test_port_0_takes_a_free_one_whatever_is_configured(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        configured = str(busy.getsockname()[1])
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pipeline", "serve", "--engine", "echo", "--port", "0"),
+                str(tmp_path / "releases" / echo_release(tmp_path / "releases", 1).id),
+            ],
+            env={**environment, "PIPELINE_SERVING__PORT": configured},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline().startswith("serving on http://127.0.0.1:")
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def test_a_release_that_is_not_there_is_one_line(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    done = serve(environment, "NONEXISTENT", "--engine", "echo")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeline: ") and "NONEXISTENT" in line
 
 
 def test_an_unknown_engine_is_told_the_known_ones(environment: dict[str, str]) -> None:

@@ -428,6 +428,18 @@ def test_a_server_starts_with_current_and_then_swaps_pending_in(tmp_path: Path) 
     assert releases.pending_release(tmp_path) is None
 
 
+def test_a_way_back_that_was_asked_for_without_a_server_is_taken_at_the_start(
+    tmp_path: Path,
+) -> None:
+    first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
+    releases.set_current(tmp_path, second.id)
+    releases.set_pending(tmp_path, first.id)
+    live = started(tmp_path)
+    assert live is not None and live.id == first.id
+    assert releases.served_release(tmp_path) == tmp_path / first.id
+    assert releases.pending_release(tmp_path) is None
+
+
 def test_a_pending_release_that_is_refused_is_not_tried_for_ever(tmp_path: Path) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
     releases.set_current(tmp_path, first.id)

@@ -54,12 +54,13 @@ def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -
         releases.served_release(tmp_path)
 
 
-def test_pending_is_cleared_by_itself_or_a_newer_one(tmp_path: Path) -> None:
-    releases.clear_pending(tmp_path, "r000001-aaaaaaaa")
+@pytest.mark.parametrize("other", ["r000001-aaaaaaaa", "r000003-cccccccc"])
+def test_pending_is_cleared_by_itself_alone(tmp_path: Path, other: str) -> None:
+    releases.clear_pending(tmp_path, other)
     releases.set_pending(tmp_path, "r000002-bbbbbbbb")
-    releases.clear_pending(tmp_path, "r000001-aaaaaaaa")
+    releases.clear_pending(tmp_path, other)
     assert releases.pending_release(tmp_path) == "r000002-bbbbbbbb"
-    releases.clear_pending(tmp_path, "r000003-cccccccc")
+    releases.clear_pending(tmp_path, "r000002-bbbbbbbb")
     assert releases.pending_release(tmp_path) is None
 
 
@@ -110,7 +111,11 @@ def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> No
     (tmp_path / ".unfinished-1").mkdir()
     (tmp_path / ".unfinished-1" / "model.safetensors").write_bytes(b"half")
     os.symlink("r000001-00000000", tmp_path / ".unfinished-2")
+    os.symlink("r000001-00000000", tmp_path / ".replacing-1")
+    os.utime(tmp_path / ".replacing-1", (0, 0), follow_symlinks=False)
+    (tmp_path / ".replacing-2").write_text("r000001-00000000\n")
     with releases.release_lock(tmp_path):
         assert releases.sweep(tmp_path) == []
-    assert releases.sweep(tmp_path) == [".unfinished-1", ".unfinished-2"]
+    assert releases.sweep(tmp_path) == [".replacing-1", ".unfinished-1", ".unfinished-2"]
+    assert (tmp_path / ".replacing-2").exists()
     assert releases.release_ids(tmp_path) == ["r000001-00000000"]

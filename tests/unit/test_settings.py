@@ -62,7 +62,10 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
             '[[pipelines]]\nname = "a"\ndataset = "o/d"\n[pipelines.train]\nsede = 1\n',
             ["'sede'", "[pipelines.train]", "'seed'"],
         ),
-        ('[[pipelines]]\nname = "a"\ndataset = "d"\n', ["'dataset'", "pattern"]),
+        (
+            '[[pipelines]]\nname = "a"\ndataset = "d"\n',
+            ["'dataset'", "got 'd'; write it as OWNER/NAME"],
+        ),
         (
             2 * '[[pipelines]]\nname = "a"\ndataset = "o/d"\n',
             ["two pipelines are called a"],
