@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.job_folder import sync_dir
 from pipeline.retrain.rows import Row
+from serving.weights.releases import fsync_dir
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -126,7 +126,7 @@ def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.replace(aside, folder)
-    sync_dir(folder.parent)
+    fsync_dir(folder.parent)
 
 
 def preset_config(preset: str, tokenizer: "PreTrainedTokenizerFast") -> "LlamaConfig":

@@ -244,6 +244,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
+    """Make the renames in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
