@@ -248,3 +248,13 @@ def test_old_releases_and_working_files_go(pipeline: Pipeline) -> None:
         pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}, keep=2, gate=gate)
     assert [release[:7] for release in release_ids(pipeline.dir)] == ["r000002", "r000003"]
     assert not list(pipeline.home.glob("jobs/*/checkpoints"))
+
+
+def test_the_release_of_another_databases_job_is_not_this_ones(pipeline: Pipeline) -> None:
+    first = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
+    old = pipeline.run(first)
+    again = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))}))
+    new = pipeline.run(again, JOB_ID=first.name)
+    assert new.job_id == old.job_id
+    assert new.dataset_revision != old.dataset_revision
+    assert new.release != old.release
