@@ -4,11 +4,14 @@ The command adds files of its own beside them. Standard library only: a launcher
 import this module before they become the command.
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+IDENTITY = "job.json"
+"""Whose folder it is: ids alone start again at j000001 in every new database."""
 SPEC = "spec.json"
 PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
@@ -51,6 +54,26 @@ def read_record(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, json.JSONDecodeError):
         return None
     return record
+
+
+def put_aside_if_of_another(folder: Path, identity: dict[str, Any]) -> Path | None:
+    """Make `folder` that of the job with this `identity`.
+
+    A folder that another job has begun is renamed; returns where to. The job's own is left as it
+    is, with all that its earlier attempts have done.
+    """
+    aside = None
+    if (folder / SPEC).exists() and read_record(folder / IDENTITY) != identity:
+        aside = _free_name(folder)
+        folder.rename(aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / IDENTITY, json.dumps(identity))
+    return aside
+
+
+def _free_name(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}.stale-{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _sync_folder(folder: Path) -> None:

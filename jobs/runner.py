@@ -20,9 +20,10 @@ from typing import Literal
 from jobs.ending import Lost, ending
 from jobs.environment import job_environment
 from jobs.errors import LaunchError, LeaseLost, SealBroken, StoreError
-from jobs.folder import PAYLOAD, SPEC, write_whole
+from jobs.folder import PAYLOAD, SPEC, put_aside_if_of_another, write_whole
 from jobs.launcher import Launch, Launcher, Status
 from jobs.launchers.local import LocalLauncher
+from jobs.outcome import JobOutcome
 from jobs.record import Job, delivery_ids, failure
 from jobs.sealed import unseal
 from jobs.settings import JobsSettings
@@ -190,7 +191,16 @@ class Runner:
                 raise LaunchError(
                     f"There is no launcher {job.spec.launcher!r} here; this runner has `local`."
                 )
-            job_dir.mkdir(parents=True, exist_ok=True)
+            identity = {"id": job.id, "created_at": job.created_at}
+            aside = put_aside_if_of_another(job_dir, identity)
+            if aside is not None:
+                logger.warning(
+                    "%s is of another database's job %s; it is now %s.",
+                    job_dir,
+                    job.id,
+                    aside.name,
+                    extra=_ids(job),
+                )
             write_whole(job_dir / SPEC, job.spec.model_dump_json(indent=2))
             if job.payload is not None:
                 write_whole(job_dir / PAYLOAD, json.dumps(job.payload))
@@ -297,7 +307,7 @@ class Runner:
         if not job.has_ended:
             held.job, held.handle = job, None
             return
-        logger.info("Job %s is %s: %s", job.id, job.state, job.outcome, extra=_ids(job))
+        logger.info("Job %s is %s%s", job.id, job.state, _in_words(job.outcome), extra=_ids(job))
         del self._held[job.id]
         self._next_claim = 0.0  # a job that waited for this one may be due
 
@@ -313,6 +323,14 @@ def _ids(job: Job) -> dict[str, object]:
         "pipeline": job.spec.pipeline,
         "delivery_ids": list(delivery_ids(job)),
     }
+
+
+def _in_words(outcome: JobOutcome | None) -> str:
+    if outcome is None:
+        return "."
+    where = f" in {outcome.stage}" if outcome.stage else ""
+    release = f", release {outcome.release}" if outcome.release else ""
+    return f": {outcome.result}{where}{release}" + (f": {outcome.reason}" if outcome.reason else "")
 
 
 def _deliveries(job: Job) -> str:

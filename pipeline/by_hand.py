@@ -29,7 +29,7 @@ from pipeline.retrain.settings import is_git_url
 from pipeline.rules import retrain_rule
 from pipeline.settings import PipelineSettings, Settings, load_settings
 from pipeline.stack import RUNNER, Stack, hub_service, read_stack
-from pipeline.tokens import load_tokens
+from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
 
 PRELOAD = (
@@ -139,6 +139,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 _with_preload(settings.jobs),
                 {
                     **os.environ,
+                    **_own_token(tokens),
                     "HF_ENDPOINT": settings.hub_url,
                     "HF_TOKEN": tokens.hub,
                     "PIPELINE_HOME": str(home.root),
@@ -154,6 +155,12 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     finally:
         if stack is not None:
             stack.stop()
+
+
+def _own_token(tokens: Tokens) -> dict[str, str]:
+    """The user's token for hubs elsewhere, where there is one; never the stack's own."""
+    token = os.environ.get("HF_TOKEN")
+    return {"BASE_MODEL_HF_TOKEN": token} if token and token != tokens.hub else {}
 
 
 def _with_preload(settings: JobsSettings) -> JobsSettings:

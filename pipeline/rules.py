@@ -21,6 +21,7 @@ def retrain_rule(
         dataset=pipeline.dataset,
         ref=ref,
         base_model=pipeline.base_model,
+        base_model_endpoint=pipeline.base_model_endpoint,
         releases_dir=home.releases_dir,
         bases_dir=home.bases_dir,
         keep=pipeline.keep,

@@ -22,7 +22,13 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
 from pipeline.logs import LogSettings
-from pipeline.retrain.settings import GateSettings, TrainSettings, is_git_url
+from pipeline.retrain.settings import (
+    HUGGING_FACE,
+    BaseModelEndpoint,
+    GateSettings,
+    TrainSettings,
+    is_git_url,
+)
 from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
@@ -43,6 +49,9 @@ class PipelineSettings(BaseModel):
     """The branch that it follows. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
     """What the first release is trained from: `preset:tiny`, a checkpoint folder, or a hub id."""
+    base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
+    """The hub that such an id is looked up on, with your own token (`HF_TOKEN` where the stack was
+    started, or `hf auth login`); `hub` for the stack's own."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """Port of this pipeline's server. By default the first pipeline has `[serving] port`, the
     second the next one, and so on."""

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from receiver.payload import WebhookPayload
 from receiver.verify import Proof
@@ -58,6 +59,14 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
     return JSONResponse(
         {"error": f"Not the payload this handler takes: {where}: {first['msg']}", "detail": detail},
         status_code=422,
+    )
+
+
+async def refuse(_request: Request, error: Exception) -> JSONResponse:
+    """No such path, not this method, or what a handler raised: in the form of all other errors."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(
+        {"error": error.detail}, status_code=error.status_code, headers=error.headers
     )
 
 

@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from starlette.exceptions import HTTPException
 
 from receiver import listen
 from receiver.answers import Answers
@@ -23,6 +24,7 @@ from receiver.handlers import (
     annotate,
     as_secrets,
     own_up,
+    refuse,
     refuse_unreadable,
 )
 from receiver.history import History
@@ -77,6 +79,7 @@ class WebhooksServer:
         """To embed in another application, or to test without a socket. One that mounts it enters
         `lifespan` too, as `FastAPI(lifespan=server.lifespan)` does."""
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
+        self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(own_up)
         self.app.get("/health", include_in_schema=False)(_health)
         self._ui = None if ui is None else application_of(ui)

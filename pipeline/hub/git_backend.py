@@ -15,6 +15,13 @@ from pipeline.hub.repositories import Repository
 
 _CHUNK_BYTES = 64 * 1024
 
+# Whoever pushes `:main` means it, and cannot reach the configuration that git would refer them to.
+_CONFIG = {
+    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent",
+    "GIT_CONFIG_VALUE_0": "ignore",
+}
+
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -36,7 +43,7 @@ def cgi_environment(
         cgi["HTTP_CONTENT_ENCODING"] = encoding.decode("latin-1")
     if protocol := header(scope, b"git-protocol"):
         cgi["GIT_PROTOCOL"] = protocol.decode("latin-1")
-    return git_environment(cgi)
+    return git_environment({**cgi, **_CONFIG})
 
 
 def header(scope: Scope, name: bytes) -> bytes:

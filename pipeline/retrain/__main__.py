@@ -25,7 +25,8 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):  # they tell of each request
+        logging.getLogger(client).setLevel(logging.WARNING)
     job: Job | None = None
     try:
         job = Job.from_environment(environ)

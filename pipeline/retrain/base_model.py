@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.job_folder import sync_dir
 from pipeline.retrain.rows import Row
+from serving.weights.releases import fsync_dir
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -86,7 +86,10 @@ def _fetch(repo: str, bases_dir: Path, endpoint: str | None, token: str | None) 
 
     try:
         folder = snapshot_download(
-            repo, cache_dir=bases_dir / "hub", endpoint=endpoint, token=token
+            repo,
+            cache_dir=bases_dir / "hub",
+            endpoint=endpoint,
+            token=token or _cached_login() or False,  # None would send the HF_TOKEN of the job
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -96,6 +99,16 @@ def _fetch(repo: str, bases_dir: Path, endpoint: str | None, token: str | None) 
         ) from error
     _check_folder(Path(folder))
     return Path(folder)
+
+
+def _cached_login() -> str | None:
+    """The token that `hf auth login` stored."""
+    from huggingface_hub import constants
+
+    try:
+        return Path(constants.HF_TOKEN_PATH).read_text().strip() or None
+    except OSError:
+        return None
 
 
 def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -> None:
@@ -113,7 +126,7 @@ def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     os.replace(aside, folder)
-    sync_dir(folder.parent)
+    fsync_dir(folder.parent)
 
 
 def preset_config(preset: str, tokenizer: "PreTrainedTokenizerFast") -> "LlamaConfig":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
+from serving.weights.releases import fsync_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -89,7 +90,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
         raise TrainError(
             f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
         ) from error
-    job_folder.sync_dir(path.parent)
+    fsync_dir(path.parent)
     job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
     for other in path.parent.iterdir():
         if other != path:

@@ -41,6 +41,8 @@ class Job:
     revisions: RevisionRange | None
     hub_endpoint: str | None
     hub_token: str | None = field(repr=False)
+    base_model_token: str | None = field(repr=False)
+    """The user's own, for the hub that a base model comes from."""
     server_url: str | None
     admin_token: str | None = field(repr=False)
     num_threads: int | None
@@ -77,6 +79,7 @@ class Job:
             revisions=spec.revisions,
             hub_endpoint=environ.get("HF_ENDPOINT"),
             hub_token=environ.get("HF_TOKEN"),
+            base_model_token=environ.get("BASE_MODEL_HF_TOKEN"),
             server_url=environ.get("PIPELINE_SERVER_URL"),
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,

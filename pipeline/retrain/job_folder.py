@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from serving.weights.releases import fsync_dir
+
 Record = TypeVar("Record", bound=BaseModel)
 
 SPEC = "spec.json"
@@ -26,7 +28,7 @@ def write_record(path: Path, record: BaseModel) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-    sync_dir(path.parent)
+    fsync_dir(path.parent)
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
@@ -35,12 +37,3 @@ def read_record(path: Path, kind: type[Record]) -> Record | None:
         return kind.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
-
-
-def sync_dir(folder: Path) -> None:
-    """Make the renames in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -59,8 +59,14 @@ def retrain(job: Job) -> JobOutcome:
 
 def _published_before(job: Job) -> Release | None:
     """This job's release, where an earlier attempt got as far."""
+    snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
+    if snapshot is None:
+        return None  # the releases of this id are of another database's job
     mine = [
-        release for release in list_releases(job.pipeline_dir) if release.lineage.job_id == job.id
+        release
+        for release in list_releases(job.pipeline_dir)
+        if release.lineage.job_id == job.id
+        and release.lineage.dataset_revision == snapshot.revision.sha
     ]
     if not mine:
         return None

@@ -1,9 +1,13 @@
 """What a retraining job is told. It is frozen into `JobSpec.settings` when the job is submitted."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+HUGGING_FACE = "https://huggingface.co"
+
+BaseModelEndpoint = Annotated[str, Field(pattern=r"^(hub|https?://\S+)$")]
 
 
 class _Settings(BaseModel):
@@ -114,7 +118,9 @@ class RetrainSettings(_Settings):
     """`owner/name` on the hub, or the git URL of a repository elsewhere."""
     ref: str = "refs/heads/main"
     base_model: str = "preset:tiny"
-    """`preset:tiny`, the folder of a checkpoint, or the id of a model on the hub."""
+    """`preset:tiny`, the folder of a checkpoint, or the id of a model on a hub."""
+    base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
+    """The hub that such an id is looked up on; `hub` for the one that has the dataset."""
     releases_dir: Path
     """`<home>/releases`: holds one folder per pipeline."""
     bases_dir: Path

@@ -128,7 +128,7 @@ class DatasetHub:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         endpoint = self._endpoint or constants.ENDPOINT
         page: str | None = f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}"
-        with httpx.Client(headers=headers, timeout=30.0) as client:
+        with httpx.Client(headers=headers, timeout=30.0, trust_env=False) as client:
             while page is not None:
                 response = client.get(page).raise_for_status()
                 yield from (commit["id"] for commit in response.json())

@@ -131,6 +131,7 @@ class Start:
 def open_start(job: Job, data: Data, parent: Parent | None) -> Start:
     """Load what the job sets out from. Raises BaseModelError."""
     settings = job.settings
+    on_own_hub = settings.base_model_endpoint == "hub"
     _prepare_libraries(job)
 
     def base() -> Path:
@@ -139,8 +140,8 @@ def open_start(job: Job, data: Data, parent: Parent | None) -> Start:
             settings.bases_dir / settings.pipeline,
             data.rows,
             seed=settings.train.seed,
-            endpoint=job.hub_endpoint,
-            token=job.hub_token,
+            endpoint=job.hub_endpoint if on_own_hub else settings.base_model_endpoint,
+            token=job.hub_token if on_own_hub else job.base_model_token,
         )
 
     folder = parent.folder if parent is not None and data.mode == "delta" else base()

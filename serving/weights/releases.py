@@ -261,6 +261,7 @@ def write_durably(path: Path, text: str, *, prefix: str = UNFINISHED) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
+    """Make the renames in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,6 +8,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from standardwebhooks import Webhook as Verifier
 
 from receiver.payload import WebhookPayload
+from receiver.rules import RetrainRule, decide
 from tests.hub_fixtures import (
     Receiver,
     RunningHub,
@@ -71,6 +72,23 @@ def test_what_makes_no_webhook_is_refused(hub: RunningHub, body: object, named: 
     assert answer.status_code == 400
     assert named in answer.json()["error"]
     assert "lines" not in answer.text  # the secret
+
+
+def test_the_default_branch_can_be_deleted_and_pushed_again(
+    hub: RunningHub, receiver: Receiver, worktree: Path
+) -> None:
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+    hub.git("push", "-q", "origin", ":main", cwd=worktree)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    deleted, pushed = receiver.wait_for(2)
+    ref = "refs/heads/main"
+    assert deleted.json["updatedRefs"] == [{"ref": ref, "oldSha": sha, "newSha": None}]
+    assert pushed.json["updatedRefs"] == [{"ref": ref, "oldSha": None, "newSha": sha}]
+    rule = RetrainRule(pipeline="facts", dataset="local/facts", ref=ref)
+    payload = WebhookPayload.model_validate(deleted.json)
+    assert decide(payload, [rule]) == "'refs/heads/main' was deleted"
 
 
 def test_the_payload_is_the_documented_one(

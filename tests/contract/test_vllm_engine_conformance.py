@@ -226,9 +226,9 @@ def test_a_tied_head_goes_stale_in_vllms_own_reload(tmp_path: Path) -> None:
     right, and its reload can be trusted on a CPU."""
     first, second = (vllm_release(tmp_path, seed, tied=True) for seed in (1, 2))
     folders = [str(tmp_path / "releases" / release.id) for release in (first, second)]
-    program = Path(__file__).parents[1] / "vllm_reload_program.py"
     done = subprocess.run(
-        [sys.executable, str(program), *folders],
+        [sys.executable, "-m", "tests.vllm_reload_program", *folders],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
         text=True,

@@ -139,6 +139,25 @@ def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
     assert not any("t0ken" in path.read_text() for path in files), "a secret is on disk"
 
 
+@pytest.mark.parametrize("same_spec", [False, True])
+def test_the_folder_of_a_lost_database_is_not_believed(house: House, same_spec: bool) -> None:
+    spec = program("write_outcome", "published", "0")
+    old = house.jobs_dir / "j000001"
+    old.mkdir(parents=True)
+    (old / "spec.json").write_text((spec if same_spec else program("x")).model_dump_json())
+    (old / "job.json").write_text('{"id": "j000001", "created_at": 1.0}')
+    (old / "process.json").write_text('{"attempt": 1, "pid": 1, "started": "1"}')
+    (old / "exit.json").write_text('{"attempt": 1, "exit_code": 0, "error": null}')
+    (old / "outcome.json").write_text('{"result": "promoted"}')
+    job = house.store.submit(spec).job
+    assert job.id == old.name
+    house.run()
+    outcome = house.ended(job).outcome
+    assert outcome is not None and outcome.result == "published"
+    aside = house.jobs_dir / "j000001.stale-1"
+    assert json.loads((aside / "outcome.json").read_text()) == {"result": "promoted"}
+
+
 def test_a_payload_beyond_what_a_variable_can_hold(house: House) -> None:
     house.run()
     files = [{"path": f"data/{n:06}.jsonl", "size": n} for n in range(10_000)]

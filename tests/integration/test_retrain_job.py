@@ -172,15 +172,24 @@ def test_rows_without_anything_to_learn_fail_the_job(pipeline: Pipeline) -> None
 
 
 @pytest.mark.parametrize(
-    ("base", "expected"),
+    ("base", "endpoint", "expected"),
     [
-        ("/no/such/folder", "no base model at /no/such/folder"),
-        ("preset:huge", "no preset 'preset:huge'"),
-        ("owner/name", "base model 'owner/name' could not be fetched from http://127.0.0.1:9"),
+        ("/no/such/folder", "hub", "no base model at /no/such/folder"),
+        ("preset:huge", "hub", "no preset 'preset:huge'"),
+        ("me/it", "hub", "base model 'me/it' could not be fetched from http://127.0.0.1:9 "),
+        (
+            "me/it",
+            "http://127.0.0.1:10",
+            "base model 'me/it' could not be fetched from http://127.0.0.1:10 ",
+        ),
     ],
 )
-def test_a_missing_base_model_is_named(pipeline: Pipeline, base: str, expected: str) -> None:
-    outcome = pipeline.learn({"a.jsonl": jsonl(facts())}, base_model=base)
+def test_a_missing_base_model_is_named(
+    pipeline: Pipeline, base: str, endpoint: str, expected: str
+) -> None:
+    outcome = pipeline.learn(
+        {"a.jsonl": jsonl(facts())}, base_model=base, base_model_endpoint=endpoint
+    )
     assert (outcome.result, outcome.stage) == ("failed", "data")
     assert expected in str(outcome.reason)
 
@@ -239,3 +248,13 @@ def test_old_releases_and_working_files_go(pipeline: Pipeline) -> None:
         pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}, keep=2, gate=gate)
     assert [release[:7] for release in release_ids(pipeline.dir)] == ["r000002", "r000003"]
     assert not list(pipeline.home.glob("jobs/*/checkpoints"))
+
+
+def test_the_release_of_another_databases_job_is_not_this_ones(pipeline: Pipeline) -> None:
+    first = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
+    old = pipeline.run(first)
+    again = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))}))
+    new = pipeline.run(again, JOB_ID=first.name)
+    assert new.job_id == old.job_id
+    assert new.dataset_revision != old.dataset_revision
+    assert new.release != old.release

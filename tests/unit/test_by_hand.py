@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from jobs.launchers.process import identify
+from pipeline import by_hand
 from pipeline.by_hand import submit, with_runner
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack import Child, StackRecord
+from pipeline.tokens import Tokens
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1234", None])
@@ -51,3 +53,15 @@ def test_a_payload_that_is_none_is_refused(payload: dict[str, object], tmp_path:
         submit(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts, payload=payload)
     with open_job_store(settings, home) as store:
         assert store.list() == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "given"),
+    [("hf_mine", {"BASE_MODEL_HF_TOKEN": "hf_mine"}), ("stack", {}), ("", {})],
+)
+def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, given: dict[str, str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", variable)
+    tokens = Tokens(hub="stack", admin="a", webhook="w", key="k")
+    assert by_hand._own_token(tokens) == given

@@ -1,9 +1,9 @@
 """Routes and their doors, through the application, without a socket."""
 
 import asyncio
+import socket
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,7 @@ from receiver.errors import AddressUnavailable, OpenToEveryone
 from receiver.listen import bind
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
+from tests.jobs_fixtures import until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import (
     BUCKET_UPDATED,
@@ -64,7 +65,9 @@ def test_a_handler_is_reached_under_its_own_name_or_an_explicit_one(
     assert (answer.status_code, answer.json()) == (200, {"head": NEW})
     answer = client.post("/webhooks/say/nothing", json=dataset_update())
     assert (answer.status_code, answer.json()) == (200, None)
-    assert client.get("/webhooks/hello").status_code == 405
+    answer = client.get("/webhooks/hello")
+    assert (answer.status_code, answer.json()) == (405, {"error": "Method Not Allowed"})
+    assert answer.headers["Allow"] == "POST"
     assert client.post("/webhooks/unknown", json=dataset_update()).status_code == 404
 
 
@@ -631,6 +634,15 @@ def test_launch_from_a_running_loop_returns_and_moves_when_repeated(
         httpx.post(f"{second}/webhooks/x")
 
 
+def takes_no_more(url: str) -> bool:
+    address = httpx.URL(url)
+    try:
+        socket.create_connection((address.host, address.port or 80)).close()
+    except ConnectionError:
+        return True
+    return False
+
+
 def test_a_stopping_server_lets_handlers_finish() -> None:
     server = WebhooksServer()
     began, ended = threading.Event(), threading.Event()
@@ -638,7 +650,7 @@ def test_a_stopping_server_lets_handlers_finish() -> None:
     @server.add_webhook
     def x(payload: WebhookPayload) -> str:
         began.set()
-        time.sleep(0.3)
+        until(lambda: takes_no_more(url))
         ended.set()
         return "finished"
 

@@ -1,0 +1,80 @@
+"""Which hub a base model comes from, and with whose token."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from pipeline.retrain.base_model import base_folder
+from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.settings import RetrainSettings
+
+
+class _Hub(ThreadingHTTPServer):
+    """Has no model at all, and remembers which tokens it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.shown: set[str | None] = set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: _Hub
+
+    def do_GET(self) -> None:
+        self.server.shown.add(self.headers["Authorization"])
+        self.send_error(404)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[_Hub]:
+    with _Hub() as hub:
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield hub
+        hub.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("own", "login", "shown"),
+    [
+        (None, None, None),
+        (None, "hf_login", "Bearer hf_login"),
+        ("hf_own", "hf_login", "Bearer hf_own"),
+    ],
+)
+def test_the_token_of_the_stack_goes_to_no_other_hub(
+    hub: _Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: str | None,
+    login: str | None,
+    shown: str | None,
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "of-the-stack")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    if login is not None:
+        (tmp_path / "token").write_text(f"{login}\n")
+    with pytest.raises(BaseModelError, match=f"'me/it' could not be fetched from {hub.url}"):
+        base_folder("me/it", tmp_path, [], seed=0, endpoint=hub.url, token=own)
+    assert hub.shown == {shown}
+
+
+def test_an_id_is_one_of_hugging_face_unless_said_otherwise(tmp_path: Path) -> None:
+    settings = RetrainSettings(
+        pipeline="facts", dataset="me/facts", releases_dir=tmp_path, bases_dir=tmp_path
+    )
+    assert settings.base_model_endpoint == "https://huggingface.co"
