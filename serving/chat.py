@@ -58,6 +58,7 @@ def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> Ch
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         num_prompt_logprobs=None,
         param="messages",
+        max_tokens_param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
     )
     return ChatPlan(request=request, num_prompt_tokens=len(prompt), generations=generations)
 

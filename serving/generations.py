@@ -46,6 +46,7 @@ def make_generations(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
     param: str,
+    max_tokens_param: str = "max_tokens",
 ) -> list[Generation]:
     """One for each sequence of a prompt. Raises RequestError where the context is too small."""
     context = live.tokenizer.context_length
@@ -59,7 +60,7 @@ def make_generations(
         raise _too_long(
             f"the context has {context} tokens: {len(prompt)} of the prompt and {max_tokens} new "
             f"ones are more; ask for at most {room}",
-            param,
+            max_tokens_param,
         )
     bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
     check_token_ids(live, tuple(bias), "logit_bias")

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from starlette.responses import Response
 
+MAX_SHOWN = 60
+"""Characters of a value at fault that are said back; a prompt is longer."""
+
 
 class RequestError(Exception):
     """Ends a request with an error body; the message is for who sent it."""
@@ -39,10 +42,13 @@ def from_validation(error: ValidationError) -> RequestError:
     """Everything that is wrong with a body; `param` is the first field of it."""
     reasons = []
     params = []
-    for each in error.errors(include_url=False, include_input=False):
+    for each in error.errors(include_url=False):
         # Names of union members and validators stand in `loc` too; the field is its first part.
         param = str(each["loc"][0]) if each["loc"] else None
         message = each["msg"].removeprefix("Value error, ")
+        given = each["input"]
+        if isinstance(given, str | int | float) and len(repr(given)) <= MAX_SHOWN:
+            message += f", got {json.dumps(given)}"
         reason = f"{param}: {message}" if param else message
         if reason not in reasons:
             reasons.append(reason)

@@ -234,11 +234,11 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
     ("change", "status", "param", "said"),
     [
         ({"model": "other"}, 404, "model", "'other'"),
-        ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+        ({"temperature": -1}, 400, "temperature", "greater than or equal to 0, got -1"),
         ({"temperature": "hot"}, 400, "temperature", "number"),
         ({"max_tokens": -1}, 400, "max_tokens", "0"),
         ({"max_tokens": "4"}, 400, "max_tokens", "integer"),
-        ({"max_tokens": 124}, 400, "prompt", "128 tokens: 5 of the prompt and 124"),
+        ({"max_tokens": 124}, 400, "max_tokens", "128 tokens: 5 of the prompt and 124"),
         ({"prompt": "x" * 500}, 400, "prompt", "500 tokens, and the context 128"),
         ({"prompt": ""}, 400, "prompt", "empty"),
         ({"prompt": []}, 400, "prompt", "list"),
