@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from pipeline.by_hand import submit_command
+from pipeline.by_hand import submit_bare
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
@@ -130,7 +130,7 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
     monkeypatch.setenv("COLUMNS", "40")
     assert pipeline("jobs", "ls").output == "No job yet.\n"
     with open_job_store(load_settings(), Home.find()) as store:
-        job = submit_command(store, ("sleep", "1"))
+        job = submit_bare(store, ("sleep", "1"))
     assert job.id in pipeline("jobs", "ls").output
     assert json.loads(pipeline("jobs", "inspect", "--latest", "--json").output)["id"] == job.id
     cancelled = json.loads(pipeline("jobs", "cancel", job.id, "--json").output)
