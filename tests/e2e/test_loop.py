@@ -137,6 +137,8 @@ def test_a_running_job_is_cancelled(loop: tuple[Workplace, Checkout]) -> None:
     job_id = workplace.run("jobs", "run", "--detach", "--", "sleep", "600").strip()
     workplace.run("jobs", "cancel", job_id)
     workplace.run("jobs", "wait", job_id, code=5)
+    job = json.loads(workplace.run("jobs", "inspect", job_id))
+    assert (job["state"], job["outcome"]["result"]) == ("CANCELED", "cancelled")
 
 
 def test_status_tells_what_runs_and_what_is_served(loop: tuple[Workplace, Checkout]) -> None:
