@@ -160,7 +160,7 @@ def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert results == [
         "(200, {'message': 'hello acme/answers'})",
-        "(404, {'detail': 'Not Found'})",
+        "(404, {'error': 'Not Found'})",
         "(200, {'message': 'good morning acme/answers'})",
         "(200, {'message': 'goodbye'})",
         "['/webhooks/hello', '/webhooks/goodbye']",
