@@ -4,6 +4,8 @@ Two partial unique indexes carry the promise of at most one running and one pend
 pipeline; whatever the code above them does, the database refuses a second one.
 """
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +34,9 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from jobs.errors import StoreError
 
 METADATA = MetaData()
+
+BUSY_SECONDS = 10
+"""How long a SQLite connection waits for another's lock."""
 
 
 def _one_per_pipeline(name: str, state: str) -> Index:
@@ -126,11 +131,24 @@ def connect(url_or_path: str | Path) -> Engine:
 def _set_up_sqlite(dbapi_connection: Any, _record: object) -> None:
     dbapi_connection.isolation_level = None  # the driver begins no transaction of its own
     cursor = dbapi_connection.cursor()
-    cursor.execute("PRAGMA busy_timeout = 10000")  # first: the next line may have to wait
-    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")  # first: the rest may wait
+    _use_wal(cursor)
     # FULL, not the usual NORMAL: a delivery that was answered must survive a power cut too.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    # For this one lock SQLite does not wait: processes that open a new file at once must try again.
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > give_up:
+                raise
+        time.sleep(0.01)
 
 
 def _begin_sqlite(connection: Connection) -> None:

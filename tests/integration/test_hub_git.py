@@ -159,15 +159,6 @@ def test_an_unknown_repository_is_said_with_what_to_do(hub: RunningHub, worktree
     assert "hf repos create local/none --type dataset" in said
 
 
-def test_the_default_branch_cannot_be_deleted(hub: RunningHub, worktree: Path) -> None:
-    sha = commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
-    assert "refusing to delete the current branch" in hub.git(
-        "push", "origin", ":main", cwd=worktree, check=False
-    )
-    assert hub.api.dataset_info("local/facts").sha == sha
-
-
 def test_a_tree_that_leads_outside_is_refused(hub: RunningHub, worktree: Path) -> None:
     blob = subprocess.run(
         ["git", "hash-object", "-w", "--stdin"],
