@@ -1,18 +1,22 @@
 """Data files → rows, or an error that names the file and the line.
 
-Parquet and text go through `datasets`, as streams, so that nothing is written to its cache. JSON
-and CSV go through the standard library: the readers of `datasets` guess types there (a date becomes
-a timestamp, "007" a number) and lose line numbers, and a row must come out as it went in, or its
-hash means nothing.
+`datasets` reads the files, as streams, so that nothing is written to its cache. Of JSONL and CSV it
+reads the lines, and the standard library what stands in them: its own readers of both guess types
+(a date becomes a timestamp, "007" a number), fill up short rows and lose line numbers, and a row
+must come out as it went in, or its hash means nothing.
 """
 
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Message, Row
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 KNOWN_COLUMNS = "`text`, or `prompt` and `completion`, or `messages`"
@@ -60,7 +64,7 @@ def _read_file(folder: Path, file: str, max_row_bytes: int) -> Iterator[Row]:
         elif suffix == ".csv":
             records = _csv(path, file, max_row_bytes)
         elif suffix == ".parquet":
-            records = ((None, record) for record in _stream("parquet", path, file))
+            records = _parquet(path, file)
         else:
             records = _text(path, file)
         for number, (line, record) in enumerate(records):
@@ -70,30 +74,26 @@ def _read_file(folder: Path, file: str, max_row_bytes: int) -> Iterator[Row]:
                 raise _too_large(file, line, number, size, max_row_bytes)
             yield row
     except UnicodeDecodeError as error:
+        line = None if suffix == ".parquet" else _line_not_utf8(path)
         raise DataError.at(
-            file, None, f"not UTF-8 text ({error.reason}); save it as UTF-8"
+            file, line, f"not UTF-8 text ({error.reason}); save the file as UTF-8"
         ) from error
 
 
 def _jsonl(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
-    with path.open("rb") as lines:
-        for line, data in enumerate(lines, start=1):
-            if not data.strip():
-                continue
-            # Escapes make a line up to six times as long as its text.
-            if len(data) > 6 * max_row_bytes + (1 << 16):
-                raise _too_large(file, line, line - 1, len(data), max_row_bytes)
-            try:
-                record = json.loads(data.decode("utf-8-sig" if line == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError.at(
-                    file, line, f"not UTF-8 text ({error.reason}); save the file as UTF-8"
-                ) from error
-            except ValueError as error:
-                raise DataError.at(
-                    file, line, f"not JSON ({error}); each line must be one JSON object"
-                ) from error
-            yield line, _object(record, file, line)
+    for line, text in enumerate(_lines(path, file), start=1):
+        if not text.strip():
+            continue
+        # Escapes make a line up to six times as long as its text.
+        if len(text) > 6 * max_row_bytes + (1 << 16):
+            raise _too_large(file, line, line - 1, len(text), max_row_bytes)
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise DataError.at(
+                file, line, f"not JSON ({error}); each line must be one JSON object"
+            ) from error
+        yield line, _object(record, file, line)
 
 
 def _json(path: Path, file: str) -> Iterator[_Record]:
@@ -120,51 +120,73 @@ def _object(record: object, file: str, line: int | None) -> Mapping[str, object]
 
 def _csv(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
     csv.field_size_limit(6 * max_row_bytes + (1 << 16))
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, strict=True)
-        try:
-            header = next(reader, [])
+    reader = csv.reader(_lines(path, file), strict=True)
+    try:
+        header = next(reader, [])
+        first = reader.line_num + 1
+        for values in reader:
+            if len(values) != len(header) and values:
+                raise DataError.at(
+                    file,
+                    first,
+                    f"has {len(values)} fields where the header has {len(header)}; quote "
+                    "fields that contain commas or line breaks",
+                )
+            if values:
+                yield first, dict(zip(header, values, strict=True))
             first = reader.line_num + 1
-            for values in reader:
-                if len(values) != len(header) and values:
-                    raise DataError.at(
-                        file,
-                        first,
-                        f"has {len(values)} fields where the header has {len(header)}; quote "
-                        "fields that contain commas or line breaks",
-                    )
-                if values:
-                    yield first, dict(zip(header, values, strict=True))
-                first = reader.line_num + 1
-        except csv.Error as error:
-            raise DataError.at(
-                file, reader.line_num, f"not CSV ({error}); see RFC 4180 for the quoting"
-            ) from error
+    except csv.Error as error:
+        raise DataError.at(
+            file, reader.line_num, f"not CSV ({error}); see RFC 4180 for the quoting"
+        ) from error
 
 
-def _text(path: Path, file: str) -> Iterator[_Record]:
-    for record in _stream("text", path, file, sample_by="paragraph"):
-        if str(record["text"]).strip():
+def _parquet(path: Path, file: str) -> Iterator[_Record]:
+    for batch in _stream("parquet", path, file):
+        for record in batch.to_pylist():
             yield None, record
 
 
-def _stream(
-    reader: str, path: Path, file: str, **options: object
-) -> Iterator[Mapping[str, object]]:
+def _text(path: Path, file: str) -> Iterator[_Record]:
+    for batch in _stream("text", path, file, encoding="utf-8-sig", sample_by="paragraph"):
+        for text in batch["text"].to_pylist():
+            if text.strip():
+                yield None, {"text": text}
+
+
+def _lines(path: Path, file: str) -> Iterator[str]:
+    """With their ends, which a quoted field of a CSV needs."""
+    for batch in _stream("text", path, file, encoding="utf-8-sig", keep_linebreaks=True):
+        yield from batch["text"].to_pylist()
+
+
+def _stream(reader: str, path: Path, file: str, **options: object) -> Iterator["pyarrow.Table"]:
+    """Batches of records as `datasets` reads them. Raises DataError, UnicodeDecodeError."""
     import datasets
 
     if path.stat().st_size == 0:
         return
     try:
-        yield from datasets.load_dataset(
+        records = datasets.load_dataset(
             reader, data_files=[str(path)], split="train", streaming=True, **options
         )
+        yield from records.with_format("arrow").iter(batch_size=1024)
     except UnicodeDecodeError:
         raise
     except Exception as error:
         # pandas, pyarrow and datasets each have a tree of their own for a broken file.
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError.at(file, None, f"cannot be read as {reader} ({reason})") from error
+
+
+def _line_not_utf8(path: Path) -> int | None:
+    with path.open("rb") as lines:
+        for line, data in enumerate(lines, start=1):
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                return line
+    return None
 
 
 def _row(record: Mapping[str, object], file: str, number: int, line: int | None) -> Row:

@@ -108,7 +108,9 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         ("a.csv", "q,a\n1,2\n", "'q', 'a'"),
         ("a.json", '{"text": "a"}', "holds an object, not a list"),
         ("a.json", "[1", "a.json, line 1: not JSON"),
-        ("a.txt", b"caf\xe9", "not UTF-8"),
+        ("a.txt", b"a\n\ncaf\xe9", "a.txt, line 3: not UTF-8"),
+        ("a.csv", b"text\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8"),
+        ("a.csv", "prompt,completion\na,b\nc\n", "a.csv, line 3: has 1 fields"),
     ],
 )
 def test_other_broken_files(tmp_path: Path, file: str, content: str | bytes, expected: str) -> None:
