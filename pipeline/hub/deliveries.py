@@ -24,6 +24,8 @@ from pipeline.hub.webhooks import SecretBox, Webhook, get_webhook
 
 logger = logging.getLogger(__name__)
 
+BROKEN_OFF_SECONDS = 1.0
+
 _TURNS = {
     "suspended": "webhook %s to %s is SUSPENDED: it failed too often in a row. Its deliveries "
     "wait, one is tried now and then, and the first that succeeds ends this; so does "
@@ -98,8 +100,11 @@ class Deliverer:
             try:
                 return await asyncio.to_thread(act, *args, **kwargs)
             except OperationalError as error:
-                logger.error("the outbox cannot be used, trying again in 1 s: %s", error.orig)
-                await asyncio.sleep(1)
+                logger.error(
+                    "the outbox cannot be used, trying again in %g s: %s",
+                    *(BROKEN_OFF_SECONDS, error.orig),
+                )
+                await asyncio.sleep(BROKEN_OFF_SECONDS)
 
     def _to_serve(self) -> list[str]:
         with self._database.read() as connection:
@@ -107,11 +112,19 @@ class Deliverer:
 
     async def _work(self, webhook_id: str, more: asyncio.Event) -> None:
         """Until there is nothing to send for the webhook."""
-        poster = Poster(self._settings.delivery_timeout_seconds)
-        try:
-            await self._deliver_all(poster, webhook_id, more)
-        finally:
-            await poster.close()
+        while True:
+            poster = Poster(self._settings.delivery_timeout_seconds)
+            try:
+                return await self._deliver_all(poster, webhook_id, more)
+            except Exception:
+                # Whatever it was, the deliveries are still there, and must not wait for a restart.
+                logger.exception(
+                    "webhook %s: its deliveries broke off; they go on in %g s",
+                    *(webhook_id, BROKEN_OFF_SECONDS),
+                )
+                await asyncio.sleep(BROKEN_OFF_SECONDS)
+            finally:
+                await poster.close()
 
     async def _deliver_all(self, poster: Poster, webhook_id: str, more: asyncio.Event) -> None:
         refused_wait = self._settings.refused_min_seconds

@@ -182,3 +182,16 @@ def test_a_hub_without_a_store_of_jobs_says_so(tmp_path: Path) -> None:
     refused = pytest.raises(HfHubHTTPError, match="without a store of jobs")
     with running_hub(tmp_path / "other") as hub, refused:
         hub.api.create_webhook(job_id="j000001", watched=WATCHED)
+
+
+def test_what_nobody_foresaw_holds_a_delivery_up_and_loses_none(
+    hub: RunningHub, store: JobStore, worktree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(store)
+    hub.api.create_webhook(job_id=source, watched=WATCHED)
+    with monkeypatch.context() as broken:
+        calls: list[object] = []
+        broken.setattr(store, "submit", lambda *args, **kwargs: calls.append(args))
+        push(hub, worktree, "one")
+        wait_until(lambda: calls)
+    wait_until(lambda: len(copies(store, source)) == 1)
