@@ -176,7 +176,7 @@ async def agent_harnesses(request: Request) -> Response:
 async def repository_api(request: Request) -> Response:
     """`/api/<type>s`, `/api/<type>s/<owner>/<name>`, `/api/<type>s/<owner>/<name>/<verb>/…`"""
     hub = hub_of(request)
-    _, types, *rest = [*segments(request.scope["raw_path"]), ""][:-1]
+    types, *rest = segments(request.scope["raw_path"])[1:] or [""]
     type = next((type for type in REPOSITORY_TYPES if f"{type}s" == types), None)
     if type is None:
         raise HTTPException(404)

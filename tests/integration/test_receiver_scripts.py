@@ -48,25 +48,37 @@ def in_a_thread(payload: WebhookPayload):
     return threading.current_thread() is not threading.main_thread()
 """
 
+GRADIO_SCRIPT = """
+import gradio
+from receiver.server import WebhooksServer, WebhookPayload
 
-@pytest.fixture(params=["3.11", "3.12", "3.13", "3.14"])
-def python(request: pytest.FixtureRequest) -> str:
-    """An interpreter of that release which has the receiver's dependencies.
+with gradio.Blocks() as ui:
+    gradio.Markdown("# mine")
 
-    Environments of other releases are named in `RECEIVER_PYTHONS`, separated by `:`.
-    """
-    named = os.environ.get("RECEIVER_PYTHONS", "").split(":")
-    on_path = shutil.which(f"python{request.param}")
-    probe = (
-        "import sys; from importlib.util import find_spec\n"
-        "needed = ('fastapi', 'uvicorn', 'httpx', 'jinja2', 'standardwebhooks', 'filelock')\n"
-        "all(map(find_spec, needed)) and print('%d.%d' % sys.version_info[:2])"
-    )
-    for candidate in filter(None, [sys.executable, *named, on_path]):
-        found = subprocess.run([candidate, "-c", probe], capture_output=True, text=True)
-        if found.stdout.strip() == request.param:
-            return candidate
-    pytest.skip(f"no Python {request.param} with the receiver's dependencies")
+server = WebhooksServer(ui=ui, webhook_secret="s3cret")
+
+@server.add_webhook("/say_hello")
+async def hello(payload: WebhookPayload):
+    return {"message": "hello"}
+
+server.launch()
+"""
+
+
+@pytest.fixture(scope="session", params=["3.11", "3.12", "3.13", "3.14"])
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter of that release, which has the package; skips where the machine has none."""
+    if sys.version_info[:2] == tuple(map(int, request.param.split("."))):
+        return sys.executable
+    by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{request.param}.*/bin/python"))
+    for candidate in filter(None, [shutil.which(f"python{request.param}"), *map(str, by_pyenv)]):
+        folder = tmp_path_factory.mktemp(f"python{request.param}")
+        # A name on the PATH may be a shim of a release that is not there.
+        if subprocess.run([candidate, "-m", "venv", folder], capture_output=True).returncode == 0:
+            python = folder / "bin" / "python"
+            subprocess.run([python, "-m", "pip", "install", "--quiet", ROOT], check=True)
+            return str(python)
+    pytest.skip(f"no Python {request.param} here")
 
 
 def test_the_end_of_the_script_starts_the_server(tmp_path: Path, python: str) -> None:
@@ -106,6 +118,18 @@ def test_a_script_of_huggingface_hub_runs_with_another_import_line(tmp_path: Pat
             )
             assert json.loads(done.stdout) == expected
         assert httpx.post(f"{url}/webhooks/goodbye").status_code == 401
+
+
+def test_gradio_blocks_take_the_place_of_the_landing_page(tmp_path: Path) -> None:
+    quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "PYTHONWARNINGS": "ignore"}
+    with running(tmp_path, on_port(GRADIO_SCRIPT, free_port()), **quiet) as (url, _, _):
+        assert "gradio" in httpx.get(url).text
+        config = httpx.get(f"{url}/config").json()
+        assert config["components"][0]["props"]["value"] == "# mine"
+        secret = {"X-Webhook-Secret": "s3cret"}
+        answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
+        assert answer.json() == {"message": "hello"}
+        assert httpx.post(f"{url}/webhooks/say_hello", json=dataset_update()).status_code == 401
 
 
 def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:

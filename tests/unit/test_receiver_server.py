@@ -2,9 +2,7 @@
 
 import asyncio
 import socket
-import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -489,35 +487,6 @@ def test_a_folder_takes_the_place_of_the_landing_page(tmp_path: Path) -> None:
             assert client.get("/../test_receiver_server.py").status_code == 404
             assert client.post("/webhooks/x", json=dataset_update()).status_code == 401
             assert client.post("/webhooks/x", json=dataset_update(), headers=SECRET).is_success
-
-
-def test_gradio_blocks_take_the_place_of_the_landing_page() -> None:
-    gradio = pytest.importorskip("gradio")
-    with gradio.Blocks() as ui:
-        gradio.Markdown("# mine")
-    server = WebhooksServer(ui=ui, webhook_secret="s3cret")
-    server.add_webhook("/x")(lambda payload: "called")
-    with TestClient(server.app) as client:
-        assert "gradio" in client.get("/").text
-        assert client.get("/config").json()["components"][0]["props"]["value"] == "# mine"
-        answer = client.post("/webhooks/x", json=dataset_update(), headers=SECRET)
-        assert answer.json() == "called"
-
-
-def test_gradio_is_recognised_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the name of its class; what mounts it is gradio's own function, here a stand-in."""
-    blocks = type("Interface", (type("Blocks", (), {"__module__": "gradio.blocks"}),), {})()
-    stand_in = types.ModuleType("gradio")
-
-    def mount(app: FastAPI, ui: object, path: str) -> FastAPI:
-        assert (ui, path) == (blocks, "/")
-        app.get("/")(lambda: "blocks")
-        return app
-
-    stand_in.mount_gradio_app = mount  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gradio", stand_in)
-    with TestClient(WebhooksServer(ui=blocks).app) as client:
-        assert client.get("/").json() == "blocks"
 
 
 @pytest.mark.parametrize(
