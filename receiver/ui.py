@@ -41,7 +41,7 @@ def _is_gradio(ui: object) -> bool:
 
 
 def _gradio(blocks: Any) -> FastAPI:
-    import gradio  # type: ignore[import-not-found]  # installed where there are Blocks
+    import gradio  # installed where there are Blocks
 
     # In an application of its own: mounted at "/" of the server it would hide later routes.
     mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), blocks, path="/")

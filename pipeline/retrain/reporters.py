@@ -71,12 +71,8 @@ def _wandb(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
     import wandb
 
     folder.mkdir(exist_ok=True)
-    with wandb.init(
-        project=pipeline,
-        name=job_id,
-        dir=str(folder),
-        mode=os.environ.get("WANDB_MODE", "offline"),
-    ) as run:
+    os.environ.setdefault("WANDB_MODE", "offline")
+    with wandb.init(project=pipeline, name=job_id, dir=str(folder)) as run:
         yield lambda values, step: run.log(dict(values), step=step)
 
 

@@ -1,5 +1,6 @@
 """Reporters: told every step, missing ones named before the training."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,12 +52,14 @@ def test_wandb_is_offline_and_stores_in_the_jobs_folder(
         calls.append(arguments)
         return FakeRun()
 
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "")
+    monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
     with open_reporters(("wandb",), folder=tmp_path, pipeline="facts", job_id="j1") as (report,):
         report({"train/loss": 1.0}, 3)
-    where = {"project": "facts", "name": "j1", "dir": str(tmp_path / "wandb"), "mode": "offline"}
+    where = {"project": "facts", "name": "j1", "dir": str(tmp_path / "wandb")}
     assert calls == [where, ({"train/loss": 1.0}, 3), "finished"]
+    assert os.environ["WANDB_MODE"] == "offline"
 
 
 def test_tensorboard_leaves_its_events_in_the_jobs_folder(tmp_path: Path) -> None:
