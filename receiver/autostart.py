@@ -15,7 +15,10 @@ from receiver.errors import ReceiverError
 
 
 def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
-    """Call `start` when the main script ends without an exception; returns what calls that off.
+    """Call `start` when the main script ends, without an exception or with `sys.exit()`; returns
+    what calls that off.
+
+    On Python 3.11 nothing tells `sys.exit(1)` from `sys.exit()` then: both start.
 
     Where there is no script, as in a notebook or at a prompt, `start` is never called.
     """
@@ -48,19 +51,31 @@ if sys.version_info >= (3, 12):
                 " slot of sys.monitoring. Call launch() on a decorated function instead."
             )
 
+        events = monitoring.events
+
         def cancel() -> None:
             if monitoring.get_tool(tool) == __name__:
-                monitoring.set_local_events(tool, code, monitoring.events.NO_EVENTS)
-                monitoring.register_callback(tool, monitoring.events.PY_RETURN, None)
+                monitoring.set_local_events(tool, code, events.NO_EVENTS)
+                monitoring.set_events(tool, events.NO_EVENTS)
+                monitoring.register_callback(tool, events.PY_RETURN, None)
+                monitoring.register_callback(tool, events.PY_UNWIND, None)
                 monitoring.free_tool_id(tool)
 
         def on_return(_code: CodeType, _offset: int, _value: object) -> None:
             cancel()
             start()
 
+        def on_unwind(unwound: CodeType, _offset: int, error: BaseException) -> None:
+            if unwound is code and isinstance(error, SystemExit) and not error.code:
+                cancel()
+                start()
+
         monitoring.use_tool_id(tool, __name__)
-        monitoring.register_callback(tool, monitoring.events.PY_RETURN, on_return)
-        monitoring.set_local_events(tool, code, monitoring.events.PY_RETURN)
+        monitoring.register_callback(tool, events.PY_RETURN, on_return)
+        monitoring.set_local_events(tool, code, events.PY_RETURN)
+        # `sys.exit()` in the script's last line. There is no such event of one code object alone.
+        monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
+        monitoring.set_events(tool, events.PY_UNWIND)
         return cancel
 
     def _main_code() -> CodeType | None:

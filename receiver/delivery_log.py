@@ -13,8 +13,8 @@ from filelock import FileLock, Timeout
 
 from receiver.errors import ReceiverError
 
-KEPT_SECONDS = 7 * 24 * 3600.0
-"""How long a delivery that was handled is known again; senders retry for three days and more."""
+KEPT_SECONDS = 31 * 24 * 3600.0
+"""How long a delivery is known again after it last arrived: hubs keep theirs for 30 days."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -96,6 +96,12 @@ class DeliveryLog:
             " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
             (delivery.path, delivery.id, json.dumps(kept), delivery.body, now, now),
         )
+        if added.rowcount == 0:
+            # Who sends it again may do so once more, as long as ever.
+            self._connection.execute(
+                "UPDATE deliveries SET received_at = ? WHERE path = ? AND id = ?",
+                (now, delivery.path, delivery.id),
+            )
         return added.rowcount == 1
 
     def due(self, now: float) -> list[StoredDelivery]:
@@ -134,7 +140,7 @@ class DeliveryLog:
         return due_at
 
     def forget(self, now: float) -> None:
-        """Deliveries that were handled long ago."""
+        """Deliveries that were handled, and did not arrive again for long."""
         self._connection.execute(
             "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?", (now - KEPT_SECONDS,)
         )

@@ -24,6 +24,7 @@ _logger = logging.getLogger(__name__)
 
 MAX_AT_WORK = 8
 LONGEST_PAUSE_SECONDS = 600.0
+FORGET_SECONDS = 3600.0
 
 
 class DurableDeliveries:
@@ -126,10 +127,10 @@ class DurableDeliveries:
     def _opened(self) -> DeliveryLog:
         if self._log is None:
             self._log = DeliveryLog(self._path)
-            self._log.forget(time.time())
         return self._log
 
     async def _work(self) -> None:
+        forget_at = 0.0
         while not self._is_stopping:
             self._wake.clear()
             log = self._log
@@ -137,6 +138,9 @@ class DurableDeliveries:
                 await self._wake.wait()
                 continue
             now = time.time()
+            if now >= forget_at:
+                await self._in_thread(log.forget, now)
+                forget_at = now + FORGET_SECONDS
             for delivery in await self._in_thread(log.due, now):
                 key = delivery.path, delivery.id
                 if len(self._at_work) >= MAX_AT_WORK or self._is_stopping:
@@ -144,7 +148,7 @@ class DurableDeliveries:
                 if key not in self._at_work and delivery.path in self._handlers:
                     self._at_work[key] = asyncio.create_task(self._handle(delivery))
             next_due_at = await self._in_thread(log.next_due_at, now)
-            pause = None if next_due_at is None else next_due_at - now
+            pause = min(forget_at, next_due_at or forget_at) - now
             # A new delivery, a handler that ended, and a stop end the pause.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

@@ -6,7 +6,7 @@ Names are the wire's own, so that a handler reads `payload.updatedRefs` as the H
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, JsonValue
 
 EventAction = Literal["create", "delete", "move", "update"]
 RepoType = Literal["bucket", "dataset", "model", "space"]
@@ -70,6 +70,10 @@ class MovedTo(_Wire):
     owner: ObjectId
 
 
+class UpdatedConfig(_Wire):
+    private: bool
+
+
 class Changes(_Wire):
     base: str
     mergeCommitId: str | None = None
@@ -100,6 +104,10 @@ class WebhookPayload(_Wire):
     repo: Repo
     webhook: Webhook
     updatedRefs: tuple[UpdatedRef, ...] | None = None
+    updatedConfig: UpdatedConfig | None = None
+    """Sent for the scope `repo.config`."""
+    updatedFiles: tuple[JsonValue, ...] | None = None
+    """Sent for buckets, as they come."""
     discussion: Discussion | None = None
     comment: Comment | None = None
     movedTo: MovedTo | None = None

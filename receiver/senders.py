@@ -25,7 +25,7 @@ class NotAPush:
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
     """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent`."""
     if scheme == "secret" or scheme == "standard-webhooks":
-        return body
+        return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]
     name = headers.get(header)
     if name is None:
@@ -41,6 +41,24 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise NotAnEvent(f"not a {scheme} push event: {where}: {first['msg']}") from error
     return push.to_payload(scheme).model_dump_json().encode()
+
+
+class _Scope(BaseModel):
+    scope: str
+
+
+class _Scoped(BaseModel):
+    event: _Scope
+
+
+def _is_ping(body: bytes) -> bool:
+    """What a hub sends to see whether a webhook works."""
+    if b'"ping"' not in body:
+        return False
+    try:
+        return _Scoped.model_validate_json(body).event.scope == "ping"
+    except ValidationError:
+        return False  # no payload at all: for the handler's route to refuse
 
 
 PushSender = Literal["github", "gitea", "gitlab"]

@@ -2,7 +2,9 @@
 functions share, and `WebhooksServer` for one of its own.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from receiver import autostart
@@ -45,8 +47,9 @@ def webhook_endpoint(
 ) -> Any:
     """Register the decorated function on the one server that a script's functions share.
 
-    The server starts when the script ends; in a notebook, or from an imported module, when
-    `launch()` of a decorated function is called, with the arguments of `WebhooksServer.launch`.
+    The server starts when the script ends whose function it is, or which imports it from a module
+    beside or below itself; elsewhere, as in a notebook, when `launch()` of a decorated function is
+    called, with the arguments of `WebhooksServer.launch`.
     Parameters as for `WebhooksServer.add_webhook`. A notebook cell that is executed again replaces
     the function that it registered before.
     """
@@ -62,7 +65,7 @@ def webhook_endpoint(
         server.add_webhook(path, webhook_secret=webhook_secret, proof=proof, durable=durable)(
             handler
         )
-        if handler.__module__ == "__main__":
+        if _is_of_the_script(handler):
             _start_when_the_script_ends()
 
         def launch(*args: Any, **kwargs: Any) -> str:
@@ -85,6 +88,15 @@ def _shared_server() -> WebhooksServer:
     if _server is None:
         _server = WebhooksServer()
     return _server
+
+
+def _is_of_the_script(handler: Callable[..., Any]) -> bool:
+    """A test runner, or a library that is imported, is another program's script or folder."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    module = getattr(sys.modules[handler.__module__], "__file__", None)
+    if script is None or module is None:
+        return False
+    return Path(module).resolve().is_relative_to(Path(script).resolve().parent)
 
 
 def _start_when_the_script_ends() -> None:

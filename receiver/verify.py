@@ -4,6 +4,7 @@ The scheme is configured for a handler, never guessed from a request: another se
 is no proof. Nothing here parses a body.
 """
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from standardwebhooks import Webhook, WebhookVerificationError
-from standardwebhooks.webhooks import EmptyWebhookSecretError
 
 from receiver.errors import ProofMissing, ProofWrong
 
@@ -37,8 +37,7 @@ class Proof:
                 raise ValueError("a webhook secret is empty; leave it out, or give it a value")
             if not (secret.isascii() and secret.isprintable()):
                 raise ValueError("a webhook secret must be printable ASCII: it travels in a header")
-            if self.scheme == "standard-webhooks" or self._is_signed_gitlab(secret):
-                _signer(secret)
+            _check_signing(secret)
 
     def check(self, headers: Mapping[str, str], body: bytes) -> None:
         """Raise `ProofMissing` or `ProofWrong` unless `headers` prove `body`.
@@ -47,10 +46,6 @@ class Proof:
         """
         if self.secrets:
             _CHECKS[self.scheme](self.secrets, headers, body)
-
-    @staticmethod
-    def _is_signed_gitlab(secret: str) -> bool:
-        return secret.startswith(SIGNING_PREFIX)
 
 
 def _check_secret(secrets: Sequence[str], headers: Mapping[str, str], _body: bytes) -> None:
@@ -61,7 +56,10 @@ def _check_secret(secrets: Sequence[str], headers: Mapping[str, str], _body: byt
 
 
 def _check_standard(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:
-    """https://www.standardwebhooks.com: HMAC-SHA256 over `id.timestamp.body`, at most 5 min old."""
+    """https://www.standardwebhooks.com: HMAC-SHA256 over `id.timestamp.body`, at most 5 min old.
+
+    The key is the base64 part of a `whsec_` secret, else the secret's own bytes.
+    """
     signed = {
         name: _required(headers, name)
         for name in ("webhook-id", "webhook-timestamp", "webhook-signature")
@@ -97,8 +95,8 @@ def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str], body: byte
     A secret that begins with `whsec_` is a signing token; the others are secret tokens. GitLab 19
     sends `webhook-id` with both, so that the header cannot tell them apart.
     """
-    signing = [secret for secret in secrets if Proof._is_signed_gitlab(secret)]
-    verbatim = [secret for secret in secrets if not Proof._is_signed_gitlab(secret)]
+    signing = [secret for secret in secrets if secret.startswith(SIGNING_PREFIX)]
+    verbatim = [secret for secret in secrets if not secret.startswith(SIGNING_PREFIX)]
     if signing and ("webhook-signature" in headers or not verbatim):
         _check_standard(signing, headers, body)
     elif not _matches_any(_required(headers, "x-gitlab-token"), verbatim):
@@ -137,9 +135,17 @@ def _hmac_hex(secret: str, body: bytes) -> str:
 
 
 def _signer(secret: str) -> Webhook:
-    try:
-        return Webhook(secret)
-    except (EmptyWebhookSecretError, ValueError) as error:
-        raise ValueError(
-            f"a signing secret must be base64, with or without {SIGNING_PREFIX!r} before it"
-        ) from error
+    return Webhook(secret if secret.startswith(SIGNING_PREFIX) else secret.encode())
+
+
+def _check_signing(secret: str) -> None:
+    """Raise ValueError for a secret that says of itself that it signs, and cannot."""
+    if secret.startswith(SIGNING_PREFIX):
+        try:
+            key = base64.b64decode(secret.removeprefix(SIGNING_PREFIX), validate=True)
+        except ValueError:
+            key = b""
+        if not key:
+            raise ValueError(
+                f"a webhook secret that begins with {SIGNING_PREFIX!r} must go on in base64"
+            )

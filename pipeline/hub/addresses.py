@@ -7,6 +7,8 @@ Loopback and private networks are allowed: that is where the receivers of a hub 
 import asyncio
 import ipaddress
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from pipeline.hub.errors import HubError
 
@@ -23,6 +25,8 @@ _METADATA = frozenset(
         "192.0.0.192",  # Oracle
     )
 )
+# Apart from all other threads: a name server that does not answer holds one for half a minute.
+_resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
@@ -71,7 +75,8 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
     else:
         loop = asyncio.get_running_loop()
         try:
-            answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            answers = await loop.run_in_executor(_resolvers, look_up)
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"{host!r} has no address ({error}).") from None
         found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -28,7 +29,8 @@ from pipeline.hub import (
     upload_routes,
     webhook_routes,
 )
-from pipeline.hub.database import check_schema, open_database
+from pipeline.hub.background import every
+from pipeline.hub.database import Database, check_schema, open_database
 from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
 from pipeline.hub.events import EventLog
@@ -36,7 +38,7 @@ from pipeline.hub.git_http import GitHttp
 from pipeline.hub.launching import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
-from pipeline.hub.reconcile import reconcile_at_start, reconcile_forever
+from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
@@ -44,6 +46,8 @@ from pipeline.hub.webhooks import SecretBox
 
 # The registry of agents is what the client fetches before it has read a token.
 _OPEN_PATHS = frozenset({"/health", "/api/agent-harnesses"})
+
+PRUNE_SECONDS = 3600.0
 
 _READ = {
     "revision": content_routes.describe,
@@ -100,13 +104,21 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
-            with database.write() as connection:
-                outbox.prune(connection, keep_days=settings.keep_deliveries_days)
+            prune = partial(run_in_threadpool, _prune, database, settings)
+            await prune()
             reconcile_at_start(repositories, log)
             deliverer.start()
-            reconciler = asyncio.create_task(
-                reconcile_forever(repositories, log, every_seconds=settings.reconcile_seconds)
-            )
+            background = [
+                asyncio.create_task(task)
+                for task in (
+                    every(
+                        settings.reconcile_seconds,
+                        partial(reconcile, repositories, log),
+                        "look for refs that moved",
+                    ),
+                    every(PRUNE_SECONDS, prune, "remove old deliveries"),
+                )
+            ]
             app.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -120,8 +132,9 @@ def create_app(
             try:
                 yield
             finally:
-                reconciler.cancel()
-                await asyncio.gather(reconciler, return_exceptions=True)
+                for task in background:
+                    task.cancel()
+                await asyncio.gather(*background, return_exceptions=True)
                 await deliverer.stop()
                 database.close()
 
@@ -223,6 +236,11 @@ async def repository_files(request: Request) -> Response:
         repository = requested_name(type, owner, name.removesuffix(".git"))
         return await upload_routes.refuse_lfs(request, hub, repository)
     raise HTTPException(404)
+
+
+def _prune(database: Database, settings: HubSettings) -> None:
+    with database.write() as connection:
+        outbox.prune(connection, keep_days=settings.keep_deliveries_days)
 
 
 def _database_path(root: Path) -> Path:

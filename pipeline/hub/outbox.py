@@ -278,10 +278,22 @@ def put(
 
 
 def prune(connection: Connection, *, keep_days: float) -> None:
-    """Removes deliveries that ended and were made more than `keep_days` ago, then their events."""
+    """Removes deliveries that ended more than `keep_days` ago, then the events of all that went.
+
+    Not the dead ones of a suspended webhook: they are sent when it is back.
+    """
     before = time.time() - 86400 * keep_days
+    suspended = select(webhooks.c.id).where(webhooks.c.suspended_at.is_not(None))
     connection.execute(
-        delete(table).where(table.c.created_at < before, table.c.status != "pending")
+        delete(table).where(
+            table.c.last_attempt_at < before,
+            table.c.created_at < before,
+            table.c.queued_at < before,
+            or_(
+                table.c.status == "delivered",
+                and_(table.c.status == "dead", table.c.webhook_id.not_in(suspended)),
+            ),
+        )
     )
     told = exists().where(table.c.event_seq == events.c.seq)
     connection.execute(delete(events).where(events.c.created_at < before, ~told))

@@ -44,6 +44,9 @@ def compose(
         ),
         webhook=wire.Webhook(id=webhook_id, version=3),
         movedTo=None if moved_to is None else _moved_to(moved_to.name),
+        updatedConfig=(
+            wire.UpdatedConfig(private=repository.private) if scope == "repo.config" else None
+        ),
     )
     document = payload.model_dump(mode="json", exclude_none=True)
     if change is not None:

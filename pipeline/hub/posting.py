@@ -121,7 +121,8 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
     """What goes with a payload. The id stays the same over retries and replays.
 
     The key of the signature is the base64 part of a `whsec_` secret, else the secret's own bytes.
-    The secret itself goes only where nobody can read it on the way; the signature proves it too.
+    A `whsec_` secret is made for signing and never travels where somebody could read it on the way;
+    any other is what the receiver compares, and goes along as the Hub sends it.
     """
     now = datetime.now(UTC)
     found = {
@@ -134,7 +135,7 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
         found["Webhook-Replay-Of"] = due.replay_of
     if secret is not None:
         found["webhook-signature"] = _signer(secret).sign(due.id, now, due.payload)
-        if is_private:
+        if is_private or not secret.startswith("whsec_"):
             found["X-Webhook-Secret"] = secret
     return found
 

@@ -38,19 +38,15 @@ def record_ref_changes(repository: Repository, log: EventLog) -> int:
     return len(log.record_refs(repository, read_refs(repository)))
 
 
-async def reconcile_forever(
-    repositories: Repositories, log: EventLog, *, every_seconds: float
-) -> None:
+async def reconcile(repositories: Repositories, log: EventLog) -> None:
     """Finds refs that moved behind the hub's back: by a git process that outlived a killed hub,
     or by hand in the folder."""
-    while True:
-        await asyncio.sleep(every_seconds)
-        with log.database.read() as connection:
-            present = repositories.all(connection)
-        for repository in present:
-            async with repositories.lock(repository):
-                if repository.folder.exists():
-                    await asyncio.to_thread(_record_or_complain, repository, log)
+    with log.database.read() as connection:
+        present = repositories.all(connection)
+    for repository in present:
+        async with repositories.lock(repository):
+            if repository.folder.exists():
+                await asyncio.to_thread(_record_or_complain, repository, log)
 
 
 def _record_or_complain(repository: Repository, log: EventLog) -> int:

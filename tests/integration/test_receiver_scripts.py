@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import httpx
@@ -67,7 +68,7 @@ server.launch()
 
 @pytest.fixture(scope="session", params=["3.11", "3.12", "3.13", "3.14"])
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter of that release, which has the package; skips where the machine has none."""
+    """An interpreter of that release, with what the package needs; skips where there is none."""
     if sys.version_info[:2] == tuple(map(int, request.param.split("."))):
         return sys.executable
     by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{request.param}.*/bin/python"))
@@ -76,7 +77,8 @@ def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         # A name on the PATH may be a shim of a release that is not there.
         if subprocess.run([candidate, "-m", "venv", folder], capture_output=True).returncode == 0:
             python = folder / "bin" / "python"
-            subprocess.run([python, "-m", "pip", "install", "--quiet", ROOT], check=True)
+            needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *needed], check=True)
             return str(python)
     pytest.skip(f"no Python {request.param} here")
 
@@ -142,6 +144,24 @@ def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:
         rest = process.stdout.read()
         assert process.wait(30) == 0
     assert rest == "after\n", "the script goes on, and its end starts nothing again"
+
+
+def test_a_script_that_ends_in_sys_exit_starts_the_server_too(tmp_path: Path, python: str) -> None:
+    code = on_port(ASYNC_SCRIPT, free_port()) + "\nimport sys\nsys.exit(0)\n"
+    with running(tmp_path, code, python=python) as (url, _, process):
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_handlers_in_a_module_of_the_script_start_the_server(tmp_path: Path, python: str) -> None:
+    (tmp_path / "handlers.py").write_text(ASYNC_SCRIPT)
+    with running(tmp_path, on_port("import handlers\n", free_port()), python=python) as (
+        url,
+        printed,
+        _,
+    ):
+        assert f"  - POST {url}/webhooks/at_work" in printed
 
 
 def test_a_script_that_fails_starts_nothing(tmp_path: Path, python: str) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import ipaddress
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
@@ -100,13 +101,17 @@ class Names:
         self.asked: list[str] = []
         self.hosts = {f"{name}.test": addresses for name, addresses in hosts.items()}
 
-        async def getaddrinfo(_: object, host: str, port: int, **__: Any) -> list[Any]:
+        real = socket.getaddrinfo
+
+        def getaddrinfo(host: str, port: int, *rest: Any, **options: Any) -> list[Any]:
+            if not host.endswith(".test"):
+                return real(host, port, *rest, **options)
             self.asked.append(host)
             # A second answer would be another one: a name that is bound anew.
             addresses = self.hosts.pop(host, ["169.254.169.254"])
             return [(None, None, 0, "", (address, port)) for address in addresses]
 
-        monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+        monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 def test_the_connection_goes_to_the_address_that_was_checked(
@@ -148,12 +153,39 @@ def test_a_name_without_an_address_is_an_attempt_that_failed() -> None:
     assert attempt.error is not None and "has no address" in attempt.error
 
 
-def test_a_verbatim_secret_is_sent_only_where_nobody_reads_along() -> None:
-    private, public = headers(DUE, "s3cret", True), headers(DUE, "s3cret", False)
-    assert private["X-Webhook-Secret"] == "s3cret"
+def test_names_that_are_not_resolved_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a pool of threads that everybody shares has on a large machine."""
+    answered, real = threading.Event(), socket.getaddrinfo
+
+    def look_up(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host.startswith("slow"):
+            assert answered.wait(30)
+        return real("127.0.0.1" if host.endswith(".test") else host, *args, **kwargs)
+
+    async def resolve_all() -> None:
+        slow = [asyncio.create_task(resolve(f"slow{number}.test", 80)) for number in range(32)]
+        await asyncio.sleep(0)
+        assert await resolve("quick.test", 80) == (ipaddress.ip_address("127.0.0.1"),)
+        assert await asyncio.to_thread(lambda: "done") == "done"
+        answered.set()
+        await asyncio.gather(*slow)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    asyncio.run(resolve_all())
+
+
+def test_a_signing_secret_is_sent_only_where_nobody_reads_along() -> None:
+    signing = "whsec_c2VjcmV0"
+    private, public = headers(DUE, signing, True), headers(DUE, signing, False)
+    assert private["X-Webhook-Secret"] == signing
     assert "X-Webhook-Secret" not in public
-    assert "s3cret" not in str(public)
+    assert signing not in str(public)
     assert private["webhook-signature"] == public["webhook-signature"]
+
+
+def test_any_other_secret_is_sent_as_the_hub_sends_it() -> None:
+    for is_private in (True, False):
+        assert headers(DUE, "s3cret", is_private)["X-Webhook-Secret"] == "s3cret"
 
 
 def test_a_secret_that_cannot_sign_fails_the_attempt_only() -> None:

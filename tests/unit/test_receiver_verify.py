@@ -1,5 +1,6 @@
 """Each proof, right and wrong, and the configurations that cannot be."""
 
+import hmac
 import time
 
 import pytest
@@ -123,6 +124,19 @@ def test_gitlab_by_token_or_by_signature() -> None:
     assert check("gitlab", {"x-gitlab-token": "s3cret"}, "s3cret", SIGNING_SECRET) is None
 
 
+def test_every_candidate_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    compare_digest = hmac.compare_digest
+
+    def watch(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return compare_digest(one, other)
+
+    monkeypatch.setattr(hmac, "compare_digest", watch)
+    assert check("secret", {"x-webhook-secret": "one"}, "one", "two", "three") is None
+    assert compared == [(32, 32)] * 3
+
+
 def test_without_a_secret_everyone_is_let_in() -> None:
     Proof(scheme="github", secrets=()).check({}, BODY)
 
@@ -136,6 +150,7 @@ def test_without_a_secret_everyone_is_let_in() -> None:
         ("standard-webhooks", "whsec_"),
         ("standard-webhooks", "whsec_not*base64"),
         ("gitlab", "whsec_"),
+        ("secret", "whsec_not*base64"),
     ],
 )
 def test_a_secret_that_cannot_hold_is_refused_at_once(scheme: ProofScheme, secret: str) -> None:

@@ -1,0 +1,143 @@
+"""When a delivery is tried again, when it is given up, and how long it is kept."""
+
+import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from pathlib import Path
+
+import pytest
+from cryptography.fernet import Fernet
+from sqlalchemy import update
+
+from pipeline.hub import outbox, schema
+from pipeline.hub.database import Database, open_database
+from pipeline.hub.events import EventLog
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.outbox import Attempt, Due
+from pipeline.hub.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
+from pipeline.hub.repositories import Repositories
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhooks import CreateWebhook, SecretBox, Watched, create_webhook
+from receiver.settings import ReceiverSettings
+
+DAY = 86400.0
+
+
+def due(attempt: int) -> Due:
+    now = time.time()
+    return Due(id="d1", payload="{}", attempt=attempt, queued_at=now, next_attempt_at=now)
+
+
+def waits(attempt: int, failed: Attempt) -> list[float]:
+    """The wait after the `attempt`-th attempt failed, many times over."""
+    now = time.time()
+    plans = [outbox._plan(due(attempt - 1), failed, attempt, HubSettings()) for _ in range(500)]
+    assert {status for status, _ in plans} == {"pending"}
+    return [at - now for _, at in plans if at is not None]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "seconds"),
+    list(enumerate((5, 30, 120, 600, 1800, 7200, 18000, 36000, 36000), start=1)),
+)
+def test_each_wait_is_the_schedules_with_a_fifth_more_or_less(attempt: int, seconds: int) -> None:
+    found = waits(attempt, Attempt(started_at=0, milliseconds=1, response_status=500))
+    assert 0.8 * seconds <= min(found) < 0.85 * seconds
+    assert 1.15 * seconds < max(found) <= 1.2 * seconds + 1
+
+
+def test_after_the_tenth_attempt_it_is_dead() -> None:
+    failed = Attempt(started_at=0, milliseconds=1, error="no answer within 15 s")
+    assert outbox._plan(due(9), failed, 10, HubSettings()) == ("dead", None)
+
+
+def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> None:
+    asked = Attempt(started_at=0, milliseconds=1, response_status=503, retry_after_seconds=100)
+    assert min(waits(1, asked)) >= 100
+    assert min(waits(4, asked)) >= 480
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("17", 17),
+        ("0", 0),
+        ("999999", MAX_RETRY_AFTER_SECONDS),
+        ("-5", None),
+        ("soon", None),
+        (format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True), 0),
+        (format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True), 3600),
+    ],
+)
+def test_retry_after_in_seconds_and_as_a_date(value: str, seconds: float | None) -> None:
+    assert _retry_after_seconds(value) == seconds
+
+
+def test_retry_after_as_a_date_that_is_near() -> None:
+    near = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
+    assert _retry_after_seconds(near) == pytest.approx(90, abs=5)
+
+
+def test_the_promised_times_are_the_defaults() -> None:
+    hub, receiver = HubSettings(), ReceiverSettings()
+    assert hub.delivery_timeout_seconds == 15
+    assert hub.keep_deliveries_days == 30
+    assert hub.reconcile_seconds == 60
+    assert receiver.port == 7860
+
+
+class Kept:
+    """An outbox with one delivery, as old as a test makes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.database: Database = open_database(folder / "hub.sqlite")
+        box = SecretBox(Fernet.generate_key())
+        log = EventLog(
+            database=self.database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
+        )
+        name = RepositoryName(type="dataset", owner="local", name="facts")
+        watched = (Watched(type="dataset", name="local/facts"),)
+        with self.database.write() as connection:
+            repository = Repositories(folder).adopt(connection, name, private=True)
+            create_webhook(
+                connection, CreateWebhook(url="http://127.0.0.1:9/", watched=watched), box
+            )
+            log.record(connection, repository, action="create")
+
+    def is_pruned(self, *, suspended: bool = False, **columns: object) -> bool:
+        with self.database.write() as connection:
+            connection.execute(update(schema.deliveries).values(**columns))
+            if suspended:
+                connection.execute(update(schema.webhooks).values(suspended_at=1.0))
+            outbox.prune(connection, keep_days=30)
+            left = outbox.list_deliveries(connection, None, status=None, limit=9)
+        self.database.close()
+        return not left
+
+
+OLD, RECENT = time.time() - 31 * DAY, time.time() - 29 * DAY
+
+
+@pytest.mark.parametrize("status", ["delivered", "dead"])
+def test_what_ended_a_month_ago_goes(tmp_path: Path, status: str) -> None:
+    old = {"created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD}
+    assert Kept(tmp_path).is_pruned(status=status, **old)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"status": "dead", "created_at": OLD, "queued_at": OLD, "last_attempt_at": RECENT},
+        {"status": "delivered", "created_at": OLD, "queued_at": RECENT, "last_attempt_at": RECENT},
+        {"status": "pending", "created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD},
+        {"status": "pending", "created_at": OLD, "queued_at": OLD, "last_attempt_at": None},
+    ],
+)
+def test_what_ended_later_or_waits_stays(tmp_path: Path, columns: dict[str, object]) -> None:
+    assert not Kept(tmp_path).is_pruned(**columns)
+
+
+def test_what_died_while_its_webhook_is_suspended_stays(tmp_path: Path) -> None:
+    old = {"created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD}
+    assert not Kept(tmp_path).is_pruned(suspended=True, status="dead", **old)
