@@ -69,7 +69,7 @@ class TrainSettings(_Settings):
     """Held-out tokens of one such measurement, at most. The gate measures all of them."""
     patience: int = Field(default=3, ge=1)
     """Training stops after this many measurements without a better one."""
-    enough_loss: float = Field(default=0.02, ge=0)
+    enough_loss: float = Field(default=0.005, ge=0)
     """Training stops at this held-out loss, in nats per token: the rows are known by heart."""
     lora_rank: int | None = Field(default=None, ge=1)
     """Train matrices of this rank beside the frozen weights (LoRA), merged into the release; needs

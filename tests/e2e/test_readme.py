@@ -95,4 +95,5 @@ def test_five_minutes_on_data_of_your_own(workplace: Workplace) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.search(r"^x-model-release: r000001-", done.stdout, re.MULTILINE | re.IGNORECASE)
     assert "promoted" in done.stdout
+    assert re.search(r'"text": ?" box 9\."', done.stdout), done.stdout
     assert "stopped receiver" in done.stdout
