@@ -3,6 +3,7 @@
 import time
 
 from fastapi import FastAPI, Response
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,7 +27,7 @@ def measure(app: FastAPI) -> None:
         registry=registry,
     )
 
-    @app.get("/metrics", include_in_schema=False)
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 
 EventAction = Literal["create", "delete", "move", "update"]
 RepoType = Literal["bucket", "dataset", "model", "space"]
+PING = "ping"
+"""The scope of an event that says nothing but that a webhook works; no handler sees it."""
 DiscussionStatus = Literal["closed", "draft", "merged", "open"]
 
 

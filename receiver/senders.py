@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from receiver.errors import NotAnEvent
-from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
+from receiver.payload import PING, Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
 from receiver.verify import ProofScheme
 
 
@@ -53,10 +53,10 @@ class _Scoped(BaseModel):
 
 def _is_ping(body: bytes) -> bool:
     """What a hub sends to see whether a webhook works."""
-    if b'"ping"' not in body:
+    if PING.encode() not in body:
         return False
     try:
-        return _Scoped.model_validate_json(body).event.scope == "ping"
+        return _Scoped.model_validate_json(body).event.scope == PING
     except ValidationError:
         return False  # no payload at all: for the handler's route to refuse
 

@@ -81,10 +81,10 @@ class WebhooksServer:
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(own_up)
-        self.app.get("/health", include_in_schema=False)(_health)
+        self.app.get("/health")(_health)
         self._ui = None if ui is None else application_of(ui)
         if self._ui is None:
-            self.app.get("/", include_in_schema=False)(self._landing_page)
+            self.app.get("/", response_class=HTMLResponse)(self._landing_page)
         else:
             self.app.router.default = self._ui
 

@@ -23,10 +23,7 @@ def error_response(error: RequestError) -> Response:
         body["url"] = error.url
     headers = {
         **error.headers,
-        # A header holds one line of Latin-1.
-        "X-Error-Message": " ".join(str(error).split())
-        .encode("latin-1", "replace")
-        .decode("latin-1"),
+        "X-Error-Message": _as_header(str(error)),
         "X-Request-Id": secrets.token_hex(8),
     }
     if error.code is not None:
@@ -34,6 +31,12 @@ def error_response(error: RequestError) -> Response:
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = 'Basic realm="hub"'
     return JSONResponse(body, status_code=error.status, headers=headers)
+
+
+def _as_header(text: str) -> str:
+    """One line of Latin-1 without control characters (RFC 9110, 5.5)."""
+    line = "".join(character if character.isprintable() else " " for character in text)
+    return " ".join(line.split()).encode("latin-1", "replace").decode("latin-1")
 
 
 async def on_request_error(_: Request, error: Exception) -> Response:

@@ -15,12 +15,9 @@ from pipeline.hub.names import DEFAULT_BRANCH
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 from pipeline.hub.webhooks import Webhook, list_webhooks
-from receiver.payload import EventAction
+from receiver.payload import PING, EventAction
 
 logger = logging.getLogger(__name__)
-
-PING = "ping"
-"""The scope of an event that says nothing but that a webhook works."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from jobs.store import Delivery, JobStore
 from pipeline.hub.errors import HubError
 from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.webhooks import SecretBox, Webhook
-from receiver.payload import WebhookPayload
+from receiver.payload import PING, WebhookPayload
 
 
 class JobLauncher:
@@ -35,24 +35,31 @@ class JobLauncher:
         """A delivery that is repeated gets the job that it led to. Never raises for the store."""
         assert webhook.job_id is not None
         started_at, clock = time.time(), time.perf_counter()
-        job_id = error = None
+        answer: dict[str, object] | None = None
+        error = None
         try:
             source = self._store.get(webhook.job_id).spec
-            # A forced replay has an id of its own, so it is no repetition.
-            job_id = self._store.submit(
-                self._copy(source, due, webhook, box),
-                payload=json.loads(due.payload),
-                delivery=Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload),
-            ).job.id
+            answer = self._answer(source, due, webhook, box)
         except (JobError, HubError) as failure:
             error = str(failure)
         return Attempt(
             started_at=started_at,
             milliseconds=1000 * (time.perf_counter() - clock),
-            response_status=None if job_id is None else 202,
-            response_head=None if job_id is None else json.dumps({"job": job_id}),
+            response_status=None if answer is None else 202,
+            response_head=None if answer is None else json.dumps(answer),
             error=error,
         )
+
+    def _answer(
+        self, source: JobSpec, due: Due, webhook: Webhook, box: SecretBox
+    ) -> dict[str, object]:
+        payload = json.loads(due.payload)
+        if payload["event"]["scope"] == PING:
+            return {"pong": True}
+        # A forced replay has an id of its own, so it is no repetition.
+        delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
+        copy = self._copy(source, due, webhook, box)
+        return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
 
     def _copy(self, source: JobSpec, due: Due, webhook: Webhook, box: SecretBox) -> JobSpec:
         variables = box.open_all(webhook)

@@ -184,6 +184,17 @@ def test_a_hub_without_a_store_of_jobs_says_so(tmp_path: Path) -> None:
         hub.api.create_webhook(job_id="j000001", watched=WATCHED)
 
 
+def test_a_test_delivery_starts_nothing(hub: RunningHub, store: JobStore, worktree: Path) -> None:
+    source = source_of(store)
+    created = hub.api.create_webhook(job_id=source, watched=WATCHED)
+    hub.request("POST", f"/api/settings/webhooks/{created.id}/test")
+    [delivery] = wait_until(
+        lambda: [one for one in hub.deliveries(created.id) if one["status"] == "delivered"]
+    )
+    assert delivery["response_head"] == '{"pong": true}'
+    assert copies(store, source) == []
+
+
 def test_what_nobody_foresaw_holds_a_delivery_up_and_loses_none(
     hub: RunningHub, store: JobStore, worktree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,12 +13,14 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 
+from receiver.metrics import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_payloads import SIGNING_SECRET, hmac_hex, standard_headers
 
 NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "10"))
 
+READABLE = ("/", "/health", "/metrics")
 PATHS = ("simple", "durable", "github", "gitea", "gitlab", "signed")
 WRONG = dict.fromkeys(
     ("X-Webhook-Secret", "X-Gitlab-Token", "X-Hub-Signature-256", "X-Gitea-Signature"), "wrong"
@@ -49,6 +51,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = tmp_path_factory.mktemp("receiver")
     settings = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db")
     server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+    measure(server.app)
 
     @server.add_webhook
     async def simple(payload: WebhookPayload) -> str:
@@ -83,8 +86,16 @@ def examples(operation: APIOperation, mode: GenerationMode, test: Callable[[Case
     settings(hypothesis.given(operation.as_strategy(generation_mode=mode))(test))()
 
 
-def test_every_handler_is_described(operations: dict[str, APIOperation]) -> None:
-    assert list(operations) == [f"/webhooks/{path}" for path in PATHS]
+def test_every_route_is_described(operations: dict[str, APIOperation]) -> None:
+    assert set(operations) == {*READABLE, *(f"/webhooks/{path}" for path in PATHS)}
+
+
+@pytest.mark.parametrize("path", READABLE)
+def test_what_anyone_may_read(operations: dict[str, APIOperation], path: str) -> None:
+    def check(case: Case) -> None:
+        case.call_and_validate()
+
+    examples(operations[path], GenerationMode.POSITIVE, check)
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=str)

@@ -145,6 +145,7 @@ five_parts = st.lists(parts, min_size=5, max_size=5)
     query=queries,
 )
 @example("POST", "/api/settings/webhooks", ["x"] * 5, {"url": "http://[", "watched": []}, {})
+@example("POST", "/api/settings/webhooks", ["x"] * 5, {"\x1b": None}, {})
 @example("POST", "/api/{}", [""] * 5, float("inf"), {})
 @example("GET", "/api/settings/webhooks/{}", ["\x00"] * 5, b"", {})
 @example("GET", "/api/datasets/{}/{}/{}/{}", ["local", "facts", "tree", "\x00", ""], b"", {})

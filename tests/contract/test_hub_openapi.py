@@ -1,0 +1,131 @@
+"""Whatever fits a description of the hub's routes, or nearly: no 5xx, nothing without the token.
+
+The hub's routes are the Hub's, which has no description of its own; the one here holds each route
+of the application, and a test sees to it that none is missing.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+
+from pipeline.hub.app import create_app
+from pipeline.hub.settings import HubSettings
+from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
+
+NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
+
+STRING = {"type": "string"}
+WATCHED = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["model", "dataset", "space", "org", "user"]},
+            "name": STRING,
+        },
+    },
+}
+WEBHOOK = {
+    "url": {"enum": ["http://127.0.0.1:9/", "https://receiver.invalid/x"]},
+    "watched": WATCHED,
+    "domains": {"type": "array", "items": {"enum": ["repo", "discussion"]}},
+    "secret": STRING,
+}
+REPOSITORY = {"name": STRING, "type": {"enum": ["dataset", "model", "space"]}, "private": {}}
+MOVE = {"fromRepo": STRING, "toRepo": STRING, "type": STRING}
+
+BODIES: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", "/api/settings/webhooks"): WEBHOOK,
+    ("POST", "/api/settings/webhooks/{id}"): WEBHOOK,
+    ("POST", "/api/repos/create"): REPOSITORY,
+    ("DELETE", "/api/repos/delete"): REPOSITORY,
+    ("POST", "/api/repos/move"): MOVE,
+    ("PUT", "/api/datasets/{owner}/{name}/settings"): {"private": {}, "visibility": STRING},
+    ("POST", "/api/datasets/{owner}/{name}/paths-info/{revision}"): {"paths": {}},
+    ("POST", "/api/datasets/{owner}/{name}/branch/{revision}"): {"startingPoint": STRING},
+    ("POST", "/api/datasets/{owner}/{name}/tag/{revision}"): {"tag": STRING},
+    ("POST", "/api/datasets/{owner}/{name}/commit/{revision}"): {"summary": STRING},
+    ("POST", "/api/datasets/{owner}/{name}/preupload/{revision}"): {"files": {}},
+}
+# What the two routes of everything below a repository take apart by themselves.
+BY_HAND = [
+    *(("GET", f"/api/datasets/{{owner}}/{{name}}{rest}") for rest in ("", "/refs", "/auth-check")),
+    *(
+        ("GET", f"/api/datasets/{{owner}}/{{name}}/{verb}/{{revision}}")
+        for verb in ("revision", "tree", "commits", "xet-write-token", "xet-read-token")
+    ),
+    ("GET", "/api/datasets"),
+    ("DELETE", "/api/datasets/{owner}/{name}/branch/{revision}"),
+    ("DELETE", "/api/datasets/{owner}/{name}/tag/{revision}"),
+    ("GET", "/datasets/{owner}/{name}/resolve/{revision}/{path}"),
+    ("POST", "/datasets/{owner}/{name}.git/info/lfs/objects/batch"),
+    *BODIES,
+]
+OPEN = {"/health", "/api/agent-harnesses"}
+
+
+def routes(folder: Path) -> set[tuple[str, str]]:
+    """Of the application itself: method and path."""
+    app: Any = create_app(HubSettings(), folder, token=TOKEN, secret_key=SECRET_KEY)
+    starlette = next(
+        cell.cell_contents for cell in app.__closure__ if hasattr(cell.cell_contents, "routes")
+    )
+    return {
+        (method, re.sub(r":\w+}", "}", route.path))
+        for route in starlette.routes
+        for method in (route.methods or {"GET"}) - {"HEAD"}
+    }
+
+
+def described(found: set[tuple[str, str]]) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    for method, path in sorted({*found, *BY_HAND}):
+        operation: dict[str, Any] = {"responses": {"default": {"description": "any"}}}
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": STRING}
+            for name in re.findall(r"{(\w+)}", path)
+        ]
+        if (method, path) in BODIES:
+            schema = {"type": "object", "properties": BODIES[method, path]}
+            operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
+        paths.setdefault(path, {})[method.lower()] = operation
+    return {"openapi": "3.1.0", "info": {"title": "hub", "version": "1"}, "paths": paths}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("openapi") / "hub", reconcile_seconds=3600) as hub:
+        hub.create_dataset("local/facts")
+        yield hub
+
+
+def test_each_route_stands_answers_and_asks_for_the_token(hub: RunningHub, tmp_path: Path) -> None:
+    schema = schemathesis.openapi.from_dict(described(routes(tmp_path / "other")))
+    schema.config.update(base_url=hub.url)
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) > 40
+    for operation in operations:
+
+        def check(case: Case) -> None:
+            if case.path not in OPEN:
+                assert case.call().status_code == 401, case.path
+            case.call_and_validate(
+                headers={"Authorization": f"Bearer {hub.token}"}, checks=[not_a_server_error]
+            )
+
+        # Any text may stand in a path: only a body can be wrong.
+        for mode in GenerationMode if operation.body else [GenerationMode.POSITIVE]:
+            hypothesis.settings(
+                max_examples=NUM_EXAMPLES,
+                deadline=None,
+                suppress_health_check=list(hypothesis.HealthCheck),
+                database=None,
+            )(hypothesis.given(operation.as_strategy(generation_mode=mode))(check))()
