@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,7 +95,10 @@ def main() -> int:
         _replace(file.with_suffix(".md"), markdown(report))
         if row.result is None:
             failed.append(program.name)
-            print(f"  failed after {row.seconds:.0f} s, see {logs / program.name}.log", flush=True)
+            print(
+                f"  failed after {row.seconds:.0f} s, see {logs / f'{program.name}.log'}",
+                flush=True,
+            )
         else:
             print(f"  {row.seconds:.0f} s", flush=True)
     print(f"\n{markdown(report)}\nwritten to {file}")
@@ -146,14 +150,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     """Whatever of its session is left, too: a program that fails may leave servers behind."""
     if process.poll() is None:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -64,14 +64,14 @@ def measure(size: Size) -> Result:
         def paced(hang_url: str | None) -> list[float]:
             return asyncio.run(_paced(folder(), url, hang_url, size))
 
-        rates = [
-            asyncio.run(_throughput(folder(), url, size.events)) for _ in range(size.rounds)
-        ]
+        rates = [asyncio.run(_throughput(folder(), url, size.events)) for _ in range(size.rounds)]
         found = in_turns(
             size.rounds,
             {"alone": lambda: paced(None), "beside": lambda: paced(f"{url}/hang")},
         )
-    p99 = {name: [1e3 * percentile(each, 0.99) for each in rounds] for name, rounds in found.items()}
+    p99 = {
+        name: [1e3 * percentile(each, 0.99) for each in rounds] for name, rounds in found.items()
+    }
     alone, beside = (statistics.median(p99[name]) for name in ("alone", "beside"))
     hung = f"{size.hang_seconds:g} s"
     return Result(

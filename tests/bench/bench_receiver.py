@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,13 +95,7 @@ def measure(size: Size) -> Result:
         posts = _Posts()
         for url in urls.values():
             posts.load(url, min(1.0, size.seconds), None)
-        fast, paced = (
-            in_turns(
-                size.rounds,
-                {name: lambda url=url: posts.load(url, size.seconds, pace) for name, url in urls.items()},
-            )
-            for pace in (None, PACE)
-        )
+        fast, paced = (_rounds(posts, urls, size, pace) for pace in (None, PACE))
     rates = {name: statistics.median(each.per_second for each in fast[name]) for name in urls}
     p99 = {name: statistics.median(_p99_ms(each) for each in paced[name]) for name in urls}
     ratio = rates["durable"] / rates["peer"]
@@ -125,6 +119,15 @@ def measure(size: Size) -> Result:
             for name in urls
         },
     )
+
+
+def _rounds(
+    posts: "_Posts", urls: Mapping[str, str], size: Size, pace: float | None
+) -> dict[str, list[Load]]:
+    def once(url: str) -> Callable[[], Load]:
+        return lambda: posts.load(url, size.seconds, pace)
+
+    return in_turns(size.rounds, {name: once(url) for name, url in urls.items()})
 
 
 def _p99_ms(found: Load) -> float:
@@ -154,9 +157,7 @@ class _Posts:
 
 def _event(url: str, number: int) -> bytes:
     body = json.dumps(dataset_update(ref_update(new=f"{number:040x}"))).encode()
-    return post_request(
-        url, body, {"X-Webhook-Secret": SECRET, "Webhook-Id": f"delivery-{number}"}
-    )
+    return post_request(url, body, {"X-Webhook-Secret": SECRET, "Webhook-Id": f"delivery-{number}"})
 
 
 @contextmanager

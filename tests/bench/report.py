@@ -1,6 +1,6 @@
 """`Report`: the rows of one table with the machine that they were measured on, and its Markdown.
 
-    python -m tests.bench.report bench-results/loop.json
+python -m tests.bench.report bench-results/loop.json
 """
 
 import sys

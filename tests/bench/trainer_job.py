@@ -1,5 +1,8 @@
-"""What a person would write in place of a retraining job, for `bench_memory` to weigh: base model
-folder, rows as JSON lines, output folder, epochs; `transformers.Trainer` trains, evaluates, saves."""
+"""What a person would write in place of a retraining job, for `bench_memory` to weigh.
+
+Base model folder, rows as JSON lines, output folder, epochs: a `transformers.Trainer` trains,
+evaluates and saves.
+"""
 
 import sys
 
