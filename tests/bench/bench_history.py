@@ -6,6 +6,7 @@ that fixed costs are all there is; then commits of new rows, which train the sam
 released.
 """
 
+import shutil
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -57,11 +58,10 @@ def measure(size: Size) -> Result:
     """From `git push` to the job's outcome: long history against commit 100."""
     with tempfile.TemporaryDirectory() as name:
         short_dir, long_dir = Path(name) / "short", Path(name) / "long"
-        for folder, commits, releases in (
-            (short_dir, SHORT_COMMITS, SHORT_RELEASES),
-            (long_dir, size.commits, size.releases),
-        ):
-            _grow_old(folder, commits, releases)
+        _begin(short_dir)
+        shutil.copytree(short_dir, long_dir, symlinks=True)
+        _grow_old(short_dir, SHORT_COMMITS, SHORT_RELEASES)
+        _grow_old(long_dir, size.commits, size.releases)
         known = {folder: _job_names(folder) for folder in (short_dir, long_dir)}
         with live_stack(short_dir) as short, live_stack(long_dir) as long:
             for folder, stack in ((short_dir, short), (long_dir, long)):
@@ -90,7 +90,8 @@ def measure(size: Size) -> Result:
     )
 
 
-def _grow_old(folder: Path, commits: int, releases: int) -> None:
+def _begin(folder: Path) -> None:
+    """A stack with a first commit and its release, stopped."""
     folder.mkdir()
     workplace = workplace_in(folder)
     configure(workplace, max_tokens=2_000)
@@ -99,6 +100,10 @@ def _grow_old(folder: Path, commits: int, releases: int) -> None:
     settings.write_text(kept)
     with live_stack(folder) as stack:
         stack.learn({"facts.jsonl": facts(0, 60)}, ("promoted",))
+
+
+def _grow_old(folder: Path, commits: int, releases: int) -> None:
+    workplace = workplace_in(folder)
     add_commits(workplace.home / "hub/repos/datasets/local/facts.git", commits)
     add_releases(workplace.home / "releases" / "facts", releases)
     add_jobs(workplace.home / "jobs", commits)

@@ -38,7 +38,7 @@ class Size:
 
 
 FULL = Size(rows=1_500, hidden=256, max_tokens=250_000, revisions=10)
-SMALL = Size(rows=60, hidden=64, max_tokens=2_000, revisions=3)
+SMALL = Size(rows=60, hidden=64, max_tokens=1_000, revisions=2)
 WITHIN_FULL, WITHIN_OLD, TOKENS_SHARE = 1.0, 2.0, 25.0
 OPEN_GATE = {
     "max_new_ratio": 99.0,
