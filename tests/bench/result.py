@@ -47,16 +47,14 @@ def reported(what: str, value: float, unit: str) -> Figure:
 
 def at_least(what: str, value: float, target: float, unit: str) -> Figure:
     met = value >= target  # False for NaN
-    return Figure(
-        what=what, value=_finite(value), unit=unit, target=f"at least {target:g} {unit}", met=met
-    )
+    stated = f"at least {_with_unit(f'{target:.5g}', unit)}"
+    return Figure(what=what, value=_finite(value), unit=unit, target=stated, met=met)
 
 
 def at_most(what: str, value: float, target: float, unit: str) -> Figure:
     met = value <= target
-    return Figure(
-        what=what, value=_finite(value), unit=unit, target=f"at most {target:g} {unit}", met=met
-    )
+    stated = f"at most {_with_unit(f'{target:.5g}', unit)}"
+    return Figure(what=what, value=_finite(value), unit=unit, target=stated, met=met)
 
 
 def _finite(value: float) -> float | None:
@@ -97,5 +95,12 @@ def amount(figure: Figure) -> str:
     """The value with its unit."""
     if figure.value is None:
         return "not measured"
-    digits = 0 if abs(figure.value) >= 100 else 1 if abs(figure.value) >= 10 else 3
-    return f"{figure.value:,.{digits}f} {figure.unit}"
+    if figure.value.is_integer():
+        digits = 0
+    else:
+        digits = 0 if abs(figure.value) >= 100 else 1 if abs(figure.value) >= 10 else 3
+    return _with_unit(f"{figure.value:,.{digits}f}", figure.unit)
+
+
+def _with_unit(number: str, unit: str) -> str:
+    return f"{number} {unit}".strip()
