@@ -23,12 +23,12 @@ test: $(INSTALLED) check
 test-vllm: $(INSTALLED_VLLM)
 	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_engine_conformance.py tests/e2e/test_vllm_demo.py
 
+# All rows, or some: `make bench ROWS="training publish"`. Figures and tables go to bench-results/.
 bench-serving: $(INSTALLED_VLLM)
-	$(VENV_VLLM)/bin/python -m tests.bench.bench_serving
+	$(VENV_VLLM)/bin/python -m tests.bench serving $(if $(ROWS),--rows $(ROWS))
 
 bench: $(INSTALLED)
-	$(BIN)/python -m tests.bench.bench_stream
-	$(BIN)/python -m tests.bench.bench_training
+	$(BIN)/python -m tests.bench loop $(if $(ROWS),--rows $(ROWS))
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -45,7 +45,7 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	# torch first and exactly, so that no other requirement picks another build of it.
 	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable '.[torch,test]'
+	$(BIN)/pip install --quiet --editable '.[torch,test,bench]'
 	touch $@
 
 $(INSTALLED_VLLM): pyproject.toml

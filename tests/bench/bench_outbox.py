@@ -1,18 +1,17 @@
 """Deliveries per second to a local receiver, and what an endpoint that hangs costs another.
 
-    python -m tests.bench.bench_outbox [--events 2000] [--hang-seconds 15]
-
-Prints JSON. The receiver is a process of its own; the events are put into the outbox directly, so
-that git's own time is not measured.
+The receiver is a process of its own; the events are put into the outbox directly, so that git's own
+time is not measured. With and without the endpoint that hangs take turns.
 """
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,67 @@ from pipeline.hub.names import RepositoryName
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhooks import CreateWebhook, SecretBox, Watched, create_webhook
+from tests.bench.result import Result, at_least, at_most, reported, run_program
+from tests.bench.timing import in_turns, percentile
 from tests.hub_fixtures import listening_socket
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    events: int
+    """In a full outbox."""
+    paced_events: int
+    hang_seconds: float
+    rounds: int
+
+
+FULL = Size(events=2_000, paced_events=600, hang_seconds=15.0, rounds=3)
+SMALL = Size(events=60, paced_events=10, hang_seconds=1.0, rounds=1)
+PER_SECOND = 20.0
+TARGET_PER_SECOND, TARGET_EXTRA_MS = 200.0, 100.0
+
+
+def measure(size: Size) -> Result:
+    """Deliveries per second, and p99 of one endpoint beside one that hangs."""
+    with _receiver() as url, tempfile.TemporaryDirectory() as name:
+        number = 0
+
+        def folder() -> Path:
+            nonlocal number
+            number += 1
+            made = Path(name) / str(number)
+            made.mkdir()
+            return made
+
+        def paced(hang_url: str | None) -> list[float]:
+            return asyncio.run(_paced(folder(), url, hang_url, size))
+
+        rates = [asyncio.run(_throughput(folder(), url, size.events)) for _ in range(size.rounds)]
+        found = in_turns(
+            size.rounds,
+            {"alone": lambda: paced(None), "beside": lambda: paced(f"{url}/hang")},
+        )
+    p99 = {
+        name: [1e3 * percentile(each, 0.99) for each in rounds] for name, rounds in found.items()
+    }
+    alone, beside = (statistics.median(p99[name]) for name in ("alone", "beside"))
+    hung = f"{size.hang_seconds:g} s"
+    return Result(
+        figures=(
+            at_least("deliveries", statistics.median(rates), TARGET_PER_SECOND, "per second"),
+            at_most(
+                f"p99 that an endpoint which hangs for {hung} adds to another's",
+                beside - alone,
+                TARGET_EXTRA_MS,
+                "ms",
+            ),
+            reported("p99 of an endpoint alone", alone, "ms"),
+            reported("p99 beside one that hangs", beside, "ms"),
+        ),
+        bounded_by="one request after another to an endpoint, in order, and two transactions for "
+        "each",
+        detail={"deliveries_per_second": rates, "p99_ms": p99},
+    )
 
 
 async def receive(scope: Any, receive: Any, send: Any) -> None:
@@ -95,8 +154,8 @@ class Bench:
             await asyncio.sleep(0.02)
 
 
-async def throughput(root: Path, url: str, num_events: int) -> dict[str, float]:
-    """A full outbox, emptied by one worker."""
+async def _throughput(root: Path, url: str, num_events: int) -> float:
+    """A full outbox, emptied by one worker; deliveries per second."""
     bench = Bench(root, HubSettings())
     repository, id = bench.repository("facts"), bench.webhook("facts", url)
     with bench.database.write() as connection:
@@ -108,54 +167,42 @@ async def throughput(root: Path, url: str, num_events: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     await bench.deliverer.stop()
     bench.database.close()
-    return {"deliveries": num_events, "deliveries_per_second": round(num_events / seconds, 1)}
+    return num_events / seconds
 
 
-async def paced(
-    root: Path, url: str, num_events: int, hang_url: str | None, hang_seconds: float
-) -> float:
-    """p99 in ms of one webhook at 20 events/s, with or without one that hangs beside it."""
-    bench = Bench(root, HubSettings(delivery_timeout_seconds=hang_seconds))
+async def _paced(root: Path, url: str, hang_url: str | None, size: Size) -> list[float]:
+    """Seconds from each event to its delivery to `url`, with or without another that hangs."""
+    bench = Bench(root, HubSettings(delivery_timeout_seconds=size.hang_seconds))
     repository, id = bench.repository("facts"), bench.webhook("facts", url)
     if hang_url is not None:
         bench.webhook("facts", hang_url)
     bench.deliverer.start()
-    for _ in range(num_events):
+    for _ in range(size.paced_events):
         await asyncio.to_thread(bench.event, repository)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(1 / PER_SECOND)
     await bench.drained(id)
     found = bench.latencies(id)
     await bench.deliverer.stop()
     bench.database.close()
-    return 1000 * statistics.quantiles(found, n=100)[98]
+    if len(found) != size.paced_events:
+        raise RuntimeError(f"{len(found)} of {size.paced_events} events were delivered")
+    return found
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--events", type=int, default=2000)
-    arguments.add_argument("--hang-seconds", type=float, default=15)
-    given = arguments.parse_args()
+@contextmanager
+def _receiver() -> Iterator[str]:
     ours, theirs = multiprocessing.Pipe()
-    receiver = multiprocessing.get_context("spawn").Process(
+    process = multiprocessing.get_context("spawn").Process(
         target=serve, args=(theirs,), daemon=True
     )
-    receiver.start()
-    url = f"http://127.0.0.1:{ours.recv()}"
+    process.start()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            roots = [Path(folder) / name for name in ("full", "alone", "beside")]
-            for root in roots:
-                root.mkdir()
-            report = asyncio.run(throughput(roots[0], url, given.events))
-            num_paced = max(100, given.events // 5)
-            alone = asyncio.run(paced(roots[1], url, num_paced, None, given.hang_seconds))
-            beside = asyncio.run(paced(roots[2], url, num_paced, f"{url}/hang", given.hang_seconds))
-        report |= {"p99_alone_ms": round(alone, 1), "p99_beside_a_hanging_one_ms": round(beside, 1)}
-        print(json.dumps(report, indent=2))
+        yield f"http://127.0.0.1:{ours.recv()}"
     finally:
-        receiver.terminate()
-        receiver.join()
+        # Told to end politely, it would wait for the requests that hang.
+        process.kill()
+        process.join()
 
 
 if __name__ == "__main__":
-    main()
+    run_program(measure, full=FULL, small=SMALL)

@@ -1,30 +1,46 @@
-"""The receiver under load: events accepted per second, and how long each waits for its answer.
+"""The receiver under load, beside `huggingface_hub`'s own WebhooksServer, which stores nothing.
 
-Run from the repository's root: `python -m tests.bench.bench_receiver [--seconds 10]`. Beside our
-two ways to keep an event (the retrain handler's job store, a durable handler's log) stands a peer
-that keeps nothing: the route that `huggingface_hub`'s WebhooksServer makes, on the same FastAPI.
-That class needs gradio; an interpreter that has it (`--peer-python`) measures it as it is.
+All servers are up at once, in processes of their own, and are loaded in turns by the same client:
+16 connections as quickly as they are answered, then 100 events per second. Ours keeps each event in
+two ways: a durable handler's log, and the retrain handler's job store.
 """
 
-import argparse
 import asyncio
+import json
 import os
-import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from tests.bench.http_load import Load, load, post_request
+from tests.bench.result import Result, at_least, at_most, reported, run_program
+from tests.bench.timing import in_turns, percentile
 from tests.receiver_payloads import dataset_update, ref_update
+from tests.stack_fixtures import free_ports
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 16
 SECRET = "s3cret"
+PACE = 100.0
+PEER_RATIO, EQUAL_RATIO, P99_MS = 0.7, 1.0, 50.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    rounds: int
+    seconds: float
+    """Of each load."""
+
+
+FULL, SMALL = Size(rounds=5, seconds=6.0), Size(rounds=1, seconds=0.5)
 
 OURS = """
 import sys
@@ -35,7 +51,7 @@ from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 
 folder = Path(sys.argv[1])
-settings = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db")
+settings = ReceiverSettings(port=int(sys.argv[2]), deliveries_path=folder / "receiver.db")
 server = WebhooksServer(webhook_secret="s3cret", settings=settings)
 rules = [RetrainRule(pipeline="answers", dataset="acme/answers")]
 server.add_webhook("/retrain")(retrain_handler(JobStore.open(folder / "jobs.db"), rules))
@@ -50,26 +66,6 @@ server.launch()
 """
 
 PEER = """
-import socket, sys
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
-from huggingface_hub._webhooks_payload import WebhookPayload
-
-app = FastAPI()
-
-@app.post("/webhooks/peer")
-async def peer(request: Request, payload: WebhookPayload):
-    if request.headers.get("x-webhook-secret") != "s3cret":
-        return JSONResponse({"error": "Invalid webhook secret."}, status_code=403)
-
-listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-listener.bind(("127.0.0.1", 0))
-print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
-uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
-"""
-
-HUGGINGFACE = """
 import sys
 from huggingface_hub import WebhookPayload, WebhooksServer
 
@@ -82,92 +78,128 @@ async def peer(payload: WebhookPayload):
 server.launch(share=False, server_port=int(sys.argv[2]), quiet=True)
 """
 
+LABELS = {
+    "durable": "ours, a durable handler",
+    "retrain": "ours, a job of each event",
+    "nothing": "ours, storing nothing",
+    "peer": "huggingface_hub's WebhooksServer, storing nothing",
+}
+
+
+def measure(size: Size) -> Result:
+    """Events accepted per second by 16 clients, and the p99 at 100 per second."""
+    with ExitStack() as stack:
+        ours = stack.enter_context(_running(OURS))
+        urls = {name: f"{ours}/webhooks/{name}" for name in LABELS if name != "peer"}
+        urls["peer"] = f"{stack.enter_context(_running(PEER))}/webhooks/peer"
+        posts = _Posts()
+        for url in urls.values():
+            posts.load(url, min(1.0, size.seconds), None)
+        fast, paced = (_rounds(posts, urls, size, pace) for pace in (None, PACE))
+    rates = {name: statistics.median(each.per_second for each in fast[name]) for name in urls}
+    p99 = {name: statistics.median(_p99_ms(each) for each in paced[name]) for name in urls}
+    ratio = rates["durable"] / rates["peer"]
+    return Result(
+        figures=(
+            at_least("durable / huggingface_hub's, 16 clients", ratio, PEER_RATIO, "x"),
+            at_least("as many per second as huggingface_hub's", ratio, EQUAL_RATIO, "x"),
+            at_most("durable: p99 at 100 events/s", p99["durable"], P99_MS, "ms"),
+            at_most("a job of each event: p99 at 100 events/s", p99["retrain"], P99_MS, "ms"),
+            *(reported(LABELS[name], rates[name], "events/s") for name in urls),
+            reported("huggingface_hub's: p99 at 100 events/s", p99["peer"], "ms"),
+        ),
+        bounded_by="one core of Python per server; a stored event adds a commit with fsync, which "
+        "events that arrive together share",
+        detail={
+            name: {
+                "per_second": [each.per_second for each in fast[name]],
+                "p99_ms_at_100_per_second": [_p99_ms(each) for each in paced[name]],
+                "p99_ms_at_full_load": [_p99_ms(each) for each in fast[name]],
+            }
+            for name in urls
+        },
+    )
+
+
+def _rounds(
+    posts: "_Posts", urls: Mapping[str, str], size: Size, pace: float | None
+) -> dict[str, list[Load]]:
+    def once(url: str) -> Callable[[], Load]:
+        return lambda: posts.load(url, size.seconds, pace)
+
+    return in_turns(size.rounds, {name: once(url) for name, url in urls.items()})
+
+
+def _p99_ms(found: Load) -> float:
+    return 1e3 * percentile(found.seconds, 0.99)
+
+
+class _Posts:
+    """Each event is another one, through all loads: a delivery that was seen costs less."""
+
+    def __init__(self) -> None:
+        self._first = 0
+
+    def load(self, url: str, seconds: float, per_second: float | None) -> Load:
+        first = self._first
+        found = asyncio.run(
+            load(
+                url,
+                lambda number: _event(url, first + number),
+                clients=CLIENTS,
+                seconds=seconds,
+                per_second=per_second,
+            )
+        )
+        self._first += len(found.seconds) + CLIENTS
+        return found
+
+
+def _event(url: str, number: int) -> bytes:
+    body = json.dumps(dataset_update(ref_update(new=f"{number:040x}"))).encode()
+    return post_request(url, body, {"X-Webhook-Secret": SECRET, "Webhook-Id": f"delivery-{number}"})
+
 
 @contextmanager
-def running(code: str, python: str, port: int = 0) -> Iterator[str]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen(
-            [python, "-W", "ignore", "-c", code, folder, str(port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                break
-        else:
-            raise RuntimeError("the server said no address")
-        url = found[0]
-        while True:
-            try:
-                httpx.get(f"{url}/openapi.json", trust_env=False)
-                break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        yield url
-        process.terminate()
-
-
-async def load(url: str, seconds: float, per_second: float | None) -> tuple[float, list[float]]:
-    """Accepted per second, and the seconds that each answer took from when it was due, sorted.
-
-    Without `per_second`, each client posts as soon as it was answered.
-    """
-    taken: list[float] = []
-    number = 0
-    began = time.perf_counter()
-
-    async def client(session: httpx.AsyncClient) -> None:
-        nonlocal number
-        while True:
-            mine, number = number, number + 1
-            due = began + mine / per_second if per_second else time.perf_counter()
-            if due - began > seconds:
-                return
-            await asyncio.sleep(max(due - time.perf_counter(), 0))
-            answer = await session.post(
-                url,
-                json=dataset_update(ref_update(new=f"{mine:040x}")),
-                headers={"X-Webhook-Secret": SECRET, "Webhook-Id": f"{per_second}-{mine}"},
+def _running(code: str) -> Iterator[str]:
+    """The server of a script, in a process and a folder of its own; its URL."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "GRADIO_ANALYTICS_ENABLED": "False",
+        "HF_HUB_OFFLINE": "1",
+    }
+    (port,) = free_ports(1)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.txt"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", code, folder, str(port)],
+                stdout=stream,
+                stderr=stream,
+                cwd=folder,
+                env=env,
             )
-            assert answer.is_success, answer.text
-            taken.append(time.perf_counter() - due)
-
-    async with httpx.AsyncClient(timeout=60, trust_env=False, verify=False) as session:
-        await asyncio.gather(*(client(session) for _ in range(CLIENTS)))
-    return len(taken) / (time.perf_counter() - began), sorted(taken)
-
-
-def measure(name: str, url: str, seconds: float) -> None:
-    asyncio.run(load(url, 1, None))
-    accepted, _ = asyncio.run(load(url, seconds, None))
-    _, taken = asyncio.run(load(url, seconds, 100))
-    p50, p99 = (taken[int(len(taken) * part)] * 1e3 for part in (0.5, 0.99))
-    print(f"{name:34} {accepted:10.0f} {p50:12.1f} {p99:9.1f}", flush=True)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            while not _answers(url):
+                if process.poll() is not None:
+                    raise RuntimeError(f"the server ended: {log.read_text()[-2000:]}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(30)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10, help="of each of the two loads")
-    parser.add_argument("--peer-python", help="an interpreter with huggingface_hub and gradio")
-    options = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {CLIENTS} clients")
-    print(f"{'':34} {'accepted/s':>10} {'p50 at 100/s':>12} {'p99, ms':>9}")
-    with running(OURS, sys.executable) as url:
-        measure("ours, a job of each event", f"{url}/webhooks/retrain", options.seconds)
-        measure("ours, durable", f"{url}/webhooks/durable", options.seconds)
-        measure("ours, storing nothing", f"{url}/webhooks/nothing", options.seconds)
-    with running(PEER, sys.executable) as url:
-        measure("the same route, storing nothing", f"{url}/webhooks/peer", options.seconds)
-    if options.peer_python:
-        with running(HUGGINGFACE, options.peer_python, 7861) as url:
-            measure("huggingface_hub's WebhooksServer", f"{url}/webhooks/peer", options.seconds)
-    print(f"load {os.getloadavg()[0]:.1f}")
+def _answers(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/openapi.json", trust_env=False)
+    except httpx.TransportError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
-    main()
+    run_program(measure, full=FULL, small=SMALL)

@@ -1,0 +1,187 @@
+"""Tokens per second over HTTP: the embedded engine beside vLLM's own server.
+
+Both answer the same prompts (token ids) from the same weights in float32, and both detokenize. They
+are up at once and take turns, cell by cell; beside them, in the same turns, `transformers.generate`
+on a static batch and the weight matrices alone, multiplied once per token and sequence: as
+`F.linear` does it, and packed as the engine does.
+"""
+
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.networks import PROMPT_TOKENS, build, prompt_of, publish
+from tests.bench.result import Figure, Result, at_least, reported, run_program
+from tests.bench.server import Server, pipeline_dir, serving
+from tests.bench.timing import in_turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    shapes: tuple[str, ...]
+    clients: tuple[int, ...]
+    tokens: tuple[int, ...]
+    rounds: int
+
+
+FULL = Size(shapes=("7M", "88M"), clients=(1, 4, 16), tokens=(64, 256), rounds=5)
+SMALL = Size(shapes=("tiny",), clients=(1, 2), tokens=(8,), rounds=1)
+RATIOS = {("7M", 1): 1.5, ("7M", 16): 1.3, ("88M", 1): 1.2, ("88M", 16): 1.05}
+MATMUL_STEPS = 20
+Rates = dict[str, list[float]]
+
+
+def measure(size: Size) -> Result:
+    """Tokens per second over HTTP, ours against vLLM's own server."""
+    figures: list[Figure] = []
+    detail: dict[str, Any] = {}
+    shares = []
+    for shape in size.shapes:
+        rates = _rates(shape, size)
+        detail[shape] = rates
+        for (clients, tokens), cell in _cells(size, rates):
+            median = {name: statistics.median(values) for name, values in cell.items()}
+            what = f"{shape}, {clients} clients, {tokens} tokens"
+            ratio = median["torch"] / median["vllm"]
+            target = RATIOS.get((shape, clients))
+            label = f"{what}: ours / vLLM"
+            figures.append(
+                reported(label, ratio, "x")
+                if target is None
+                else at_least(label, ratio, target, "x")
+            )
+            figures += [
+                reported(f"{what}: {label}", median[name], "tokens/s")
+                for name, label in (
+                    ("torch", "ours"),
+                    ("vllm", "vLLM"),
+                    ("generate", "transformers.generate"),
+                    ("linear", "matrices alone, F.linear"),
+                    ("packed", "matrices alone, packed"),
+                )
+            ]
+            shares.append(median["torch"] / median["packed"])
+    return Result(
+        figures=tuple(figures),
+        bounded_by=f"the weight matrices: ours reaches {min(shares):.0%} to {max(shares):.0%} of "
+        "what they alone would, packed; the rest is attention over the keys and values so far, "
+        "sampling, and HTTP",
+        detail=detail,
+    )
+
+
+def _cells(size: Size, rates: dict[str, Rates]) -> list[tuple[tuple[int, int], Rates]]:
+    return [
+        ((clients, tokens), rates[f"{clients}x{tokens}"])
+        for clients, tokens in itertools.product(size.clients, size.tokens)
+    ]
+
+
+def _rates(shape: str, size: Size) -> dict[str, Rates]:
+    import torch
+
+    network = build(shape, 1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        release = publish(network, pipeline_dir(home))
+        with serving("torch", release, home) as ours, serving("vllm-own", release, home) as theirs:
+            return {
+                f"{clients}x{tokens}": _cell(ours, theirs, network, clients, tokens, size.rounds)
+                for clients, tokens in itertools.product(size.clients, size.tokens)
+            }
+
+
+def _cell(
+    ours: Server, theirs: Server, network: Any, clients: int, tokens: int, rounds: int
+) -> Rates:
+    # Other prompts each time: nobody is to answer from its prefix cache.
+    seeds = itertools.count(1)
+
+    def over_http(server: Server) -> float:
+        started = time.perf_counter()
+        with ThreadPoolExecutor(clients) as pool:
+            for _ in pool.map(
+                lambda seed: server.ask(prompt_of(seed), tokens), _take(seeds, clients)
+            ):
+                pass
+        return clients * tokens / (time.perf_counter() - started)
+
+    plain, packed = _matmuls(network, clients)
+    found = in_turns(
+        rounds + 1,
+        {
+            "torch": lambda: over_http(ours),
+            "vllm": lambda: over_http(theirs),
+            "generate": lambda: _generate(network, clients, tokens),
+            "linear": lambda: MATMUL_STEPS * clients / plain(),
+            "packed": lambda: MATMUL_STEPS * clients / packed(),
+        },
+    )
+    # The first round warms up.
+    return {name: values[1:] for name, values in found.items()}
+
+
+def _take(seeds: "itertools.count[int]", count: int) -> list[int]:
+    return list(itertools.islice(seeds, count))
+
+
+def _generate(network: Any, clients: int, tokens: int) -> float:
+    import torch
+
+    ids = torch.tensor([prompt_of(seed, PROMPT_TOKENS) for seed in range(clients)])
+    started = time.perf_counter()
+    with torch.inference_mode():
+        network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return clients * tokens / (time.perf_counter() - started)
+
+
+def _matmuls(network: Any, clients: int) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Seconds of some steps in which every weight matrix is multiplied once and nothing else."""
+    import torch
+    from torch.nn import functional as F
+
+    from serving.engines.torch_engine.linear import Linear
+
+    weights = [m.weight for m in network.modules() if isinstance(m, torch.nn.Linear)]
+    inputs = {size: torch.randn(clients, size) for size in {w.shape[1] for w in weights}}
+    with torch.inference_mode():
+        packed = [Linear(weight, None) for weight in weights]
+
+    def timed(step: Callable[[], None]) -> Callable[[], float]:
+        def seconds() -> float:
+            with torch.inference_mode():
+                started = time.perf_counter()
+                for _ in range(MATMUL_STEPS):
+                    step()
+                return time.perf_counter() - started
+
+        return seconds
+
+    def plain_step() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    def packed_step() -> None:
+        for weight, linear in zip(weights, packed, strict=True):
+            linear(inputs[weight.shape[1]])
+
+    return timed(plain_step), timed(packed_step)
+
+
+if __name__ == "__main__":
+    run_program(measure, full=FULL, small=SMALL)

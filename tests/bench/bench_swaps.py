@@ -1,0 +1,148 @@
+"""Many swaps under load: none fails, no answer is mixed, and memory does not grow.
+
+Clients ask greedy prompts, whole and streamed, of which each release's right text is known from
+`transformers`. An answer is mixed when its text is not that of the release that it names.
+"""
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.bench.networks import build, publish, right_texts
+from tests.bench.result import Result, at_most, reported, run_program
+from tests.bench.server import Server, pipeline_dir, request_body, serving
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    shape: str
+    swaps: int
+    clients: int
+    tokens: int
+    """Of each answer."""
+    prompts: int
+
+
+FULL = Size(shape="7M", swaps=1_000, clients=4, tokens=24, prompts=6)
+SMALL = Size(shape="tiny", swaps=16, clients=2, tokens=8, prompts=2)
+SETTLED = 10
+"""Swaps until memory is what it stays."""
+SAMPLES = 5
+GROWTH_PERCENT = 5.0
+
+
+def measure(size: Size) -> Result:
+    """Swaps under load on the torch engine: failed, mixed, memory."""
+    if size.swaps < SETTLED + SAMPLES:
+        raise ValueError(f"--swaps must be at least {SETTLED + SAMPLES}, not {size.swaps}")
+    with tempfile.TemporaryDirectory() as name:
+        home = Path(name)
+        published = [publish(build(size.shape, seed), pipeline_dir(home)) for seed in (1, 2)]
+        prompts, texts = right_texts(published, size.prompts, size.tokens)
+        resident: list[int] = []
+        seconds: list[float] = []
+        stop = threading.Event()
+        with (
+            serving("torch", published[0], home) as server,
+            ThreadPoolExecutor(size.clients) as pool,
+        ):
+            asking = [
+                pool.submit(_ask_until, stop, server, prompts, texts, size.tokens, number)
+                for number in range(size.clients)
+            ]
+            try:
+                for number in range(1, size.swaps + 1):
+                    started = time.perf_counter()
+                    server.swap(published[number % 2].release_id)
+                    seconds.append(time.perf_counter() - started)
+                    resident.append(_resident_bytes(server.pid))
+            finally:
+                stop.set()
+            counts = sum((each.result() for each in asking), Counter[str]())
+    early = statistics.median(resident[SETTLED - 1 : SETTLED - 1 + SAMPLES])
+    late = statistics.median(resident[-SAMPLES:])
+    return Result(
+        figures=(
+            at_most("failed answers", counts["failed"], 0, ""),
+            at_most("mixed answers", counts["mixed"], 0, ""),
+            at_most(
+                "memory at the end above that after the tenth swap",
+                100 * (late / early - 1),
+                GROWTH_PERCENT,
+                "%",
+            ),
+            reported("swaps", size.swaps, ""),
+            reported("answers meanwhile", counts["right"], ""),
+            reported("memory after the tenth swap", early / 2**20, "MiB"),
+            reported("a swap, median", statistics.median(seconds), "s"),
+            reported("the longest swap", max(seconds), "s"),
+        ),
+        bounded_by="a swap takes as long as the sha256 and the staging of the release beside "
+        "requests",
+        detail={"resident_bytes": resident[:: max(1, len(resident) // 200)], "counts": counts},
+    )
+
+
+def _ask_until(
+    stop: threading.Event,
+    server: Server,
+    prompts: list[list[int]],
+    texts: Mapping[tuple[str, int], str],
+    tokens: int,
+    number: int,
+) -> "Counter[str]":
+    counts = Counter[str]()
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        while not stop.is_set():
+            number += 1
+            which = number % len(prompts)
+            try:
+                release, text = _answer(http, prompts[which], tokens, is_streamed=number % 2 == 0)
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                print(f"failed: {error!r}", flush=True)
+                counts["failed"] += 1
+                continue
+            counts["right" if text == texts[release, which] else "mixed"] += 1
+    return counts
+
+
+def _answer(
+    http: httpx.Client, prompt: list[int], tokens: int, *, is_streamed: bool
+) -> tuple[str, str]:
+    """The release that it names, and its text. A stream that names two is a ValueError."""
+    body = request_body(prompt, tokens, stream=is_streamed)
+    if not is_streamed:
+        answer = http.post("/v1/completions", json=body)
+        answer.raise_for_status()
+        found = answer.json()
+        return found["system_fingerprint"], found["choices"][0]["text"]
+    releases, text = set(), ""
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                releases.add(event["system_fingerprint"])
+                text += "".join(choice["text"] for choice in event["choices"])
+    (release,) = releases
+    return release, text
+
+
+def _resident_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"process {pid} is gone")
+
+
+if __name__ == "__main__":
+    run_program(measure, full=FULL, small=SMALL)

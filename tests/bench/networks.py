@@ -1,0 +1,149 @@
+"""Networks of some sizes as releases that a server takes: with a probe, and a tokenizer in which
+every token has a text of its own, so that each is an event of a stream."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    "7M": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "88M": {
+        "vocab_size": 4096,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+    },
+    "350M": {
+        "vocab_size": 40960,
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+}
+CONTEXT = 1024
+PROMPT_TOKENS = 16
+MIN_MARGIN = 1e-2
+"""Between the logits of the best and the second token: batch shapes move the last bits of a logit,
+and no answer is to hang on them."""
+PROBE_TOKENS = ((72, 101, 108, 108, 111), tuple(range(1, 30)))
+FLOAT32_BOUND = 2e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    release_id: str
+    folder: Path
+    network: Any
+
+
+def build(shape: str, seed: int) -> Any:
+    """Random weights with clear choices."""
+    from tests.torch_engine_fixtures import build as build_network
+    from tests.torch_engine_fixtures import llama_config
+
+    config = llama_config(
+        **SHAPES[shape], max_position_embeddings=CONTEXT, tie_word_embeddings=True
+    )
+    return build_network(config, seed)
+
+
+def publish(network: Any, pipeline_dir: Path, *, max_shard_bytes: int | None = None) -> Published:
+    """The next release of a pipeline."""
+    import torch
+
+    from serving.weights.publish import publish_state_dict
+    from serving.weights.release import Probe, ProbeText
+
+    files = pipeline_dir.parent / "files"
+    files.mkdir(parents=True, exist_ok=True)
+    _tokenizer(network.config.vocab_size).save(str(files / "tokenizer.json"))
+    # What AutoTokenizer, and with it vLLM, wants to see.
+    (files / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(files)
+    texts = []
+    for token_ids in PROBE_TOKENS:
+        with torch.inference_mode():
+            found = network(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        logprobs = found[range(len(token_ids) - 1), token_ids[1:]].tolist()
+        texts.append(ProbeText(token_ids=token_ids, logprobs=tuple(logprobs)))
+    release = publish_state_dict(
+        pipeline_dir,
+        network.state_dict(keep_vars=True),
+        files_dir=files,
+        probe=Probe(dtype="float32", texts=tuple(texts), bounds={"float32": FLOAT32_BOUND}),
+        max_shard_bytes=max_shard_bytes,
+    )
+    return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
+
+
+def prompt_of(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
+    return [(7 * seed + 13 * place + seed * place) % 250 for place in range(length)]
+
+
+def right_texts(
+    published: Sequence[Published], num_prompts: int, max_tokens: int
+) -> tuple[list[list[int]], Mapping[tuple[str, int], str]]:
+    """Prompts whose greedy answers are clear on every release, and these answers by release and
+    number of the prompt: of `transformers`, which shares nothing with an engine."""
+    import torch
+
+    from serving.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(published[0].folder)
+    prompts: list[list[int]] = []
+    texts: dict[tuple[str, int], str] = {}
+    seed = 0
+    while len(prompts) < num_prompts:
+        seed += 1
+        if seed > 40 * num_prompts:
+            raise RuntimeError(f"too few prompts with a margin of {MIN_MARGIN}")
+        prompt = prompt_of(seed)
+        answers = {}
+        for each in published:
+            with torch.inference_mode():
+                answer = each.network.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                    max_new_tokens=max_tokens,
+                    do_sample=False,
+                    output_scores=True,
+                    return_dict_in_generate=True,
+                    pad_token_id=0,
+                )
+            best = torch.stack(answer.scores)[:, 0].topk(2).values
+            if float((best[:, 0] - best[:, 1]).min()) < MIN_MARGIN:
+                break
+            answers[each.release_id] = tokenizer.decode(answer.sequences[0, len(prompt) :].tolist())
+        else:
+            if len(set(answers.values())) == len(published):
+                texts |= {(id, len(prompts)): text for id, text in answers.items()}
+                prompts.append(prompt)
+    return prompts, texts
+
+
+def _tokenizer(vocab_size: int) -> Any:
+    from tokenizers import Tokenizer, models
+
+    words = {f"<{number}>": number for number in range(vocab_size)}
+    return Tokenizer(models.WordLevel(words, unk_token="<0>"))

@@ -1,0 +1,201 @@
+"""Servers as a user starts them: ours by `pipeline serve`, vLLM by its own module; and what clients
+ask of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from tests.bench.networks import CONTEXT, Published
+from tests.stack_fixtures import end_with_this_process, free_ports
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = "answers"
+START_SECONDS, END_SECONDS = 400.0, 60.0
+ServerName = Literal["torch", "vllm", "vllm-own"]
+"""Our server with its embedded engine, our server with vLLM, and vLLM's own server."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    url: str
+    pid: int
+    admin_token: str
+    """Empty for vLLM's own."""
+    log: Path
+    start_seconds: float
+    """From the start of the process to its first token."""
+
+    def ask(self, prompt: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:
+        """One greedy answer of exactly so many tokens."""
+        answer = httpx.post(
+            f"{self.url}/v1/completions",
+            json=request_body(prompt, max_tokens, **body),
+            timeout=600,
+        )
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        if found["usage"]["completion_tokens"] != max_tokens:
+            raise RuntimeError(f"asked for {max_tokens} tokens: {found['usage']}")
+        return found
+
+    def stream(self, prompt: list[int], max_tokens: int, on_event: Callable[[], None]) -> int:
+        """The same as a stream; how many events had a text."""
+        body = request_body(prompt, max_tokens, stream=True)
+        count = 0
+        with (
+            httpx.Client(base_url=self.url, timeout=600) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    count += 1
+                    on_event()
+        return count
+
+    def swap(self, release_id: str) -> dict[str, Any]:
+        """The swap's result; a RuntimeError unless it is live."""
+        answer = httpx.post(
+            f"{self.url}/admin/swap",
+            json={"release": release_id},
+            headers={"Authorization": f"Bearer {self.admin_token}"},
+            timeout=600,
+        )
+        found: dict[str, Any] = answer.json()
+        if found.get("result") != "live":
+            raise RuntimeError(f"the swap ended as {found}\n{self.log.read_text()[-2000:]}")
+        return found
+
+    def reload_weights(self, folder: Path) -> float:
+        """vLLM's own way, by a route of its development mode; its seconds."""
+        started = time.perf_counter()
+        answer = httpx.post(
+            f"{self.url}/collective_rpc",
+            json={"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
+            timeout=600,
+        )
+        answer.raise_for_status()
+        return time.perf_counter() - started
+
+    def processes(self) -> list[int]:
+        """Its own and all that it started."""
+        return _descendants(self.pid)
+
+
+def request_body(prompt: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:
+    return {
+        "model": PIPELINE,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **body,
+    }
+
+
+@contextmanager
+def serving(name: ServerName, release: Published, home: Path) -> Iterator[Server]:
+    """A server in a process of its own, once it has answered with a token."""
+    (port,) = free_ports(1)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PIPELINE_HOME": str(home),
+        "PIPELINE_SETTINGS": str(home / "pipeline.toml"),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if name == "vllm-own":
+        # Tokenizer and texts as in ours, so that both do the same work per token.
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(release.folder), "--served-model-name", PIPELINE),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "float32", "--max-model-len", str(CONTEXT)),
+            *("--kv-cache-memory-bytes", str(1 << 30), "--generation-config", "vllm"),
+        ]
+        environment["VLLM_SERVER_DEV_MODE"] = "1"
+    else:
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "pipeline.toml").write_text(
+            f'[[pipelines]]\nname = "{PIPELINE}"\ndataset = "local/{PIPELINE}"\n'
+        )
+        command = [
+            *(sys.executable, "-m", "pipeline", "serve", release.release_id),
+            *("--engine", name, "--port", str(port)),
+        ]
+    log = home / f"{name}.log"
+    started = time.perf_counter()
+    with log.open("ab") as stream:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+            preexec_fn=end_with_this_process,
+        )
+    tokens = home / "tokens.json"
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _has_answered(url):
+            if process.poll() is not None or time.perf_counter() - started > START_SECONDS:
+                raise RuntimeError(f"{name} does not start:\n{log.read_text()[-4000:]}")
+            time.sleep(0.02)
+        yield Server(
+            url=url,
+            pid=process.pid,
+            admin_token="" if name == "vllm-own" else json.loads(tokens.read_bytes())["admin"],
+            log=log,
+            start_seconds=time.perf_counter() - started,
+        )
+    finally:
+        _end(process)
+
+
+def pipeline_dir(home: Path) -> Path:
+    return home / "releases" / PIPELINE
+
+
+def _has_answered(url: str) -> bool:
+    try:
+        answer = httpx.post(f"{url}/v1/completions", json=request_body([1, 2, 3], 1), timeout=600)
+    except httpx.TransportError:
+        return False
+    return answer.is_success
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """A server that does not end costs its time, not the figures that were measured on it."""
+    left = _descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        print(f"{process.args!r} did not end in {END_SECONDS:g} s", file=sys.stderr)
+        process.kill()
+        process.wait()
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for each in found:
+        for children in Path(f"/proc/{each}/task").glob("*/children"):
+            try:
+                found += map(int, children.read_text().split())
+            except OSError:  # the thread, or the process, is gone
+                continue
+    return found
