@@ -5,9 +5,10 @@ A row is on disk before its sender is answered. Headers that carry a proof are n
 
 import json
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock, Timeout
 
@@ -56,6 +57,16 @@ class StoredDelivery(NewDelivery):
     """How often its handler was called and failed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EndedCall:
+    """Of the handler of one delivery."""
+
+    path: str
+    id: str
+    due_at: float | None
+    """When it is to be called again; None where it succeeded."""
+
+
 class DeliveryLog:
     """For one process at a time, which a lock beside the file holds to, and one thread at a time.
 
@@ -72,37 +83,49 @@ class DeliveryLog:
                 f"Another receiver stores its deliveries in {path}: stop it, or set"
                 " `deliveries_path` to another file."
             ) from error
-        self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute("PRAGMA synchronous=FULL")
+        self._connection = _connect(path, synchronous="NORMAL")
         self._connection.executescript(_SCHEMA)
+        self._synced = _connect(path, synchronous="FULL")
 
     def close(self) -> None:
+        self._synced.close()
         self._connection.close()
         self._lock.release()
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
         """Whether each is new. They are on disk, in either case, when this returns; all or none."""
-        self._connection.execute("BEGIN IMMEDIATE")
-        with self._connection:
-            return [self._add(delivery, now) for delivery in deliveries]
-
-    def _add(self, delivery: NewDelivery, now: float) -> bool:
-        kept = {
-            name: value for name, value in delivery.headers.items() if name not in _PROOF_HEADERS
-        }
-        added = self._connection.execute(
+        keys = [(delivery.path, delivery.id) for delivery in deliveries]
+        known = self._known(keys)
+        # One statement, so one transaction, and one call: each lets go of the interpreter, which a
+        # busy event loop gives back late.
+        rows = ", ".join(["(?, ?, ?, ?, ?, ?)"] * len(deliveries))
+        self._synced.execute(
             "INSERT INTO deliveries (path, id, headers, body, received_at, due_at)"
-            " VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-            (delivery.path, delivery.id, json.dumps(kept), delivery.body, now, now),
+            f" VALUES {rows}"
+            # Who sends it again may do so once more, for as long as ever.
+            " ON CONFLICT DO UPDATE SET received_at = excluded.received_at",
+            [
+                value
+                for delivery in deliveries
+                for value in (
+                    *(delivery.path, delivery.id, _kept(delivery.headers), delivery.body),
+                    *(now, now),
+                )
+            ],
         )
-        if added.rowcount == 0:
-            # Who sends it again may do so once more, as long as ever.
-            self._connection.execute(
-                "UPDATE deliveries SET received_at = ? WHERE path = ? AND id = ?",
-                (now, delivery.path, delivery.id),
-            )
-        return added.rowcount == 1
+        are_new = []
+        for key in keys:
+            are_new.append(key not in known)
+            known.add(key)
+        return are_new
+
+    def _known(self, keys: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
+        places = ", ".join(["(?, ?)"] * len(keys))
+        found = self._connection.execute(
+            f"SELECT path, id FROM deliveries WHERE (path, id) IN (VALUES {places})",
+            [part for key in keys for part in key],
+        )
+        return set(found)
 
     def due(self, now: float) -> list[StoredDelivery]:
         """The deliveries whose handler is to be called, longest waiting first."""
@@ -118,19 +141,25 @@ class DeliveryLog:
             for path, id, headers, body, attempts in rows
         ]
 
-    def handled(self, delivery: StoredDelivery) -> None:
-        """Keep no more of it than what tells that it was here."""
-        self._connection.execute(
-            "UPDATE deliveries SET due_at = NULL, headers = '{}', body = x''"
-            " WHERE path = ? AND id = ?",
-            (delivery.path, delivery.id),
-        )
+    def settle(self, calls: Sequence[EndedCall]) -> None:
+        """Of what was handled, keep no more than what tells that it was here.
 
-    def failed(self, delivery: StoredDelivery, due_at: float) -> None:
-        self._connection.execute(
-            "UPDATE deliveries SET due_at = ?, attempts = attempts + 1 WHERE path = ? AND id = ?",
-            (due_at, delivery.path, delivery.id),
-        )
+        A power cut may undo it, and the handler is called again; a killed process does not.
+        """
+        handled = [(call.path, call.id) for call in calls if call.due_at is None]
+        failed = [(call.due_at, call.path, call.id) for call in calls if call.due_at is not None]
+        self._connection.execute("BEGIN IMMEDIATE")
+        with self._connection:
+            self._connection.executemany(
+                "UPDATE deliveries SET due_at = NULL, headers = '{}', body = x''"
+                " WHERE path = ? AND id = ?",
+                handled,
+            )
+            self._connection.executemany(
+                "UPDATE deliveries SET due_at = ?, attempts = attempts + 1"
+                " WHERE path = ? AND id = ?",
+                failed,
+            )
 
     def next_due_at(self, now: float) -> float | None:
         """When `due` will have more than it has `now`; None where nothing is put off."""
@@ -144,3 +173,16 @@ class DeliveryLog:
         self._connection.execute(
             "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?", (now - KEPT_SECONDS,)
         )
+
+
+def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute(f"PRAGMA synchronous={synchronous}")
+    return connection
+
+
+def _kept(headers: Mapping[str, str]) -> str:
+    return json.dumps(
+        {name: value for name, value in headers.items() if name not in _PROOF_HEADERS}
+    )

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -14,7 +15,7 @@ from typing import ParamSpec, TypeVar
 import anyio.to_thread
 from starlette.types import ASGIApp, Message
 
-from receiver.delivery_log import DeliveryLog, NewDelivery, StoredDelivery
+from receiver.delivery_log import DeliveryLog, EndedCall, NewDelivery, StoredDelivery
 from receiver.errors import NotWorking
 
 P = ParamSpec("P")
@@ -45,7 +46,10 @@ class DurableDeliveries:
         self._one_thread = anyio.CapacityLimiter(1)
         self._arrived: list[tuple[NewDelivery, asyncio.Future[bool]]] = []
         self._storing: asyncio.Task[None] | None = None
-        self._at_work: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._known: set[tuple[str, str]] = set()
+        """Deliveries that wait for their call, are at work, or whose end is not written yet."""
+        self._at_work: set[asyncio.Task[None]] = set()
+        self._ended: list[EndedCall] = []
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
         """From any thread, also while others are at work. Raises as `open` does."""
@@ -113,14 +117,16 @@ class DurableDeliveries:
             self._wake.set()
             await working
             if self._at_work:
-                _, late = await asyncio.wait(self._at_work.values(), timeout=self._shutdown_seconds)
+                _, late = await asyncio.wait(self._at_work, timeout=self._shutdown_seconds)
                 for task in late:
                     task.cancel()
                 if late:
                     await asyncio.wait(late)
-            self._at_work.clear()
+            self._known.clear()
             self._loop = None
             if self._log is not None:
+                self._log.settle(self._ended)
+                self._ended = []
                 self._log.close()
                 self._log = None
 
@@ -131,6 +137,7 @@ class DurableDeliveries:
 
     async def _work(self) -> None:
         forget_at = 0.0
+        waiting: deque[StoredDelivery] = deque()
         while not self._is_stopping:
             self._wake.clear()
             log = self._log
@@ -141,37 +148,58 @@ class DurableDeliveries:
             if now >= forget_at:
                 await self._in_thread(log.forget, now)
                 forget_at = now + FORGET_SECONDS
-            for delivery in await self._in_thread(log.due, now):
-                key = delivery.path, delivery.id
-                if len(self._at_work) >= MAX_AT_WORK or self._is_stopping:
-                    break
-                if key not in self._at_work and delivery.path in self._handlers:
-                    self._at_work[key] = asyncio.create_task(self._handle(delivery))
+            await self._settle(log)
+            if not waiting:
+                waiting.extend(await self._next(log, now))
+            while waiting and len(self._at_work) < self._places():
+                task = asyncio.create_task(self._handle(waiting.popleft()))
+                self._at_work.add(task)
+                task.add_done_callback(self._at_work.discard)
+            if waiting:
+                await self._wake.wait()
+                continue
             next_due_at = await self._in_thread(log.next_due_at, now)
-            pause = min(forget_at, next_due_at or forget_at) - now
             # A new delivery, a handler that ended, and a stop end the pause.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(min(forget_at, next_due_at or forget_at) - now):
                     await self._wake.wait()
 
+    def _places(self) -> int:
+        """How many handlers may be at work: one while senders wait for their answers, which matter
+        more than when a handler begins."""
+        return MAX_AT_WORK if self._storing is None or self._storing.done() else 1
+
+    async def _settle(self, log: DeliveryLog) -> None:
+        if self._ended:
+            ended, self._ended = self._ended, []
+            await self._in_thread(log.settle, ended)
+            self._known.difference_update((call.path, call.id) for call in ended)
+
+    async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
+        found = [
+            delivery
+            for delivery in await self._in_thread(log.due, now)
+            if (delivery.path, delivery.id) not in self._known and delivery.path in self._handlers
+        ]
+        self._known.update((delivery.path, delivery.id) for delivery in found)
+        return found
+
     async def _handle(self, delivery: StoredDelivery) -> None:
-        log = self._opened()
         try:
             status = await _call(self._handlers[delivery.path], delivery)
         except Exception:
             # Whatever a handler raises: the delivery is tried again, and the log says why.
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
             status = 500
-        if status < 300:
-            await self._in_thread(log.handled, delivery)
-        else:
+        due_at = None
+        if status >= 300:
             pause = min(2.0**delivery.attempts, LONGEST_PAUSE_SECONDS)
+            due_at = time.time() + pause
             _logger.warning(
                 "%s answered %d to delivery %s; next call in %.0f s",
                 *(delivery.path, status, delivery.id, pause),
             )
-            await self._in_thread(log.failed, delivery, time.time() + pause)
-        del self._at_work[delivery.path, delivery.id]
+        self._ended.append(EndedCall(path=delivery.path, id=delivery.id, due_at=due_at))
         self._wake.set()
 
     async def _in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

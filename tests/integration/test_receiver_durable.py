@@ -20,7 +20,7 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from receiver.delivery_log import KEPT_SECONDS, DeliveryLog, NewDelivery
+from receiver.delivery_log import KEPT_SECONDS, DeliveryLog, EndedCall, NewDelivery
 from receiver.errors import ReceiverError
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
@@ -223,11 +223,11 @@ def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> 
         assert log.add([delivery, delivery], now=1000.0) == [True, False]
         (delivery,) = log.due(1000.0)
         assert delivery.headers == {"webhook-id": "d1"}
-        log.failed(delivery, due_at=1010.0)
+        log.settle([EndedCall(path="/x", id="d1", due_at=1010.0)])
         assert (log.due(1009.0), log.next_due_at(1009.0)) == ([], 1010.0)
         (again,) = log.due(1010.0)
         assert again.attempts == 1
-        log.handled(again)
+        log.settle([EndedCall(path="/x", id="d1", due_at=None)])
         assert log.next_due_at(1010.0) is None
         again = NewDelivery(path="/x", id="d1", headers={}, body=b"")
         assert log.add([again], now=1011.0) == [False], "it is known"
