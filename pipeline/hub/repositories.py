@@ -16,6 +16,7 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git_process import git
+from pipeline.hub.leftovers import clear_repository, end_processes
 from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
 from pipeline.hub.schema import repositories as table
 
@@ -60,6 +61,7 @@ class Repositories:
     def __init__(self, root: Path) -> None:
         self.incoming = root / "incoming"
         """Half-made repositories and half-received pushes; emptied at start."""
+        self._root = root
         self._removed = root / "removed"
         self._repos = root / "repos"
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -143,9 +145,12 @@ class Repositories:
 
     def clear_leftovers(self) -> None:
         """What a killed hub left half-made. Only safe before the first request."""
+        end_processes(self._root)
         for folder in (self.incoming, self._removed):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+        for repository in self._repos.glob("*s/*/*.git"):
+            clear_repository(repository)
 
     def on_disk(self) -> Iterator[RepositoryName]:
         for type in REPOSITORY_TYPES:
