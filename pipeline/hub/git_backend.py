@@ -10,7 +10,7 @@ from typing import IO
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import PLACE, git_environment
+from pipeline.hub.git_process import KEEP_PREFIX, PLACE, git_environment
 from pipeline.hub.leftovers import GRACE_SECONDS
 from pipeline.hub.repositories import Repository
 
@@ -18,7 +18,9 @@ _CHUNK_BYTES = 64 * 1024
 
 # Whoever pushes `:main` means it, and cannot reach the configuration that git would refer them to.
 _CONFIG = {
-    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_COUNT": "2",
+    "GIT_CONFIG_KEY_1": "transfer.hideRefs",
+    "GIT_CONFIG_VALUE_1": KEEP_PREFIX.rstrip("/"),
     "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent",
     "GIT_CONFIG_VALUE_0": "ignore",
 }

@@ -9,6 +9,8 @@ from pipeline.hub.errors import HubError
 
 PLACE = "GIT_PROJECT_ROOT"
 """In the environment of each git process: the repository that it works in."""
+KEEP_PREFIX = "refs/keep/"
+"""Of the hub's own refs, which clients neither see nor move."""
 
 
 def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -22,8 +22,8 @@ from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
 
-# gc: a job may still need a commit that a force-push left unreachable, so git never removes one,
-# and serves it when it is asked for by its sha. fsync: an acknowledged push outlives a power cut.
+# gc: a push must not wait for one. uploadpack: any commit is served when it is asked for by its
+# sha: a job may need one that a force-push left. fsync: an acknowledged push outlives a power cut.
 # fsck: a tree with '..' or '.git' in it is refused when it is pushed, not where it is checked out.
 _CONFIG = """\
 [core]

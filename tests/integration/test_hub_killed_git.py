@@ -1,4 +1,4 @@
-"""Git processes that are killed, or that outlive their hub: no lock of theirs stops a later push."""
+"""Git processes that are killed, or outlive their hub: no lock of theirs stops a later push."""
 
 import asyncio
 import os
@@ -143,7 +143,8 @@ def test_a_push_that_is_broken_off_takes_its_locks_away(
             "REMOTE_USER": "hub",
             "CONTENT_LENGTH": str(len(body)),
             "CONTENT_TYPE": "application/x-git-receive-pack-request",
-            **{"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent"},
+            "GIT_CONFIG_COUNT": "1",
+            "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent",
             "GIT_CONFIG_VALUE_0": "ignore",
         }
     )
