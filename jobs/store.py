@@ -333,6 +333,17 @@ class JobStore:
         with reading(self._engine) as connection:
             return [record(row) for row in connection.execute(query)]
 
+    def waited_since(self, job: Job) -> float:
+        """When the first commit that the job answers for was received: also where an earlier job
+        of its pipeline failed over it. When it was submitted, for a job by hand."""
+        with reading(self._engine) as connection:
+            received_at: float | None = connection.scalar(
+                select(func.min(DELIVERIES.c.received_at))
+                .join(JOBS, JOBS.c.number == DELIVERIES.c.job_number)
+                .where(JOBS.c.pipeline == job.spec.pipeline, DELIVERIES.c.id.in_(delivery_ids(job)))
+            )
+        return job.created_at if received_at is None else received_at
+
     def changed(self) -> bool:
         """Whether something may have been written since the last call; True at the first.
 

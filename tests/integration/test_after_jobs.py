@@ -14,8 +14,8 @@ import pytest
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.record import Job
-from jobs.spec import JobSpec
-from jobs.store import JobStore
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import Delivery, JobStore
 from pipeline import on_outcome, retention
 from pipeline.logs import JsonFormatter
 from pipeline.outcomes import Outcomes
@@ -87,6 +87,33 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
     stop.set()
     thread.join()
     assert told == [job.id]
+
+
+def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_over(
+    tmp_path: Path,
+) -> None:
+    now = time.time()
+    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
+        for number in range(2):
+            revisions = RevisionRange(
+                repo="local/facts", ref="refs/heads/main", old_sha=None, new_sha=str(number)
+            )
+            spec = JobSpec(command=("true",), pipeline="facts", revisions=revisions)
+            store.submit(spec, delivery=Delivery(source="hub", id=f"d{number}", body="{}"))
+            now += 60
+            if number == 0:
+                failing = store.claim("me", 60)
+                assert failing is not None
+        store.finish(failing.id, "me", JobOutcome(result="failed", job_id=failing.id))
+        successor = store.claim("me", 60)
+        assert successor is not None
+        job = store.finish(successor.id, "me", JobOutcome(result="promoted", job_id=successor.id))
+        metrics = RunnerMetrics(store)
+        metrics.count(job)
+        total = metrics.registry.get_sample_value(
+            "pipeline_commit_to_serving_seconds_sum", {"pipeline": "facts"}
+        )
+        assert total == pytest.approx(120)
 
 
 # on_outcome
