@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, func, insert, select, text
 
-from jobs.errors import PendingJob
-from jobs.migrations import migrate
+from jobs.errors import OlderSchema, PendingJob
+from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
 from jobs.record import Delivery, Job, JobState, Submission, delivery_ids, failure
 from jobs.rows import (
@@ -64,6 +64,29 @@ class JobStore:
             engine.dispose()
             raise
         return cls(engine, clock)
+
+    @classmethod
+    def open_to_read(cls, url_or_path: str | Path) -> Self | None:
+        """The store as it is, None where it has no tables yet: nothing is made or upgraded.
+
+        Raises NewerSchema, and OlderSchema for one that its next user upgrades.
+        """
+        engine = connect(url_or_path, only_reads=True)
+        try:
+            revision = check_schema(engine)
+            if revision not in (None, HEAD):
+                shown = engine.url.render_as_string(hide_password=True)
+                raise OlderSchema(
+                    f"The job store {shown} has schema {revision!r}; `pipeline up` brings it to "
+                    f"{HEAD!r}, and it cannot be read before."
+                )
+        except BaseException:
+            engine.dispose()
+            raise
+        if revision is None:
+            engine.dispose()
+            return None
+        return cls(engine)
 
     def close(self) -> None:
         self._changes.close()
