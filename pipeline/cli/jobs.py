@@ -53,8 +53,10 @@ def run(
         Path | None, typer.Option(help="A webhook payload (JSON) to hand to the job.")
     ] = None,
     force: Annotated[
-        str | None,
-        typer.Option(metavar="REASON", help="Go past a refusing gate; the reason is logged."),
+        bool, typer.Option("--force", help="Go past a refusing gate; needs --reason.")
+    ] = False,
+    reason: Annotated[
+        str | None, typer.Option(help="Why; the outcome and `releases show` tell it.")
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Print the id and return.")
@@ -72,6 +74,8 @@ def run(
     home, settings = Home.find(), load_settings()
     if command and force:
         raise PipelineError("--force belongs to the retraining job, not to a command")
+    if force is not bool(reason):
+        raise PipelineError("--force and --reason belong together: --force --reason 'why'")
     asked = _read_payload(payload)
     with with_runner(home, settings, detach=detach) as hub_url, _open_store(home) as store:
         try:
@@ -83,7 +87,7 @@ def run(
                 pipeline=settings.pipeline(pipeline),
                 revision=revision,
                 payload=asked,
-                force_reason=force,
+                force_reason=reason,
                 command=tuple(command or ()),
             )
         except PipelineError:
