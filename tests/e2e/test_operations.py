@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +153,25 @@ def test_doctor_names_a_port_that_another_program_has(workplace: Workplace) -> N
         assert f"port {port} of the receiver" in findings(workplace)["ports"]
 
 
+def test_doctor_names_an_old_git_and_a_release_that_is_gone(workplace: Workplace) -> None:
+    from serving.weights.releases import set_current
+    from tests.serving_fixtures import echo_release
+
+    configure(workplace)
+    programs = workplace.folder / "programs"
+    programs.mkdir()
+    (programs / "git").write_text("#!/bin/sh\necho git version 2.30.2\n")
+    (programs / "git").chmod(0o755)
+    folder = workplace.home / "releases" / "facts"
+    release = echo_release(folder, 1)
+    set_current(folder, release.id)
+    shutil.rmtree(folder / release.id)
+    path = f"{programs}{os.pathsep}{workplace.env['PATH']}"
+    found = findings(replace(workplace, env={**workplace.env, "PATH": path}))
+    assert found["git"] == "it is 2.30.2"
+    assert release.id in found["releases"] and "gone" in found["releases"]
+
+
 # Databases of other releases
 
 
@@ -282,6 +304,27 @@ def test_a_store_that_has_to_be_upgraded_is_not_by_looking(
     assert all_bytes(workplace.home) == before
 
 
+def _webhook_findings(workplace: Workplace, webhook_id: str) -> dict[str, str]:
+    workplace.run("webhooks", "enable", webhook_id)
+    workplace.run("webhooks", "update", webhook_id, "--watch", "dataset:local/other")
+    found = {"other": findings(workplace)["webhook"]}
+    workplace.run("webhooks", "delete", webhook_id, "--yes")
+    return found | {"deleted": findings(workplace)["webhook"]}
+
+
+def _found_while_the_receiver_is_down(workplace: Workplace) -> dict[str, str]:
+    """`up`, which would start it again, is stopped meanwhile."""
+    record = json.loads((workplace.home / "stack.json").read_text())
+    (receiver,) = [child for child in record["children"] if child["name"] == "receiver"]
+    os.kill(record["process"]["pid"], signal.SIGSTOP)
+    try:
+        os.kill(receiver["process"]["pid"], signal.SIGKILL)
+        found = findings(workplace)
+    finally:
+        os.kill(record["process"]["pid"], signal.SIGCONT)
+    return {check: said for check, said in found.items() if check not in ("webhook", "tokens")}
+
+
 @pytest.mark.slow
 def test_an_older_state_folder_is_migrated_at_the_start_and_then_all_is_well(
     workplace: Workplace, databases: dict[str, Path]
@@ -300,6 +343,11 @@ def test_an_older_state_folder_is_migrated_at_the_start_and_then_all_is_well(
         workplace.run("webhooks", "disable", webhook["id"])
         (workplace.home / "tokens.json").chmod(0o644)
         found = findings(workplace)
+        watches = _webhook_findings(workplace, webhook["id"])
+        down = _found_while_the_receiver_is_down(workplace)
+    assert "does not watch local/facts" in watches["other"]
+    assert "the hub has none for" in watches["deleted"]
+    assert down == {"receiver": "it is down, and will be started again"}
     assert (old["id"], old["status"]) == ("w1", "enabled")
     assert status["pipelines"][0]["dataset_head"] == sha
     assert status["uptime_seconds"] > 0 and status["versions"]["python"]
