@@ -115,12 +115,15 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         if not path.parent.is_dir():
             raise StoreError(f"The folder of the job store {path} does not exist; create it first.")
         target = make_url("sqlite://").set(database=str(path))
-    if only_reads and target.get_backend_name() == "sqlite" and target.database:
-        file = Path(target.database).absolute().as_uri()
-        target = make_url("sqlite://").set(database=f"{file}?mode=ro", query={"uri": "true"})
+    options: dict[str, Any] = {}
+    if target.get_backend_name() == "postgresql":
+        # One that was restarted is met again; a file needs no such question.
+        options["pool_pre_ping"] = True
+    elif only_reads:
+        file = f"{Path(target.database or '').absolute().as_uri()}?mode=ro"
+        options["creator"] = lambda: sqlite3.connect(file, uri=True, check_same_thread=False)
     try:
-        # A Postgres that was restarted is met again; a file needs no such question.
-        engine = create_engine(target, pool_pre_ping=target.get_backend_name() == "postgresql")
+        engine = create_engine(target, **options)
     except (ImportError, NoSuchModuleError) as error:
         raise StoreError(
             f"{shown} needs a driver that is not installed ({error}); for Postgres, install "

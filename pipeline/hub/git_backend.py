@@ -134,7 +134,7 @@ def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> bool
     """To the whole group, which may outlive the process that leads it; False when it is gone."""
     try:
         os.killpg(process.pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the latter is macOS' word for it
         return False
     return True
 

@@ -3,6 +3,7 @@
 No client sees these refs; the commits are fetched by their sha.
 """
 
+import logging
 from collections.abc import Mapping
 
 from sqlalchemy import select
@@ -12,6 +13,8 @@ from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError
 from pipeline.hub.git_process import KEEP_PREFIX, git
 from pipeline.hub.repositories import Repository
+
+logger = logging.getLogger(__name__)
 
 
 def keep_left_behind(repository: Repository, database: Database, refs: Mapping[str, str]) -> None:
@@ -27,7 +30,15 @@ def keep_left_behind(repository: Repository, database: Database, refs: Mapping[s
     for ref, sha in known:
         now = refs.get(ref)
         if now != sha and (now is None or not _leads_to(repository, now, sha)):
-            git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
+            _keep(repository, ref, sha)
+
+
+def _keep(repository: Repository, ref: str, sha: str) -> None:
+    try:
+        git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
+    except HubError as error:
+        # It may be gone, by hand or by a damaged disk: no reason to refuse what is pushed now.
+        logger.error("what %s of %s left behind is not kept: %s", ref, repository.name, error)
 
 
 def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:

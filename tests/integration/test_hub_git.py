@@ -112,6 +112,21 @@ def test_what_was_left_behind_outlives_a_garbage_collection_and_no_client_sees_i
     assert "hidden ref" in refused or "does not exist" in refused, refused
 
 
+def test_a_commit_that_is_gone_keeps_no_later_one_out(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
+) -> None:
+    gone = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    folder = hub.root / "repos/datasets/local/facts.git"
+    (folder / "refs/heads/main").unlink()
+    (folder / "objects" / gone[:2] / gone[2:]).unlink()
+    hub.git("commit", "-q", "--amend", "-m", "Other", cwd=worktree)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = hub.git("rev-parse", "HEAD", cwd=worktree)
+    receiver.wait_for(2)
+    assert ("refs/heads/main", gone, sha) in content_events(receiver)
+
+
 def test_an_update_that_goes_forward_needs_no_ref_to_be_kept(
     hub: RunningHub, worktree: Path
 ) -> None:
