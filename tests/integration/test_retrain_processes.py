@@ -35,10 +35,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, base: str) -> None:
     curves = []
-    for count in (1, 2):
-        pipeline = Pipeline(
-            tmp_path / str(count), base_model=base, train=TRAIN | {"num_processes": count}
-        )
+    # The two add gradients up over small batches, too.
+    for count, micro_batch_tokens in ((1, 8_192), (2, 128)):
+        settings = {"num_processes": count, "micro_batch_tokens": micro_batch_tokens}
+        pipeline = Pipeline(tmp_path / str(count), base_model=base, train=TRAIN | settings)
         outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=30))})
         assert outcome.result == "published", outcome.reason
         metrics, _ = read_metrics(pipeline.home / "jobs/job-0/metrics.jsonl")
@@ -75,7 +75,7 @@ def processes_of(folder: Path) -> list[int]:
 def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     tmp_path: Path, base: str
 ) -> None:
-    train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 12_000}
+    train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
     pipeline = Pipeline(tmp_path, base_model=base, train=train | {"max_epochs": 1000})
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
     request = Request(

@@ -58,7 +58,7 @@ def _shot(choice: random.Random) -> Shot:
     moment = choice.choice(("push", *STAGES, "checkpoint"))
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
-        return Shot(victim, "push", delay_seconds / 10)
+        return Shot(victim, "push", round(delay_seconds / 10, 3))
     return Shot(victim, moment, delay_seconds)
 
 
