@@ -55,7 +55,7 @@ class Plan:
 
 def _shot(choice: random.Random) -> Shot:
     victim = choice.choice(VICTIMS)
-    moment = choice.choice(("push", *STAGES, "checkpoint"))
+    moment = choice.choice(("push", *STAGES, *3 * ("checkpoint",)))
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
         return Shot(victim, "push", round(delay_seconds / 10, 3))
@@ -74,7 +74,12 @@ SMALL = (
         ),
     ),
     Plan("small, round 1", 1, (Shot("git", "push", 0.0), Shot("serve", "promote", 0.0))),
-    Plan("small, round 2", 1, (Shot("leader", "train", 0.2),), is_garbage=True),
+    Plan(
+        "small, round 2",
+        1,
+        (Shot("warm parent", "push", 0.0), Shot("leader", "train", 0.2)),
+        is_garbage=True,
+    ),
 )
 """Every kind of victim but those that take the whole stack down."""
 
