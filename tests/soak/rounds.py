@@ -1,6 +1,7 @@
 """One round of fire: commits, kills at moments of a job's life, rest, checks."""
 
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pipeline.retrain.metrics import STAGES, read_metrics
 from tests.soak import checks
 from tests.soak.stack import VICTIMS, StackUnderFire, rows
 
-MOMENT_SECONDS = 20.0
+MOMENT_SECONDS = 60.0
 """A moment that does not come by then is over: its job may have ended already."""
 
 GARBAGE_SHARE = 0.15
@@ -107,6 +108,8 @@ def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) 
             push = stack.push()
             for shot in plan.shots[each :: plan.num_commits]:
                 if shot.moment != "push":
+                    # No job comes of a push that a shot before this one broke off.
+                    _see_through(stack, push, num_commits)
                     _await(stack, shot.moment, last_job)
                 time.sleep(shot.delay_seconds)
                 job = _newest_job(stack)
@@ -115,9 +118,7 @@ def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) 
                 num_kills += stack.kill(shot.victim)
                 if shot.victim in ("up", "all"):
                     stack.start()
-            while not stack.answered(push, num_commits):
-                stack.ensure_up()
-                push = stack.push()
+            _see_through(stack, push, num_commits)
         checks.settle(stack)
         checks.check(stack)
         if plan.is_garbage:
@@ -127,6 +128,13 @@ def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) 
         raise AssertionError(f"{plan}: {error}") from error
     say(f"  settled in {time.monotonic() - started:.1f} s, {num_resumed} trainings went on")
     return Played(num_kills, num_resumed)
+
+
+def _see_through(stack: StackUnderFire, push: subprocess.Popen[bytes], num_commits: int) -> None:
+    """Push until it is answered: again is no change where it was already."""
+    while not stack.answered(push, num_commits):
+        stack.ensure_up()
+        push = stack.push()
 
 
 def _newest_job(stack: StackUnderFire) -> str | None:

@@ -50,7 +50,7 @@ max_new_ratio = 1000
 max_old_ratio = 1000
 """
 
-GIT_SECONDS = 2.0
+GIT_SECONDS = 5.0
 """How long a git of the hub's is waited for: each lives for some hundredths of a second."""
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not IS_LINUX, reason="the victims are found in /
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_nothing_is_lost_when_processes_are_killed(tmp_path: Path) -> None:
     soaked = soak(tmp_path, SMALL, kills=100)
     assert soaked.num_rounds == len(SMALL)
