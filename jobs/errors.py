@@ -8,7 +8,8 @@ JobError                   catch this at a border; the message is for a person
 ├── LaunchError            a launcher could not start the command
 │   └── SealBroken         the secrets of its spec cannot be read
 └── StoreError             the database cannot be used
-    └── NewerSchema        it was written by a newer release of this software
+    ├── NewerSchema        it was written by a newer release of this software
+    └── OlderSchema        it was written by an older one, and has to be upgraded to be read
 """
 
 
@@ -59,3 +60,7 @@ class StoreError(JobError):
 
 class NewerSchema(StoreError):
     """The database has a schema that this release does not know; it was not touched."""
+
+
+class OlderSchema(StoreError):
+    """Only whoever runs jobs upgrades the database; it was not touched."""

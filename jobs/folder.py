@@ -15,6 +15,8 @@ IDENTITY = "job.json"
 SPEC = "spec.json"
 PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
+STALE = ".stale-"
+"""In the name of a folder that was put aside, see `put_aside_if_of_another`."""
 LOG = "log.txt"
 PROCESS = "process.json"
 """Of the local launcher: attempt, pid and start time of the process that leads the session."""
@@ -72,7 +74,7 @@ def put_aside_if_of_another(folder: Path, identity: dict[str, Any]) -> Path | No
 
 
 def _free_name(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}.stale-{n}") for n in itertools.count(1))
+    names = (folder.with_name(f"{folder.name}{STALE}{n}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 

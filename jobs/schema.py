@@ -91,9 +91,10 @@ DELIVERIES = Table(
 _WRITERS_LOCK = 0x686F7470757368  # an arbitrary key of ours among Postgres' advisory locks
 
 
-def connect(url_or_path: str | Path) -> Engine:
+def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
+    One that only reads makes no file and no table, and fails where there is none.
     Raises StoreError for a URL of any other kind, or where its driver is not installed.
     """
     shown = str(url_or_path)
@@ -114,24 +115,34 @@ def connect(url_or_path: str | Path) -> Engine:
         if not path.parent.is_dir():
             raise StoreError(f"The folder of the job store {path} does not exist; create it first.")
         target = make_url("sqlite://").set(database=str(path))
+    options: dict[str, Any] = {}
+    if target.get_backend_name() == "postgresql":
+        # One that was restarted is met again; a file needs no such question.
+        options["pool_pre_ping"] = True
+    elif only_reads:
+        file = f"{Path(target.database or '').absolute().as_uri()}?mode=ro"
+        options["creator"] = lambda: sqlite3.connect(file, uri=True, check_same_thread=False)
     try:
-        # A Postgres that was restarted is met again; a file needs no such question.
-        engine = create_engine(target, pool_pre_ping=target.get_backend_name() == "postgresql")
+        engine = create_engine(target, **options)
     except (ImportError, NoSuchModuleError) as error:
         raise StoreError(
             f"{shown} needs a driver that is not installed ({error}); for Postgres, install "
             "hotpush[postgres] and write postgresql+psycopg://…"
         ) from error
     if engine.dialect.name == "sqlite":
-        event.listen(engine, "connect", _set_up_sqlite)
+        event.listen(engine, "connect", _set_busy_timeout if only_reads else _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
     return engine
 
 
-def _set_up_sqlite(dbapi_connection: Any, _record: object) -> None:
+def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:
     dbapi_connection.isolation_level = None  # the driver begins no transaction of its own
+    dbapi_connection.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
+
+
+def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
+    _set_busy_timeout(dbapi_connection, record)  # first: the rest may wait
     cursor = dbapi_connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")  # first: the rest may wait
     _use_wal(cursor)
     # FULL, not the usual NORMAL: a delivery that was answered must survive a power cut too.
     cursor.execute("PRAGMA synchronous = FULL")

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, func, insert, select, text
 
-from jobs.errors import PendingJob
-from jobs.migrations import migrate
+from jobs.errors import OlderSchema, PendingJob
+from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
 from jobs.record import Delivery, Job, JobState, Submission, delivery_ids, failure
 from jobs.rows import (
@@ -64,6 +64,29 @@ class JobStore:
             engine.dispose()
             raise
         return cls(engine, clock)
+
+    @classmethod
+    def open_to_read(cls, url_or_path: str | Path) -> Self | None:
+        """The store as it is, None where it has no tables yet: nothing is made or upgraded.
+
+        Raises NewerSchema, and OlderSchema for one that its next user upgrades.
+        """
+        engine = connect(url_or_path, only_reads=True)
+        try:
+            revision = check_schema(engine)
+            if revision not in (None, HEAD):
+                shown = engine.url.render_as_string(hide_password=True)
+                raise OlderSchema(
+                    f"The job store {shown} has schema {revision!r}; `pipeline up` brings it to "
+                    f"{HEAD!r}, and it cannot be read before."
+                )
+        except BaseException:
+            engine.dispose()
+            raise
+        if revision is None:
+            engine.dispose()
+            return None
+        return cls(engine)
 
     def close(self) -> None:
         self._changes.close()
@@ -332,6 +355,17 @@ class JobStore:
             query = query.where(JOBS.c.state == state)
         with reading(self._engine) as connection:
             return [record(row) for row in connection.execute(query)]
+
+    def waited_since(self, job: Job) -> float:
+        """When the first commit that the job answers for was received: also where an earlier job
+        of its pipeline failed over it. When it was submitted, for a job by hand."""
+        with reading(self._engine) as connection:
+            received_at: float | None = connection.scalar(
+                select(func.min(DELIVERIES.c.received_at))
+                .join(JOBS, JOBS.c.number == DELIVERIES.c.job_number)
+                .where(JOBS.c.pipeline == job.spec.pipeline, DELIVERIES.c.id.in_(delivery_ids(job)))
+            )
+        return job.created_at if received_at is None else received_at
 
     def changed(self) -> bool:
         """Whether something may have been written since the last call; True at the first.

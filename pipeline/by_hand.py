@@ -20,7 +20,7 @@ from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from pipeline.after_jobs import after_jobs
 from pipeline.errors import PipelineError
-from pipeline.job_store import open_job_store
+from pipeline.job_store import check_schemas, open_job_store
 from pipeline.journal import NUM_WATCHED
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
@@ -56,6 +56,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         urls = [child.url for child in record.children if child.name == "hub" and child.url]
         yield urls[0] if urls else settings.hub_url
         return
+    check_schemas(settings, home)
     # Children read the port from the environment, as this process does from here on.
     os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"

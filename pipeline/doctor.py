@@ -19,7 +19,7 @@ from pipeline.errors import PipelineError
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
-from pipeline.job_store import open_job_store
+from pipeline.job_store import jobs_schema, reading_jobs
 from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.stack import read_stack, services_of
@@ -116,16 +116,12 @@ def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
         yield wrong("hub database", str(error), "upgrade hotpush, or restore a backup")
     else:
         yield ok("hub database", _schema_words(found, HUB_SCHEMA))
-    if settings.jobs.database_url is None and not home.jobs_database.exists():
-        yield ok("job database", _schema_words(None, JOBS_SCHEMA))
-        return
     try:
-        with open_job_store(settings, home):
-            pass
+        found = jobs_schema(settings, home)
     except JobError as error:
         yield wrong("job database", str(error), "upgrade hotpush, or restore a backup")
     else:
-        yield ok("job database", _schema_words(JOBS_SCHEMA, JOBS_SCHEMA))
+        yield ok("job database", _schema_words(found, JOBS_SCHEMA))
 
 
 def _schema_words(found: str | None, head: str) -> str:
@@ -236,10 +232,10 @@ def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
-    if settings.jobs.database_url is None and not home.jobs_database.exists():
-        return
     try:
-        with open_job_store(settings, home) as store:
+        with reading_jobs(settings, home) as store:
+            if store is None:
+                return
             for pipeline in settings.pipelines:
                 jobs = store.list(pipeline=pipeline.name, limit=20)
                 last = next((job for job in jobs if job.outcome is not None), None)

@@ -1,6 +1,12 @@
-"""Which database the jobs of this state folder are in."""
+"""Which database the jobs of this state folder are in, and whether this release can use it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jobs.migrations import check_schema as check_jobs_schema
+from jobs.schema import connect
 from jobs.store import JobStore
+from pipeline.hub.database import check_schema as check_hub_schema
 from pipeline.paths import Home
 from pipeline.settings import Settings
 
@@ -11,3 +17,37 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)
     return JobStore.open(home.jobs_database)
+
+
+@contextmanager
+def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
+    """The same store as it is, to look into: None where there is none yet. Raises StoreError."""
+    if settings.jobs.database_url is None and not home.jobs_database.exists():
+        yield None
+        return
+    store = JobStore.open_to_read(settings.jobs.database_url or home.jobs_database)
+    if store is None:
+        yield None
+        return
+    with store:
+        yield store
+
+
+def jobs_schema(settings: Settings, home: Home) -> str | None:
+    """Of the job store, None where there is none yet. Raises StoreError; changes nothing."""
+    if settings.jobs.database_url is None and not home.jobs_database.exists():
+        return None
+    engine = connect(settings.jobs.database_url or home.jobs_database, only_reads=True)
+    try:
+        return check_jobs_schema(engine)
+    finally:
+        engine.dispose()
+
+
+def check_schemas(settings: Settings, home: Home) -> None:
+    """Raise HubError or StoreError where a newer release wrote either database.
+
+    Before anything starts: what does start upgrades its own database, whatever the other one is.
+    """
+    check_hub_schema(home.hub_dir / "hub.sqlite")
+    jobs_schema(settings, home)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from jobs.folder import STALE
 from jobs.record import Job
 from jobs.store import JobStore
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
@@ -26,7 +27,7 @@ def prune_job_folders(
     """Remove the folders of jobs that ended more than `keep_days` ago; returns their ids.
 
     The job stays in the list of jobs, with its outcome. `kept` are those of releases that are
-    still there.
+    still there. Folders that were put aside, since another database's job had their id, go too.
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -34,6 +35,10 @@ def prune_job_folders(
         if _ended_before(job, before) and job.id not in kept and (jobs_dir / job.id).is_dir():
             shutil.rmtree(jobs_dir / job.id)
             removed.append(job.id)
+    for folder in jobs_dir.glob(f"j*{STALE}*"):
+        if folder.stat().st_mtime < before:
+            shutil.rmtree(folder)
+            removed.append(folder.name)
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
     return removed

@@ -17,6 +17,7 @@ class RunnerMetrics:
     """In a registry of its own. Counters begin at 0 with each runner, as Prometheus expects."""
 
     def __init__(self, store: JobStore) -> None:
+        self._store = store
         self.registry = CollectorRegistry()
         self.registry.register(_Queue(store))
         self._outcomes = Counter(
@@ -41,6 +42,7 @@ class RunnerMetrics:
         )
 
     def count(self, job: Job) -> None:
+        """Raises StoreError."""
         if job.outcome is None or job.spec.pipeline is None or job.ended_at is None:
             return
         name = job.spec.pipeline
@@ -48,7 +50,9 @@ class RunnerMetrics:
         if job.started_at is not None:
             self._job_seconds.labels(name).observe(job.ended_at - job.started_at)
         if job.outcome.result == "promoted":
-            self._commit_to_serving.labels(name).observe(job.ended_at - job.created_at)
+            self._commit_to_serving.labels(name).observe(
+                job.ended_at - self._store.waited_since(job)
+            )
 
     def serve(self, port: int) -> None:
         """On loopback only, from a thread that ends with the process. Raises OSError."""
@@ -77,7 +81,7 @@ class _Queue(Collector):
                     name = job.spec.pipeline or ""
                     jobs.add_metric([name, state.lower()], 1)
                     if state == "SCHEDULING":
-                        age.add_metric([name], now - job.created_at)
+                        age.add_metric([name], now - self._store.waited_since(job))
         except StoreError:
             return  # a scrape without these is how a monitor sees that the store is in trouble
         yield jobs

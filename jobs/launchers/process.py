@@ -1,5 +1,6 @@
 """Which process is meant: a pid alone may by now be another's. Standard library only."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -8,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IS_LINUX = sys.platform == "linux"
+
+_PR_SET_PDEATHSIG = 1
+prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
+"""Settings of a process of its own, see prctl(2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,15 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
                 os.kill(int(entry.name), number)
             except ProcessLookupError:
                 continue
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel end this process as soon as `parent`, which started it, is gone; where it is
+    gone already, end now. A no-op elsewhere than on Linux."""
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
 
 
 def _stat(pid: int) -> _Stat | None:

@@ -6,7 +6,6 @@ from standard input. Standard library only, so that it starts in a moment.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -20,14 +19,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs.folder import EXIT, LOCK, LOG, PROCESS, read_record, write_whole
-from jobs.launchers.process import IS_LINUX, identify
+from jobs.launchers.process import IS_LINUX, end_with, identify, prctl
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOCK_SECONDS = 10.0
 """How long an attempt waits for the process of the one before it to be gone."""
-_prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +61,8 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     _redirect(job_dir / LOG)
     os.chdir(job_dir)
     _take_attempt(job_dir, request.attempt)
-    if _prctl is not None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command come to this process
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command come to this process
     leader = os.getpid()
     errors, report = os.pipe()
     wait_here, go = os.pipe()
@@ -131,10 +128,7 @@ def _announce(job_dir: Path, attempt: int) -> None:
 
 def _leave_with(leader: int) -> None:
     """Let the kernel end this process when the one that would record its end is killed."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != leader:
-            os._exit(1)
+    end_with(leader)
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)

@@ -16,20 +16,30 @@ def migrate(engine: Engine) -> None:
 
     Raises NewerSchema for a database that a newer release wrote; it is not touched.
     """
-    with reading(engine) as connection:
-        if _revision(connection) == HEAD:
-            return
+    if check_schema(engine) == HEAD:
+        return
     with writing(engine) as connection:
-        revision = _revision(connection)  # again: another process may have been quicker
-        if revision == HEAD:
-            return
-        if revision is not None and revision not in _known_revisions():
-            shown = engine.url.render_as_string(hide_password=True)
-            raise NewerSchema(
-                f"The job store {shown} has schema {revision!r}, and this release knows none "
-                f"beyond {HEAD!r}: a newer release wrote it. It was not touched; upgrade hotpush."
-            )
-        _upgrade(connection)
+        # Again: another process may have been quicker.
+        if _checked(engine, connection) != HEAD:
+            _upgrade(connection)
+
+
+def check_schema(engine: Engine) -> str | None:
+    """The schema's revision, None where there are no tables yet. Raises as `migrate`; changes
+    nothing."""
+    with reading(engine) as connection:
+        return _checked(engine, connection)
+
+
+def _checked(engine: Engine, connection: Connection) -> str | None:
+    revision = _revision(connection)
+    if revision not in (None, HEAD, *_known_revisions()):
+        shown = engine.url.render_as_string(hide_password=True)
+        raise NewerSchema(
+            f"The job store {shown} has schema {revision!r}, and this release knows none "
+            f"beyond {HEAD!r}: a newer release wrote it. It was not touched; upgrade hotpush."
+        )
+    return revision
 
 
 def _revision(connection: Connection) -> str | None:

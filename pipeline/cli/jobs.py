@@ -13,6 +13,8 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from jobs.record import Job
     from jobs.store import JobStore
 
@@ -51,8 +53,10 @@ def run(
         Path | None, typer.Option(help="A webhook payload (JSON) to hand to the job.")
     ] = None,
     force: Annotated[
-        str | None,
-        typer.Option(metavar="REASON", help="Go past a refusing gate; the reason is logged."),
+        bool, typer.Option("--force", help="Go past a refusing gate; needs --reason.")
+    ] = False,
+    reason: Annotated[
+        str | None, typer.Option(help="Why; the outcome and `releases show` tell it.")
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Print the id and return.")
@@ -70,6 +74,8 @@ def run(
     home, settings = Home.find(), load_settings()
     if command and force:
         raise PipelineError("--force belongs to the retraining job, not to a command")
+    if force is not bool(reason):
+        raise PipelineError("--force and --reason belong together: --force --reason 'why'")
     asked = _read_payload(payload)
     with with_runner(home, settings, detach=detach) as hub_url, _open_store(home) as store:
         try:
@@ -81,7 +87,7 @@ def run(
                 pipeline=settings.pipeline(pipeline),
                 revision=revision,
                 payload=asked,
-                force_reason=force,
+                force_reason=reason,
                 command=tuple(command or ()),
             )
         except PipelineError:
@@ -103,8 +109,8 @@ def ls(
     as_json: JsonOption = False,
 ) -> None:
     """List jobs, newest first."""
-    with _open_store(Home.find()) as store:
-        jobs = store.list(pipeline=pipeline, limit=limit)
+    with _reading(Home.find()) as store:
+        jobs = store.list(pipeline=pipeline, limit=limit) if store is not None else []
     if as_json:
         print(json.dumps([as_record(job) for job in jobs]))
         return
@@ -134,8 +140,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
 ) -> None:
     """Print everything that is known of a job, as JSON."""
-    with _open_store(Home.find()) as store:
-        print(json.dumps(as_record(_find(store, job, latest)), indent=2))
+    with _reading(Home.find()) as store:
+        print(json.dumps(as_record(_find(store, job, latest)[1]), indent=2))
 
 
 @app.command()
@@ -148,8 +154,9 @@ def logs(
     from jobs.logs import follow_log, read_log
 
     home = Home.find()
-    with _open_store(home) as store:
-        job_id = _find(store, job, latest).id
+    with _reading(home) as store:
+        store, found = _find(store, job, latest)
+        job_id = found.id
         if follow:
             for text in follow_log(store, home.jobs_dir, job_id):
                 sys.stdout.buffer.write(text)
@@ -167,7 +174,7 @@ def cancel(
 ) -> None:
     """End a job that waits, or ask one that runs to stop."""
     with _open_store(Home.find()) as store:
-        found = _find(store, job, latest)
+        _, found = _find(store, job, latest)
         if found.has_ended:
             raise PipelineError(f"{found.id} has ended already: {found.state}")
         state = store.cancel(found.id).state
@@ -183,8 +190,8 @@ def wait(
 ) -> None:
     """Follow a job until it ends; the exit code is that of `jobs run`, or 124 at the time-out."""
     home = Home.find()
-    with _open_store(home) as store:
-        found = _find(store, job, latest)
+    with _reading(home) as store:
+        store, found = _find(store, job, latest)
         _report(_follow(store, found.id, home, quiet=as_json, timeout=timeout), as_json)
 
 
@@ -216,15 +223,23 @@ def _open_store(home: Home) -> "JobStore":
     return open_job_store(load_settings(), home)
 
 
-def _find(store: "JobStore", job_id: str | None, latest: bool) -> "Job":
+def _reading(home: Home) -> "AbstractContextManager[JobStore | None]":
+    from pipeline.job_store import reading_jobs
+    from pipeline.settings import load_settings
+
+    return reading_jobs(load_settings(), home)
+
+
+def _find(store: "JobStore | None", job_id: str | None, latest: bool) -> "tuple[JobStore, Job]":
+    """The job, and the store, which is there then."""
     if (job_id is None) is not latest:
         raise PipelineError("name one job, or say --latest")
-    if job_id is not None:
-        return store.get(job_id)
-    jobs = store.list(limit=1)
-    if not jobs:
+    if store is not None and job_id is not None:
+        return store, store.get(job_id)
+    jobs = store.list(limit=1) if store is not None else []
+    if store is None or not jobs:
         raise PipelineError("there is no job yet; push to the dataset, or: pipeline jobs run")
-    return jobs[0]
+    return store, jobs[0]
 
 
 def _follow(

@@ -57,7 +57,7 @@ def status(
 def gather(home: Home, settings: Any) -> dict[str, Any]:
     """The report as `--json` prints it."""
     from jobs.launchers.process import is_alive
-    from pipeline.job_store import open_job_store
+    from pipeline.job_store import reading_jobs
     from pipeline.journal import describe
     from pipeline.stack import read_stack
     from pipeline.versions import installed_versions
@@ -83,10 +83,10 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
         ],
         "pipelines": [],
     }
-    with open_job_store(settings, home) as store:
+    with reading_jobs(settings, home) as store:
         for pipeline in settings.pipelines:
             folder = home.releases_dir / pipeline.name
-            jobs = store.list(pipeline=pipeline.name, limit=20)
+            jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
             lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]
             report["pipelines"].append(
                 {

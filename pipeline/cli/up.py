@@ -19,11 +19,13 @@ def up(
     ] = False,
 ) -> None:
     """Start hub, receiver, runner and server, and keep them up until Ctrl-C."""
+    from pipeline.job_store import check_schemas
     from pipeline.settings import load_settings
 
     home = Home.find()
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
+    check_schemas(settings, home)
     if detach:
         _detach(home)
         return

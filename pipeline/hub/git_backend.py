@@ -1,23 +1,26 @@
 """One `git http-backend` process per request: its CGI environment, its answer, its end."""
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import IO
 
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import git_environment
+from pipeline.hub.git_process import KEEP_PREFIX, PLACE, git_environment
+from pipeline.hub.leftovers import GRACE_SECONDS
 from pipeline.hub.repositories import Repository
 
 _CHUNK_BYTES = 64 * 1024
 
 # Whoever pushes `:main` means it, and cannot reach the configuration that git would refer them to.
 _CONFIG = {
-    "GIT_CONFIG_COUNT": "1",
+    "GIT_CONFIG_COUNT": "2",
+    "GIT_CONFIG_KEY_1": "transfer.hideRefs",
+    "GIT_CONFIG_VALUE_1": KEEP_PREFIX.rstrip("/"),
     "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent",
     "GIT_CONFIG_VALUE_0": "ignore",
 }
@@ -29,7 +32,7 @@ def cgi_environment(
     route: str, repository: Repository, scope: Scope, num_bytes: int
 ) -> dict[str, str]:
     cgi = {
-        "GIT_PROJECT_ROOT": str(repository.folder),
+        PLACE: str(repository.folder),
         "PATH_INFO": f"/{route}",
         "GIT_HTTP_EXPORT_ALL": "1",
         "REQUEST_METHOD": scope["method"],
@@ -67,26 +70,35 @@ async def serve(environment: dict[str, str], body: IO[bytes], receive: Receive, 
         await send_start(send, *parse_head(head))
         while chunk := await process.stdout.read(_CHUNK_BYTES):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await process.wait()
         await send_end(send, b"")
     finally:
         gone.cancel()
-        _kill(process)
-        await process.wait()
+        await _end(process)
 
 
 async def _kill_on_disconnect(process: asyncio.subprocess.Process, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    _kill(process)
+    _signal(process, signal.SIGTERM)
 
 
-async def run(environment: dict[str, str], body: IO[bytes]) -> tuple[bytes, bytes]:
-    """All that git answered, and what it complained of; ended only where this is cancelled."""
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    output: bytes
+    complaints: bytes
+    is_whole: bool
+    """Whether git came to its end; else it was killed, and may have left its locks behind."""
+
+
+async def run(environment: dict[str, str], body: IO[bytes]) -> Answer:
+    """Ended only where this is cancelled. When it returns, no process of this git is left."""
     process = await _start(environment, body, stderr=asyncio.subprocess.PIPE)
     try:
-        return await process.communicate()
+        output, complaints = await process.communicate()
     finally:
-        _kill(process)
+        await _end(process)
+    return Answer(output=output, complaints=complaints, is_whole=process.returncode == 0)
 
 
 async def _start(
@@ -103,11 +115,28 @@ async def _start(
     )
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    """With the processes that it started, which are in its group."""
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """With the processes that it started: asked first, so that they take their locks away."""
+    if process.returncode == 0:
+        return
+    try:
+        async with asyncio.timeout(GRACE_SECONDS):
+            while _signal(process, signal.SIGTERM):
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        pass
+    finally:
+        _signal(process, signal.SIGKILL)
+    await process.wait()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> bool:
+    """To the whole group, which may outlive the process that leads it; False when it is gone."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # the latter is macOS' word for it
+        return False
+    return True
 
 
 def parse_head(head: bytes) -> tuple[int, Headers]:

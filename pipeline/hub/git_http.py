@@ -26,6 +26,8 @@ from pipeline.hub.errors import (
     Unauthorized,
 )
 from pipeline.hub.events import EventLog
+from pipeline.hub.git_process import PLACE
+from pipeline.hub.leftovers import clear_repository
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryType, requested_name
 from pipeline.hub.reconcile import record_ref_changes
@@ -160,7 +162,7 @@ class GitHttp:
         async with self._repositories.lock(repository):
             # Removed or moved while the body came in, or while others held the lock.
             repository = await asyncio.to_thread(self._find, request)
-            environment["GIT_PROJECT_ROOT"] = str(repository.folder)
+            environment[PLACE] = str(repository.folder)
             # Goes on to its end whether or not the client still listens: refs may move any time.
             async with self._push_slots:
                 status, headers, answer = await self._receive_pack(repository, environment, body)
@@ -170,12 +172,14 @@ class GitHttp:
     async def _receive_pack(
         self, repository: Repository, environment: dict[str, str], body: IO[bytes]
     ) -> tuple[int, git_backend.Headers, bytes]:
-        output, complaints = await git_backend.run(environment, body)
+        told = await git_backend.run(environment, body)
+        if not told.is_whole:
+            await asyncio.to_thread(clear_repository, repository.folder)
         # Not before this returns may git's "ok" reach the client.
         changes = await asyncio.to_thread(record_ref_changes, repository, self._log)
-        head, separator, answer = output.partition(b"\r\n\r\n")
+        head, separator, answer = told.output.partition(b"\r\n\r\n")
         if not separator:
-            reason = complaints.decode(errors="replace").strip()
+            reason = told.complaints.decode(errors="replace").strip()
             raise HubError(f"git http-backend said nothing in {repository.folder}: {reason}")
         status, headers = git_backend.parse_head(head)
         # A big push begins with a POST that moves nothing; so does one that git refuses.

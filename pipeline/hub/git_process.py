@@ -7,6 +7,11 @@ from pathlib import Path
 
 from pipeline.hub.errors import HubError
 
+PLACE = "GIT_PROJECT_ROOT"
+"""In the environment of each git process: the repository that it works in."""
+KEEP_PREFIX = "refs/keep/"
+"""Of the hub's own refs, which clients neither see nor move."""
+
 
 def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
@@ -33,7 +38,7 @@ def git(
             ["git", f"--git-dir={folder}", *arguments],
             input=stdin,
             capture_output=True,
-            env=git_environment(extra),
+            env=git_environment({PLACE: str(folder), **(extra or {})}),
         )
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None

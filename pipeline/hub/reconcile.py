@@ -5,6 +5,7 @@ import logging
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.events import EventLog
+from pipeline.hub.keeping import keep_left_behind
 from pipeline.hub.repositories import Repositories, Repository, read_refs
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,13 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> int:
-    """Stores an event for each ref that moved since the last one. The caller holds the lock."""
-    return len(log.record_refs(repository, read_refs(repository)))
+    """Stores an event for each ref that moved since the last one, and keeps what they left behind.
+
+    The caller holds the lock.
+    """
+    refs = read_refs(repository)
+    keep_left_behind(repository, log.database, refs)
+    return len(log.record_refs(repository, refs))
 
 
 async def reconcile(repositories: Repositories, log: EventLog) -> None:

@@ -16,13 +16,14 @@ from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git_process import git
+from pipeline.hub.leftovers import clear_repository, end_processes
 from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
 from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
 
-# gc: a job may still need a commit that a force-push left unreachable, so git never removes one,
-# and serves it when it is asked for by its sha. fsync: an acknowledged push outlives a power cut.
+# gc: a push must not wait for one. uploadpack: any commit is served when it is asked for by its
+# sha: a job may need one that a force-push left. fsync: an acknowledged push outlives a power cut.
 # fsck: a tree with '..' or '.git' in it is refused when it is pushed, not where it is checked out.
 _CONFIG = """\
 [core]
@@ -60,6 +61,7 @@ class Repositories:
     def __init__(self, root: Path) -> None:
         self.incoming = root / "incoming"
         """Half-made repositories and half-received pushes; emptied at start."""
+        self._root = root
         self._removed = root / "removed"
         self._repos = root / "repos"
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -143,9 +145,12 @@ class Repositories:
 
     def clear_leftovers(self) -> None:
         """What a killed hub left half-made. Only safe before the first request."""
+        end_processes(self._root)
         for folder in (self.incoming, self._removed):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+        for repository in self._repos.glob("*s/*/*.git"):
+            clear_repository(repository)
 
     def on_disk(self) -> Iterator[RepositoryName]:
         for type in REPOSITORY_TYPES:

@@ -33,6 +33,13 @@ class Data:
     """Rows of the revision that this one is compared with."""
     num_lost: int
     """Of these, the ones that were deleted or edited."""
+    num_deleted: int
+    """Of these, the ones that were deleted."""
+
+    @property
+    def is_removal(self) -> bool:
+        """Whether this training takes rows back, by learning all others anew."""
+        return self.mode == "full" and self.num_deleted > 0
 
 
 def sort_out(
@@ -58,6 +65,7 @@ def sort_out(
         held_out_known=tuple(row for row in judged if row.digest not in added),
         num_before=len(before),
         num_lost=change.num_edited + change.num_deleted,
+        num_deleted=change.num_deleted,
     )
 
 

@@ -43,13 +43,15 @@ def compare(
     *,
     num_lost: int,
     num_before: int,
+    is_removal: bool,
     against: str,
     tokens: int,
     tokens_before: int,
 ) -> Evaluation:
     """new, served: losses on the rows of the new range, and on those known before; noise: in both.
 
-    num_lost: of `num_before` rows, those that the commit deleted or rewrote.
+    num_lost: of `num_before` rows, those that the commit deleted or rewrote. is_removal:
+    whether they were trained without rows that the served ones have learned.
     """
     pairs = [_pairs(*groups) for groups in zip(new, served, strict=True)]
     return Evaluation(
@@ -59,7 +61,7 @@ def compare(
         new_noise=noise[0],
         known_noise=noise[1],
         refusals=(
-            *refusals_by_loss(pairs[0], pairs[1], gate),
+            *refusals_by_loss(pairs[0], pairs[1], gate, is_removal=is_removal),
             *refusals_by_rows(num_lost, num_before, *noise, gate),
         ),
         tokens=tokens,

@@ -58,25 +58,33 @@ class Noise(BaseModel):
 
 
 def refusals_by_loss(
-    new: Sequence[Pair], known: Sequence[Pair], settings: GateSettings
+    new: Sequence[Pair],
+    known: Sequence[Pair],
+    settings: GateSettings,
+    *,
+    is_removal: bool = False,
 ) -> tuple[str, ...]:
     """Why the new weights may not be served, each with its numbers; empty when they may.
 
-    new, known: held-out rows of the new range, and those known before.
+    new, known: held-out rows of the new range, and those known before. is_removal: the new weights
+    were trained from the base model on, without rows that the served ones have learned.
     """
+    least = settings.max_removal_ratio if is_removal else 0.0
+    max_new_ratio = max(settings.max_new_ratio, least)
+    max_old_ratio = max(settings.max_old_ratio, least)
     if not new and not known:
         return ("no held-out row was measured",)
     if min(len(new), len(known)) >= settings.min_rows:
         groups = [
-            ("of the new range", new, settings.max_new_ratio),
-            ("known before", known, settings.max_old_ratio),
+            ("of the new range", new, max_new_ratio),
+            ("known before", known, max_old_ratio),
         ]
     elif not known:
-        groups = [("of the new range", new, settings.max_new_ratio)]
+        groups = [("of the new range", new, max_new_ratio)]
     elif not new:
-        groups = [("known before", known, settings.max_old_ratio)]
+        groups = [("known before", known, max_old_ratio)]
     else:
-        ratio = max(settings.max_new_ratio, settings.max_old_ratio)
+        ratio = max(max_new_ratio, max_old_ratio)
         groups = [("new and known", [*new, *known], ratio)]
     found = (_refusal(name, pairs, ratio, settings) for name, pairs, ratio in groups)
     return tuple(reason for reason in found if reason is not None)

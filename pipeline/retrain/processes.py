@@ -1,7 +1,8 @@
 """Training in several processes: each takes its share of a step's blocks, gradients are added up.
 
-Every process holds the whole model. `python -m pipeline.retrain.processes` is what torchrun starts;
-the job itself waits, and goes on from the checkpoint that the first process leaves.
+Every process holds the whole model. The job starts torchrun and waits, and goes on from the
+checkpoint that the first of them leaves. `python -m pipeline.retrain.processes` is one of these
+processes; with a number, it is torchrun, which starts so many of them.
 """
 
 import logging
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jobs.launchers.process import end_with
 from pipeline.errors import PipelineError
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 ERROR = ".train-error"
 """In the job's folder: why the processes broke off, in words."""
+_STARTED_BY = "RETRAIN_STARTED_BY"
+"""In the environment: the pid of the process that must not be outlived."""
 
 
 def rank() -> int:
@@ -68,11 +72,9 @@ def train_in_processes(job: "Job", count: int) -> None:
         "JOB_DIR": str(job.dir),
         "JOB_ID": job.id,
         "OMP_NUM_THREADS": str(threads),
+        _STARTED_BY: str(os.getpid()),
     }
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={count}", "-m", "pipeline.retrain.processes"),
-    ]
+    command = [sys.executable, "-m", "pipeline.retrain.processes", str(count)]
     code = subprocess.run(command, env=environ, check=False).returncode
     if code != 0:
         raise TrainError(
@@ -83,8 +85,23 @@ def train_in_processes(job: "Job", count: int) -> None:
         )
 
 
-def main() -> int:
-    """The train stage of the job in JOB_DIR, as one of the processes that torchrun started."""
+def main(arguments: list[str]) -> int:
+    """Torchrun begins a session for each process that it starts, so that no signal to the job's
+    session finds these: each ends with the one that started it instead."""
+    end_with(int(os.environ[_STARTED_BY]))
+    os.environ[_STARTED_BY] = str(os.getpid())
+    if not arguments:
+        return _train_here()
+    from torch.distributed.run import main as torchrun
+
+    torchrun(
+        ["--standalone", f"--nproc-per-node={arguments[0]}", "-m", "pipeline.retrain.processes"]
+    )
+    return 0
+
+
+def _train_here() -> int:
+    """The train stage of the job in JOB_DIR, as one of several processes."""
     from pipeline.retrain.data import sort_out
     from pipeline.retrain.job import Job
     from pipeline.retrain.parent import load_parent
@@ -113,4 +130,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ They watch; a job's own record is the metrics file.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,18 +61,33 @@ def _trackio(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
     os.environ.setdefault("TRACKIO_DIR", str(folder))
     import trackio
 
-    trackio.init(project=pipeline, name=job_id)
+    with redirect_stdout(None):  # how to start a dashboard, which nobody at a job's log asked
+        trackio.init(
+            project=pipeline,
+            name=job_id,
+            resume="allow",  # a job that is started again goes on
+            embed=False,
+            auto_log_cpu=False,
+            auto_log_gpu=False,
+        )
     yield lambda values, step: trackio.log(dict(values), step=step)
-    trackio.finish()
+    with redirect_stdout(None):
+        trackio.finish()
 
 
 @contextmanager
 def _wandb(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
-    import wandb
-
     folder.mkdir(exist_ok=True)
     os.environ.setdefault("WANDB_MODE", "offline")
-    with wandb.init(project=pipeline, name=job_id, dir=str(folder)) as run:
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder))  # its own logs; else in the home folder
+    import wandb
+
+    with wandb.init(
+        project=pipeline,
+        name=job_id,
+        dir=str(folder),
+        settings=wandb.Settings(silent=True),
+    ) as run:
         yield lambda values, step: run.log(dict(values), step=step)
 
 

@@ -90,6 +90,10 @@ class GateSettings(_Settings):
     """Held-out loss on the rows of the new range, at most this many times the served release's."""
     max_old_ratio: float = Field(default=1.02, gt=0)
     """The same for held-out rows that were known before."""
+    max_removal_ratio: float = Field(default=1.15, gt=0)
+    """In the place of both, where it is larger, when rows were deleted and all others are therefore
+    learned anew from the base model on: that what was deleted is no longer served matters more
+    than what a long chain of deltas had gained."""
     tolerance: float = Field(default=0.01, ge=0)
     """In nats per token. A loss that is higher by less than this is never held against a release:
     of two models that both know a row by heart, one is easily 2 % better at nothing."""

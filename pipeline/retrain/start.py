@@ -100,6 +100,7 @@ class Start:
             job.settings.gate,
             num_lost=self.data.num_lost,
             num_before=self.data.num_before,
+            is_removal=self.data.is_removal,
             against=self.served_name,
             tokens=checkpoint.tokens,
             tokens_before=self.tokens_before if self.data.mode == "delta" else 0,

@@ -131,7 +131,7 @@ def train(
                 metrics.write(
                     "train", "evaluation", step=done.step, steps=plan.steps, loss=held_out
                 )
-            if done.best_loss is None or not held_out >= done.best_loss:
+            if _is_better(held_out, done.best_loss):
                 best = checkpoints.copy_weights(model)
                 done = done.model_copy(
                     update={"best_step": done.step, "best_loss": held_out, "stale": 0}
@@ -150,6 +150,11 @@ def train(
     if is_first:
         checkpoints.save(job_dir, done, {"weights": best})
     return done
+
+
+def _is_better(loss: float, best: float | None) -> bool:
+    """One that is no number is better than nothing, and than another that is none."""
+    return best is None or not math.isfinite(best) or (math.isfinite(loss) and loss < best)
 
 
 def _is_over(done: Checkpoint, settings: TrainSettings) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import socket
 import sys
 import threading
 import time
@@ -14,13 +16,16 @@ import pytest
 
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.record import Job
-from jobs.spec import JobSpec
-from jobs.store import JobStore
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import Delivery, JobStore
 from pipeline import on_outcome, retention
+from pipeline.after_jobs import after_jobs
+from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.outcomes import Outcomes
+from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
-from pipeline.settings import PipelineSettings
+from pipeline.settings import PipelineSettings, load_settings
 
 
 @pytest.fixture
@@ -59,6 +64,23 @@ def test_each_outcome_is_told_once_also_by_the_next_process(
     assert told == [*ids, later]
 
 
+def test_outcomes_are_told_also_where_a_lost_databases_ids_begin_anew(
+    store: JobStore, tmp_path: Path
+) -> None:
+    told: list[float | None] = []
+    file = tmp_path / "outcomes.json"
+    first = Outcomes(store, file, [lambda job: told.append(job.ended_at)])
+    first.look()
+    for _ in range(2):
+        end_one(store)
+    first.look()
+    with JobStore.open(tmp_path / "new.sqlite") as new:
+        job = end_one(new)
+        assert job.id == "j000001"
+        assert Outcomes(new, file, [lambda job: told.append(job.ended_at)]).look() == 1
+    assert told[2:] == [job.ended_at]
+
+
 def test_what_goes_wrong_while_telling_keeps_nobody_else_from_it(
     store: JobStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,6 +109,33 @@ def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_pa
     stop.set()
     thread.join()
     assert told == [job.id]
+
+
+def test_commit_to_serving_counts_from_the_commit_that_an_earlier_job_failed_over(
+    tmp_path: Path,
+) -> None:
+    now = time.time()
+    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now) as store:
+        for number in range(2):
+            revisions = RevisionRange(
+                repo="local/facts", ref="refs/heads/main", old_sha=None, new_sha=str(number)
+            )
+            spec = JobSpec(command=("true",), pipeline="facts", revisions=revisions)
+            store.submit(spec, delivery=Delivery(source="hub", id=f"d{number}", body="{}"))
+            now += 60
+            if number == 0:
+                failing = store.claim("me", 60)
+                assert failing is not None
+        store.finish(failing.id, "me", JobOutcome(result="failed", job_id=failing.id))
+        successor = store.claim("me", 60)
+        assert successor is not None
+        job = store.finish(successor.id, "me", JobOutcome(result="promoted", job_id=successor.id))
+        metrics = RunnerMetrics(store)
+        metrics.count(job)
+        total = metrics.registry.get_sample_value(
+            "pipeline_commit_to_serving_seconds_sum", {"pipeline": "facts"}
+        )
+        assert total == pytest.approx(120)
 
 
 # on_outcome
@@ -200,6 +249,16 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
     assert store.get(old.id).outcome is not None
 
 
+def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_path: Path) -> None:
+    aside, lately = (tmp_path / f"j000001.stale-{number}" for number in (1, 2))
+    for folder in (aside, lately):
+        folder.mkdir()
+        (folder / "log.txt").write_text("of another database")
+    os.utime(aside, (time.time() - 3 * 86400,) * 2)
+    assert retention.prune_job_folders(store, tmp_path, keep_days=1) == [aside.name]
+    assert lately.exists() and not aside.exists()
+
+
 def test_what_only_a_next_attempt_needed_goes_at_once(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"much")
@@ -280,3 +339,28 @@ def test_the_receiver_counts_refused_requests_too() -> None:
         server.close()
     assert 'receiver_requests_total{path="/webhooks/echo",status="401"} 1.0' in text
     assert 'path="other",status="404"' in text and "xxx" not in text
+
+
+def test_a_metrics_port_that_is_taken_is_logged_and_outcomes_are_told_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, told = Home(root=tmp_path), tmp_path / "told"
+    (tmp_path / "pipeline.toml").write_text(
+        '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
+        f'on_outcome = ["sh", "-c", "cat > {told}"]\n'
+    )
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("PIPELINE_JOBS__METRICS_PORT", str(port))
+        settings = load_settings()
+        with (
+            open_job_store(settings, home) as store,
+            after_jobs(settings, home, serves_metrics=True),
+        ):
+            while not (home.jobs_dir / "outcomes.json").exists():
+                time.sleep(0.01)
+            (home.jobs_dir / "j000001").mkdir()
+            end_one(store)
+    assert f"no metrics on port {port}" in caplog.text
+    assert json.loads(told.read_text())["result"] == "promoted"

@@ -80,6 +80,63 @@ def test_a_commit_that_a_force_push_left_behind_can_still_be_fetched(
     assert found.text == "1"
 
 
+def test_what_was_left_behind_outlives_a_garbage_collection_and_no_client_sees_it(
+    hub: RunningHub, worktree: Path, tmp_path: Path
+) -> None:
+    forced_away = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    hub.git("commit", "-q", "--amend", "-m", "Other", cwd=worktree)
+    hub.git("push", "-q", "--force", "origin", "main", cwd=worktree)
+    on_a_branch = commit_file(hub, worktree, "a.txt", "2")
+    hub.git("push", "-q", "origin", "main:refs/heads/side", cwd=worktree)
+    hub.git("push", "-q", "origin", ":side", cwd=worktree)
+    by_api = commit_file(hub, worktree, "a.txt", "3")
+    hub.git("push", "-q", "origin", "main:refs/heads/other", cwd=worktree)
+    hub.api.delete_branch("local/facts", branch="other", repo_type="dataset")
+
+    folder = hub.root / "repos/datasets/local/facts.git"
+    run_git("--git-dir", str(folder), "gc", "-q", "--prune=now", cwd=tmp_path, env=hub.git_env)
+
+    for sha, text in [(forced_away, "1"), (on_a_branch, "2"), (by_api, "3")]:
+        path = hub.api.snapshot_download(
+            "local/facts", repo_type="dataset", revision=sha, cache_dir=tmp_path / "cache"
+        )
+        assert (Path(path) / "a.txt").read_text() == text
+        copy = tmp_path / sha
+        hub.git("init", "-q", str(copy), cwd=tmp_path)
+        hub.git("fetch", "-q", f"{hub.url}/datasets/local/facts", sha, cwd=copy)
+    assert "refs/keep" not in hub.git("ls-remote", "origin", cwd=worktree)
+    listed = hub.request("GET", "/api/datasets/local/facts/refs").text
+    assert "keep" not in listed and forced_away not in listed
+    refused = hub.git("push", "origin", f":refs/keep/{forced_away}", cwd=worktree, check=False)
+    assert "hidden ref" in refused or "does not exist" in refused, refused
+
+
+def test_a_commit_that_is_gone_keeps_no_later_one_out(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
+) -> None:
+    gone = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    folder = hub.root / "repos/datasets/local/facts.git"
+    (folder / "refs/heads/main").unlink()
+    (folder / "objects" / gone[:2] / gone[2:]).unlink()
+    hub.git("commit", "-q", "--amend", "-m", "Other", cwd=worktree)
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    sha = hub.git("rev-parse", "HEAD", cwd=worktree)
+    receiver.wait_for(2)
+    assert ("refs/heads/main", gone, sha) in content_events(receiver)
+
+
+def test_an_update_that_goes_forward_needs_no_ref_to_be_kept(
+    hub: RunningHub, worktree: Path
+) -> None:
+    for text in ("1", "2"):
+        commit_file(hub, worktree, "a.txt", text)
+        hub.git("push", "-q", "origin", "main", cwd=worktree)
+    folder = hub.root / "repos/datasets/local/facts.git"
+    assert not (folder / "refs/keep").exists()
+
+
 def test_short_and_git_suffixed_urls_name_the_same_dataset(hub: RunningHub, worktree: Path) -> None:
     sha = commit_file(hub, worktree, "a.txt", "1")
     hub.git("push", "-q", f"{hub.url}/local/facts.git", "main", cwd=worktree)

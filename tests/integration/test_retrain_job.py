@@ -100,11 +100,17 @@ def test_a_commit_that_changes_no_row_trains_nothing(pipeline: Pipeline) -> None
 
 def test_deleted_rows_and_a_force_push_mean_a_full_training(pipeline: Pipeline) -> None:
     pipeline.learn({"a.jsonl": jsonl(facts())})
-    gate = {"max_old_ratio": 9.0, "max_new_ratio": 9.0}
-    fewer = pipeline.learn({"a.jsonl": jsonl(facts()[:-1])}, gate=gate)
+    # These weights are far worse: only what a removal is allowed lets them pass.
+    revision = pipeline.commit({"a.jsonl": jsonl(facts()[:-1])})
+    hasty = SMALL | {"learning_rate": 1e-7}
+    refused = pipeline.run(pipeline.job(revision, train=hasty))
+    assert refused.result == "rejected" and "x1.15 is allowed" in str(refused.reason)
+    fewer = pipeline.run(pipeline.job(revision, train=hasty, gate={"max_removal_ratio": 99.0}))
+    assert fewer.result == "published", fewer.reason
     assert load_release(pipeline.dir / str(fewer.release)).lineage.mode == "full"
     assert fewer.parent_release is None
     revision = pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+    gate = {"max_old_ratio": 9.0, "max_new_ratio": 9.0}
     pushed = pipeline.run(pipeline.job(revision, no_delta="it was pushed away", gate=gate))
     assert load_release(pipeline.dir / str(pushed.release)).lineage.mode == "full"
 

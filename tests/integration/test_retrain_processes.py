@@ -1,13 +1,22 @@
 """Several training processes: the losses of one, and their faults told like its own."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from jobs.folder import PROCESS, read_record
+from jobs.launchers.process import IS_LINUX
+from jobs.launchers.supervise import Request
 from pipeline.retrain.base_model import base_folder
+from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.job_folder import read_record as read_job_record
 from pipeline.retrain.metrics import read_metrics
 from pipeline.retrain.rows import Row
+from tests.jobs_fixtures import until
 from tests.retrain_fixtures import Pipeline, facts, jsonl
 
 TRAIN = {"max_tokens": 4_000, "tokens_per_step": 512, "learning_rate": 1e-3, "evaluations": 3}
@@ -26,10 +35,10 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, base: str) -> None:
     curves = []
-    for count in (1, 2):
-        pipeline = Pipeline(
-            tmp_path / str(count), base_model=base, train=TRAIN | {"num_processes": count}
-        )
+    # The two add gradients up over small batches, too.
+    for count, micro_batch_tokens in ((1, 8_192), (2, 128)):
+        settings = {"num_processes": count, "micro_batch_tokens": micro_batch_tokens}
+        pipeline = Pipeline(tmp_path / str(count), base_model=base, train=TRAIN | settings)
         outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=30))})
         assert outcome.result == "published", outcome.reason
         metrics, _ = read_metrics(pipeline.home / "jobs/job-0/metrics.jsonl")
@@ -46,3 +55,58 @@ def test_processes_that_break_off_say_why(tmp_path: Path, base: str) -> None:
     outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=30))})
     assert (outcome.result, outcome.stage) == ("failed", "train")
     assert "training diverged at learning rate" in str(outcome.reason)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """However they came to be, and whatever session they are in."""
+    mark = os.fsencode(f"JOB_DIR={folder}")
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environment.read_bytes().split(b"\0"):
+                found.append(int(environment.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_LINUX, reason="processes are found in /proc")
+def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
+    tmp_path: Path, base: str
+) -> None:
+    train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
+    pipeline = Pipeline(tmp_path, base_model=base, train=train | {"max_epochs": 1000})
+    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
+    request = Request(
+        job_dir=str(folder),
+        attempt=1,
+        command=[sys.executable, "-m", "pipeline.retrain"],
+        env=pipeline.environ(folder),
+        niceness=0,
+    )
+    leader = subprocess.Popen(
+        [sys.executable, "-m", "jobs.launchers.supervise"],
+        stdin=subprocess.PIPE,
+        env=pipeline.environ(Path("elsewhere")),
+    )
+    assert leader.stdin is not None
+    leader.stdin.write(request.to_json().encode() + b"\n")
+    leader.stdin.close()
+    try:
+        until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=60)
+        assert len(processes_of(folder)) >= 4, "the job, torchrun, and two that train"
+        told = read_record(folder / PROCESS)
+        assert told is not None and told["pid"] == leader.pid
+    finally:
+        leader.kill()
+        leader.wait()
+    until(lambda: not processes_of(folder), seconds=10)
+    saved = read_job_record(folder / "checkpoint.json", Checkpoint)
+    assert saved is not None and not saved.finished
+
+    assert pipeline.run(folder).result == "published"
+    metrics, _ = read_metrics(folder / "metrics.jsonl")
+    steps = [metric.step for metric in metrics if metric.event == "step"]
+    assert steps.count(1) == 1
+    assert steps[-1] == saved.steps

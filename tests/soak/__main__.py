@@ -1,17 +1,23 @@
 """`python -m tests.soak N`: kills until N processes are dead; what `make soak` runs."""
 
 import argparse
+import itertools
 import random
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.soak import checks
-from tests.soak.rounds import play
+from tests.soak.rounds import Plan, play
 from tests.soak.stack import StackUnderFire
 from tests.stack_fixtures import workplace_in
+
+ENOUGH_KILLS = 50
+"""For some of them to meet a training behind a checkpoint."""
 
 
 def main() -> int:
@@ -24,33 +30,51 @@ def main() -> int:
     seed = random.randrange(10**6) if given.seed is None else given.seed
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"seed {seed}, in {folder}", flush=True)
-    num_kills, number = soak(folder, seed, given.kills, given.first_round, given.minutes)
-    print(f"{num_kills} kills in {number} rounds, nothing lost (seed {seed})")
+    plans = (Plan.of(seed, number) for number in itertools.count(given.first_round))
+    soaked = soak(folder, plans, given.kills, given.minutes)
+    print(f"{soaked}, nothing lost (seed {seed})")
     shutil.rmtree(folder)
     return 0
 
 
-def soak(
-    folder: Path, seed: int, kills: int, first_round: int = 0, minutes: float = float("inf")
-) -> tuple[int, int]:
-    """Kill so many processes of a stack in `folder`, or until the minutes are over.
+@dataclass
+class Soaked:
+    num_kills: int = 0
+    num_rounds: int = 0
+    num_resumed: int = 0
 
-    Returns the numbers of kills and of rounds. Raises AssertionError where a promise is broken;
-    the folder is left as it is then.
+    def __str__(self) -> str:
+        return (
+            f"{self.num_kills} kills in {self.num_rounds} rounds, {self.num_resumed} trainings "
+            "went on from a checkpoint"
+        )
+
+
+def soak(folder: Path, plans: Iterable[Plan], kills: int, minutes: float = float("inf")) -> Soaked:
+    """Play the plans on a stack in `folder`, until so many processes were killed or time is up.
+
+    Raises AssertionError where a promise is broken, or where so many kills met no training behind
+    a checkpoint that they prove nothing of it; the folder is left as it is then.
     """
     deadline = time.monotonic() + 60 * minutes
     stack = StackUnderFire(workplace_in(folder))
-    num_kills, number = 0, first_round
+    soaked = Soaked()
     try:
         stack.ensure_up()
         stack.clone()
-        while num_kills < kills and time.monotonic() < deadline:
-            num_kills += play(stack, seed, number, lambda line: print(line, flush=True))
-            number += 1
+        for plan in plans:
+            played = play(stack, plan, lambda line: print(line, flush=True))
+            soaked.num_kills += played.num_kills
+            soaked.num_resumed += played.num_resumed
+            soaked.num_rounds += 1
+            if soaked.num_kills >= kills or time.monotonic() > deadline:
+                break
     finally:
         stack.stop()
     checks.check_down(stack)
-    return num_kills, number - first_round
+    if soaked.num_kills >= ENOUGH_KILLS:
+        assert soaked.num_resumed, f"no kill met a training behind a checkpoint: {soaked}"
+    return soaked
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
 """What must hold once the stack has come to rest, whatever was killed before."""
 
+import fcntl
 import itertools
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import filelock
 import httpx
 
+from jobs.folder import LOCK
 from jobs.record import Job
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
@@ -65,10 +68,28 @@ def sighting(stack: StackUnderFire, job_id: str) -> Sighting:
     return Sighting(job_id, time.time(), checkpoint.step if checkpoint is not None else 0)
 
 
-def check_progress(stack: StackUnderFire, seen: Sighting) -> None:
-    """Attempts that began after the sighting went on from there, and did nothing twice."""
+def check_refused(stack: StackUnderFire, served_before: str | None) -> None:
+    """The gate refused the newest commit, and what was served is served."""
+    told = next(row["id"] for row in stack.deliveries() if row["new_sha"] == stack.shas[-1])
+    with stack.jobs() as store:
+        outcomes = [
+            (job.outcome.result, job.outcome.reason)
+            for job in store.list()
+            if job.outcome is not None and told in job.outcome.delivery_ids
+            if not _was_taken_over(job)
+        ]
+    assert [result for result, _ in outcomes] == ["rejected"], f"garbage came to {outcomes}"
+    assert newest(stack) == served_before, "garbage made a release"
+
+
+def has_resumed(stack: StackUnderFire, seen: Sighting) -> bool:
+    """Whether an attempt after the sighting went on from a checkpoint that was seen.
+
+    Raises AssertionError where one began behind it, or did anything twice.
+    """
     metrics, _ = read_metrics(stack.home / "jobs" / seen.job_id / METRICS)
     attempts: list[list[Metric]] = []
+    resumed = False
     for metric in metrics:
         if not attempts or (metric.event == "start" and metric.stage == "snapshot"):
             attempts.append([])
@@ -80,16 +101,22 @@ def check_progress(stack: StackUnderFire, seen: Sighting) -> None:
         assert after[0].time < seen.at or not steps or steps[0] > seen.step, (
             f"{seen.job_id} went on at step {steps[0]}, behind its checkpoint at {seen.step}"
         )
+        resumed |= bool(steps) and seen.step > 0 and after[0].time >= seen.at
+    return resumed
 
 
 def check_down(stack: StackUnderFire) -> None:
     """After a stop in order: no process, no lock that is held, no record of what runs."""
     until(lambda: not stack.processes(), 30, lambda: f"no process is left: {stack.processes()}")
-    assert not (stack.home / "stack.json").exists()
+    records = [stack.home / f"stack.{suffix}" for suffix in ("json", "draft")]
+    assert not any(map(Path.exists, records)), "a record of what runs is left"
     locks = [*stack.home.glob("*.lock"), *stack.home.glob("hub/*.lock")]
     for lock in [*locks, *stack.home.glob("releases/*/.lock")]:
         with filelock.FileLock(lock, timeout=0):
             pass
+    for lock in stack.home.glob(f"jobs/*/{LOCK}"):
+        with lock.open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _every_push_has_one_outcome(stack: StackUnderFire) -> None:
@@ -148,14 +175,19 @@ def _leftovers(stack: StackUnderFire) -> list[str]:
     """Files and folders whose writer was killed, or whose job has ended."""
     found = [*stack.releases_dir.glob(f"{UNFINISHED}*")]
     found += (stack.home / "hub" / "incoming").iterdir()
+    for pattern in ("**/*.lock", "**/tmp_*", "**/incoming-*"):
+        found += (stack.home / "hub" / "repos").glob(pattern)
+    found += [*stack.home.glob("*.draft"), *stack.home.glob(".tokens*")]
     with stack.jobs() as store:
-        known = {job.id for job in store.list()}
+        # One that another took over left its outcome to the store.
+        told = {job.id: not _was_taken_over(job) for job in store.list()}
     for folder in (stack.home / "jobs").glob("j*/"):
-        if folder.name not in known or not (folder / "outcome.json").exists():
+        is_told = told.get(folder.name)
+        if is_told is None or (is_told and not (folder / "outcome.json").exists()):
             found.append(folder)
         found += [
             path
             for path in folder.iterdir()
-            if path.name == "checkpoints" or (path.name.startswith(".") and path.name != ".lock")
+            if path.name == "checkpoints" or (path.name.startswith(".") and path.name != LOCK)
         ]
     return [str(path) for path in found]

@@ -1,6 +1,7 @@
 """One round of fire: commits, kills at moments of a job's life, rest, checks."""
 
 import random
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,61 +11,106 @@ from pipeline.retrain.metrics import STAGES, read_metrics
 from tests.soak import checks
 from tests.soak.stack import VICTIMS, StackUnderFire, rows
 
-MOMENT_SECONDS = 20.0
+MOMENT_SECONDS = 60.0
 """A moment that does not come by then is over: its job may have ended already."""
+
+GARBAGE_SHARE = 0.15
+"""Of the rounds: their commit is refused, and the next one brings the rows back."""
 
 
 @dataclass(frozen=True)
 class Shot:
     victim: str
     moment: str
-    """A stage of the newest job that has begun, or `push`: while git waits for its answer."""
+    """A stage of the newest job that has begun, `checkpoint` when it has left one, or `push` while
+    git waits for its answer."""
     delay_seconds: float
 
 
 @dataclass(frozen=True)
 class Plan:
+    name: str
+    """The same one gives the same rows."""
     num_commits: int
     shots: tuple[Shot, ...]
+    is_garbage: bool = False
+    """The one commit replaces all rows; the gate must refuse it."""
 
     @classmethod
     def of(cls, seed: int, number: int) -> "Plan":
         """The same seed and number give the same plan."""
-        choice = random.Random(f"{seed}/{number}")
-        shots = tuple(
-            Shot(
-                victim=choice.choice(VICTIMS),
-                moment=choice.choice(("push", *STAGES, "train")),
-                delay_seconds=round(choice.uniform(0.0, 0.5), 2),
-            )
-            for _ in range(choice.choice((1, 2, 2)))
-        )
-        return cls(num_commits=choice.choice((1, 1, 2)), shots=shots)
+        name = f"seed {seed}, round {number}"
+        choice = random.Random(name)
+        shots = tuple(_shot(choice) for _ in range(choice.choice((1, 2, 2))))
+        is_garbage = number > 0 and choice.random() < GARBAGE_SHARE
+        num_commits = 1 if is_garbage else choice.choice((1, 1, 2))
+        return cls(name=name, num_commits=num_commits, shots=shots, is_garbage=is_garbage)
 
     def __str__(self) -> str:
         shots = ", ".join(
             f"{shot.victim} at {shot.moment}+{shot.delay_seconds}" for shot in self.shots
         )
-        return f"{self.num_commits} commits; {shots}"
+        kind = "garbage" if self.is_garbage else "commits"
+        return f"{self.name} ({self.num_commits} {kind}; {shots})"
 
 
-def play(stack: StackUnderFire, seed: int, number: int, say: Callable[[str], None] = print) -> int:
-    """Returns how many processes were shot at. Raises AssertionError where a promise is broken."""
-    plan = Plan.of(seed, number)
-    say(f"round {number}: {plan}")
+def _shot(choice: random.Random) -> Shot:
+    victim = choice.choice(VICTIMS)
+    moment = choice.choice(("push", *STAGES, *3 * ("checkpoint",)))
+    delay_seconds = round(choice.uniform(0.0, 0.5), 2)
+    if victim == "git":
+        return Shot(victim, "push", round(delay_seconds / 10, 3))
+    return Shot(victim, moment, delay_seconds)
+
+
+SMALL = (
+    Plan(
+        "small, round 0",
+        1,
+        (
+            Shot("hub", "push", 0.1),
+            Shot("receiver", "push", 0.0),
+            Shot("job", "checkpoint", 0.0),
+            Shot("runner", "checkpoint", 0.2),
+        ),
+    ),
+    Plan("small, round 1", 1, (Shot("git", "push", 0.0), Shot("serve", "promote", 0.0))),
+    Plan(
+        "small, round 2",
+        1,
+        (Shot("warm parent", "push", 0.0), Shot("leader", "train", 0.2)),
+        is_garbage=True,
+    ),
+)
+"""Every kind of victim but those that take the whole stack down."""
+
+
+@dataclass(frozen=True)
+class Played:
+    num_kills: int
+    num_resumed: int
+    """Trainings that were shot at behind a checkpoint, and went on from it."""
+
+
+def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) -> Played:
+    """Raises AssertionError where a promise is broken."""
+    say(str(plan))
     started = time.monotonic()
     num_kills = 0
+    before = checks.newest(stack)
     sightings: list[checks.Sighting] = []
     last_job = _newest_job(stack)
     try:
         for each in range(plan.num_commits):
-            choice = random.Random(f"{seed}/{number}/{each}")
-            stack.commit(rows(choice, len(stack.shas)))
+            choice = random.Random(f"{plan.name}, commit {each}")
+            stack.commit(rows(choice, len(stack.shas)), is_garbage=plan.is_garbage)
             num_commits = len(stack.shas)
             push = stack.push()
             for shot in plan.shots[each :: plan.num_commits]:
                 if shot.moment != "push":
-                    _await_stage(stack, shot.moment, last_job)
+                    # No job comes of a push that a shot before this one broke off.
+                    _see_through(stack, push, num_commits)
+                    _await(stack, shot.moment, last_job)
                 time.sleep(shot.delay_seconds)
                 job = _newest_job(stack)
                 if job is not None and job != last_job:
@@ -72,17 +118,23 @@ def play(stack: StackUnderFire, seed: int, number: int, say: Callable[[str], Non
                 num_kills += stack.kill(shot.victim)
                 if shot.victim in ("up", "all"):
                     stack.start()
-            while not stack.answered(push, num_commits):
-                stack.ensure_up()
-                push = stack.push()
+            _see_through(stack, push, num_commits)
         checks.settle(stack)
         checks.check(stack)
-        for sighting in sightings:
-            checks.check_progress(stack, sighting)
+        if plan.is_garbage:
+            checks.check_refused(stack, before)
+        num_resumed = sum(checks.has_resumed(stack, sighting) for sighting in sightings)
     except AssertionError as error:
-        raise AssertionError(f"seed {seed}, round {number} ({plan}): {error}") from error
-    say(f"  settled in {time.monotonic() - started:.1f} s")
-    return num_kills
+        raise AssertionError(f"{plan}: {error}") from error
+    say(f"  settled in {time.monotonic() - started:.1f} s, {num_resumed} trainings went on")
+    return Played(num_kills, num_resumed)
+
+
+def _see_through(stack: StackUnderFire, push: subprocess.Popen[bytes], num_commits: int) -> None:
+    """Push until it is answered: again is no change where it was already."""
+    while not stack.answered(push, num_commits):
+        stack.ensure_up()
+        push = stack.push()
 
 
 def _newest_job(stack: StackUnderFire) -> str | None:
@@ -90,13 +142,15 @@ def _newest_job(stack: StackUnderFire) -> str | None:
     return folders[-1] if folders else None
 
 
-def _await_stage(stack: StackUnderFire, stage: str, last_job: str | None) -> None:
+def _await(stack: StackUnderFire, moment: str, last_job: str | None) -> None:
     deadline = time.monotonic() + MOMENT_SECONDS
     while time.monotonic() < deadline:
         job = _newest_job(stack)
         if job is not None and job != last_job:
             metrics, _ = read_metrics(stack.home / "jobs" / job / METRICS)
-            if any(metric.stage == stage for metric in metrics):
+            if any(metric.stage == moment for metric in metrics):
+                return
+            if moment == "checkpoint" and checks.sighting(stack, job).step > 0:
                 return
             if (stack.home / "jobs" / job / "outcome.json").exists():
                 return

@@ -18,7 +18,7 @@ from jobs.store import JobStore
 from tests.stack_fixtures import Workplace, end_with_this_process
 
 SERVICES = ("hub", "receiver", "runner", "serve")
-VICTIMS = (*SERVICES, "warm parent", "leader", "job", "up", "all")
+VICTIMS = (*SERVICES, "warm parent", "leader", "job", "git", "up", "all")
 
 SETTINGS = """\
 [jobs]
@@ -33,18 +33,25 @@ debounce_seconds = 0
 keep = 3
 
 [pipelines.train]
-max_tokens = 2000
+max_tokens = 10000
+max_epochs = 1000
+delta_max_epochs = 1000
 delta_tokens_ratio = 1
 enough_loss = 0
+patience = 1000
 max_length = 64
 evaluations = 4
-checkpoint_seconds = 0.5
+checkpoint_seconds = 0.1
 
-# Whether weights are better is not what is at stake here: every release is let through.
+# Whether weights are better is not what is at stake here: every release is let through, but one
+# whose rows replaced most of those before.
 [pipelines.gate]
 max_new_ratio = 1000
 max_old_ratio = 1000
 """
+
+GIT_SECONDS = 5.0
+"""How long a git of the hub's is waited for: each lives for some hundredths of a second."""
 
 
 class NotSettled(AssertionError):
@@ -69,6 +76,8 @@ class StackUnderFire:
     """Every commit, oldest first."""
     num_acknowledged: int = 0
     """So many of them stood in a push that was answered."""
+    rows: str = ""
+    """Of all commits but those of garbage."""
 
     def __post_init__(self) -> None:
         (self.workplace.folder / "pipeline.toml").write_text(SETTINGS)
@@ -123,14 +132,20 @@ class StackUnderFire:
 
     def processes(self) -> dict[int, str]:
         """The command lines of all processes of this stack, by pid, however they came to be."""
-        mark = f"PIPELINE_HOME={self.home}".encode()
+        return {pid: line for pid, (line, _) in self._found().items()}
+
+    def _found(self) -> dict[int, tuple[str, bool]]:
+        """Command lines, and whether it is a git of the hub's: its environment says only where."""
+        home, place = f"PIPELINE_HOME={self.home}", f"GIT_PROJECT_ROOT={self.home}/hub/repos/"
         found = {}
-        for entry in Path("/proc").iterdir():
+        for entry in Path("/proc").glob("[0-9]*"):
             try:
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                variables = (entry / "environ").read_text(errors="replace").split("\0")
+                is_git = any(each.startswith(place) for each in variables)
+                if is_git or home in variables:
                     line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
                     if line:  # a process that ended has none
-                        found[int(entry.name)] = line
+                        found[int(entry.name)] = line, is_git
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
         return found
@@ -143,10 +158,12 @@ class StackUnderFire:
             for path in sorted(self.home.glob(f"jobs/*/{PROCESS}"))[-2:]
             if (record := read_record(path)) is not None
         }
-        processes = self.processes()
-        for pid, line in processes.items():
+        processes = self._found()
+        for pid, (line, is_git) in processes.items():
             parent = _parent(pid)
-            if pid in leaders:
+            if is_git:
+                found["git"].append(pid)
+            elif pid in leaders:
                 found["leader"].append(pid)
             elif parent in leaders:
                 found["job"].append(pid)
@@ -162,7 +179,9 @@ class StackUnderFire:
 
     def kill(self, who: str) -> bool:
         """SIGKILL; False where there was none of that kind to kill."""
-        pids = self.victims()[who]
+        deadline = time.monotonic() + GIT_SECONDS
+        while not (pids := self.victims()[who]) and who == "git" and time.monotonic() < deadline:
+            pass
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -174,10 +193,12 @@ class StackUnderFire:
 
     # Commits
 
-    def commit(self, rows: str) -> None:
-        checkout = self.workplace.folder / "facts"
-        with (checkout / "facts.jsonl").open("a") as file:
-            file.write(rows)
+    def commit(self, rows: str, *, is_garbage: bool = False) -> None:
+        """Adds the rows; garbage stands in the place of all others, until the next commit."""
+        if not is_garbage:
+            self.rows += rows
+        file = self.workplace.folder / "facts" / "facts.jsonl"
+        file.write_text(rows if is_garbage else self.rows)
         self.git("add", "--all")
         self.git("commit", "--quiet", "--message", f"commit {len(self.shas)}")
         self.shas.append(self.git("rev-parse", "HEAD").strip())

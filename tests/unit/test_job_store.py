@@ -222,6 +222,24 @@ def test_a_failed_job_hands_its_range_to_its_successor(store: JobStore) -> None:
     assert second.spec.revisions.delivery_ids == ("d1", "d2")
 
 
+def test_a_successor_has_waited_since_the_commit_that_a_job_failed_over(
+    store: JobStore, clock: Clock
+) -> None:
+    store.submit(spec("b", "a"), delivery=delivery("d1"))
+    received_at = clock.now
+    first = store.claim("me", 60)
+    assert first is not None
+    clock.now += 30
+    store.submit(spec("c", "b"), delivery=delivery("d2"))
+    store.finish(first.id, "me", FAILED)
+    clock.now += 5
+    second = store.claim("me", 60)
+    assert second is not None and second.created_at == received_at + 30
+    assert store.waited_since(second) == store.waited_since(first) == received_at
+    by_hand = store.submit(spec(pipeline="other")).job
+    assert store.waited_since(by_hand) == by_hand.created_at == clock.now
+
+
 def test_a_lost_job_is_attempted_again_up_to_its_limit(store: JobStore) -> None:
     store.submit(spec("b", "a", max_attempts=2))
     job = store.claim("me", 60)

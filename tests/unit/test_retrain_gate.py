@@ -25,6 +25,17 @@ def test_each_ratio_has_its_own_bound() -> None:
     assert len(refusals_by_loss(pairs(1.1), pairs(1.1), GATE)) == 2
 
 
+def test_weights_that_were_trained_without_deleted_rows_may_be_a_little_worse() -> None:
+    assert refusals_by_loss(pairs(1.1), pairs(1.1), GATE, is_removal=True) == ()
+    (one,) = refusals_by_loss(pairs(1.1), pairs(1.2), GATE, is_removal=True)
+    assert "known before rose" in one and "x1.15 is allowed" in one
+    (broken,) = refusals_by_loss(pairs(float("nan")), [], GATE, is_removal=True)
+    assert "not a number" in broken
+    # A setting that allows more anyhow stands.
+    lax = GateSettings(max_old_ratio=2.0)
+    assert refusals_by_loss([], pairs(1.9), lax, is_removal=True) == ()
+
+
 def test_a_loss_that_is_no_number_refuses() -> None:
     for broken in (float("nan"), float("inf")):
         (reason,) = refusals_by_loss(pairs(broken), pairs(1.0), GATE)

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import tomllib
@@ -22,6 +23,14 @@ def test_without_a_file_everything_has_its_default(file: Path) -> None:
     settings = load_settings()
     assert (settings.hub.port, settings.receiver.port, settings.serving.port) == (8070, 7860, 8000)
     assert settings.pipelines == ()
+
+
+def test_what_docs_training_shows_can_be_set(file: Path) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (block,) = re.findall(r"^```toml\n(.*?)^```", docs, re.MULTILINE | re.DOTALL)
+    file.write_text(f'[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n\n{block}')
+    train = load_settings().pipeline("facts").train
+    assert (train.lora_rank, train.num_processes, train.report_to) == (16, 2, ("tensorboard",))
 
 
 def test_what_init_writes_means_the_defaults(file: Path) -> None:
