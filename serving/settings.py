@@ -37,4 +37,5 @@ class ServingSettings(BaseModel):
     phase_seconds: float = Field(default=600, gt=0)
     """Longest time for one phase of a swap; after that it has `failed`."""
     barrier_seconds: float = Field(default=30, gt=0)
-    """Longest time for commit and probe while new requests are held back."""
+    """Longest time each for commit and probe while new requests are held back. A commit of SGLang,
+    which reads the weights meanwhile, has more: ten minutes."""

@@ -309,10 +309,10 @@ class Swapper:
     async def _commit(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
         with swap.timed("commit"):
             try:
-                await bounded(self._engine.commit(candidate.id), self._settings.barrier_seconds)
+                await bounded(self._engine.commit(candidate.id), self._commit_seconds)
             except TimeoutError:
                 raise SwapStopped(
-                    "failed", f"commit took more than {self._settings.barrier_seconds:g} s"
+                    "failed", f"commit took more than {self._commit_seconds:g} s"
                 ) from None
             except Exception as error:
                 raise SwapStopped("failed", f"commit: {error}") from error
@@ -352,7 +352,7 @@ class Swapper:
                 (self._releases_dir / releases.CURRENT).unlink()
             return
         try:
-            await bounded(self._engine.commit(previous.id), self._settings.barrier_seconds)
+            await bounded(self._engine.commit(previous.id), self._commit_seconds)
         except Exception:
             logger.critical("the engine does not go back to %s", previous.id, exc_info=True)
         if swap.is_recorded and previous.folder.parent == self._releases_dir:
@@ -376,6 +376,10 @@ class Swapper:
             await bounded(self._engine.unload(release_id), self._settings.barrier_seconds)
         except Exception:
             logger.exception("unloading %s", release_id)
+
+    @property
+    def _commit_seconds(self) -> float:
+        return self._engine.commit_seconds or self._settings.barrier_seconds
 
     def _live_id(self) -> str | None:
         return self._admission.live.id if self._admission.live else None

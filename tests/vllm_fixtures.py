@@ -68,7 +68,7 @@ def served(home: Path, first: Release, second: Release, **engine: Any) -> Iterat
     pipeline_dir = home / "releases"
     set_current(pipeline_dir, first.id)
     created = create_engine(**{**ENGINE, **engine})
-    with running(echo_app(pipeline_dir, created, barrier_seconds=240)) as url:
+    with running(echo_app(pipeline_dir, created)) as url:
         # The port listens at once; an answer comes when vLLM has started.
         httpx.get(f"{url}/health", timeout=300).raise_for_status()
         yield Served(url=url, engine=created, pipeline_dir=pipeline_dir, first=first, second=second)

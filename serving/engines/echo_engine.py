@@ -34,6 +34,8 @@ class _Resident:
 
 
 class EchoEngine:
+    commit_seconds: float | None = None
+
     def __init__(self, *, holds_two: bool = True, step_seconds: float = 0.0) -> None:
         self.holds_two = holds_two
         self.step_seconds = step_seconds
