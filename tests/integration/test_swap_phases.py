@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -253,6 +254,39 @@ def test_a_disk_that_cannot_take_the_link_fails_the_swap(
         await house.check_old_goes_on()
 
     play(tmp_path, story, holds_two=holds_two)
+
+
+@BOTH
+def test_a_disk_that_hangs_keeps_no_barrier_shut(
+    tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_back = threading.Event()
+    set_current = releases.set_current
+
+    def hang(pipeline_dir: Path, release_id: str) -> None:
+        assert disk_is_back.wait(10)
+        set_current(pipeline_dir, release_id)
+
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(releases, "set_current", hang)
+            async with asyncio.timeout(3):
+                result = await house.swapper.swap(house.new.id)
+                assert result.result == "failed" and "not written within" in result.reasons[0]
+                assert await house.answers() == house.old.id
+            written: list[str] = []
+            patch.setattr(releases, "fsync_dir", lambda path: written.append(os.readlink(link)))
+            link = house.pipeline_dir / releases.CURRENT
+            disk_is_back.set()
+            # Both writes come late, and the last one is what is served.
+            await until(lambda: len(written) == 2)
+            assert written == [house.new.id, house.old.id]
+        await house.check_old_goes_on()
+
+    try:
+        play(tmp_path, story, holds_two=holds_two)
+    finally:
+        disk_is_back.set()
 
 
 def test_new_requests_wait_for_an_engine_that_must_drain(tmp_path: Path) -> None:
