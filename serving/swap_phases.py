@@ -24,7 +24,7 @@ from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from serving.weights import releases
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.verify import verify_release
+from serving.weights.verify import verify_layout, verify_release
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,8 @@ class SwapPhases:
         if not (folder / RELEASE_FILE).exists():
             return manifest_of_folder(folder, self._pipeline)
         release = releases.load_release(folder)
-        reasons = list(verify_release(folder, release))
+        verify = verify_layout if self._engine.checks_digests else verify_release
+        reasons = list(verify(folder, release))
         if folder.parent == self._releases_dir and folder.name != release.id:
             reasons.append(f"{RELEASE_FILE}: calls itself {release.id}, not {folder.name}")
         dtype = self._settings.dtype

@@ -38,6 +38,7 @@ class SglangEngine:
     """Called on one event loop."""
 
     holds_two = False
+    checks_digests = False
     # The update, and the question whether it was one.
     commit_seconds: float | None = _UPDATE_SECONDS + _ANSWER_SECONDS
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release import Release
+from serving.weights.verify import verify_shards
 
 if TYPE_CHECKING:
     from serving.engines.vllm_process import VllmProcess
@@ -45,6 +46,7 @@ class VllmEngine:
     """Called on one event loop; vLLM computes in processes of its own."""
 
     holds_two = False
+    checks_digests = True
     commit_seconds: float | None = None
 
     def __init__(self, settings: VllmEngineSettings, start: StartVllm) -> None:
@@ -70,7 +72,7 @@ class VllmEngine:
         """The first release starts vLLM."""
         async with self._changing:
             if self._process is None and self._recovery is None:
-                self._process = await self._start(release, folder, self._settings)
+                self._process = await self._start_on(release, folder)
                 self._watch = asyncio.create_task(self._watch_over())
             else:
                 process = await self._healthy()
@@ -151,6 +153,12 @@ class VllmEngine:
             raise EngineError("vLLM does not run")
         return self._process
 
+    async def _start_on(self, release: Release, folder: Path) -> "VllmProcess":
+        # vLLM reads all of it by itself, and proves nothing.
+        if reasons := await asyncio.to_thread(verify_shards, folder, release):
+            raise StageError(*reasons)
+        return await self._start(release, folder, self._settings)
+
     def _begin_recovery(self) -> None:
         if self._recovery is None and self._good is not None:
             self._recovery = asyncio.create_task(self._recover())
@@ -165,7 +173,7 @@ class VllmEngine:
                 good = self._residents[self._good]
                 _log.warning("starting vLLM again on %s", good.release.id)
                 try:
-                    self._process = await self._start(good.release, good.folder, self._settings)
+                    self._process = await self._start_on(good.release, good.folder)
                 except (StageError, EngineError) as error:
                     _log.error("attempt %d of %d: %s", attempt, _START_ATTEMPTS, error)
                     continue

@@ -15,10 +15,12 @@ import torch
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
+from serving.weights.headers import read_header
 from serving.weights.publish import publish_state_dict
 from serving.weights.shards import read_tensors
 from tests.contract.engine_conformance import Cold, EngineBench, EngineConformance
 from tests.contract.test_torch_engine_conformance import PROMPTS
+from tests.swap_bytes import bytes_read, stored_bytes, with_changed
 from tests.vllm_fixtures import Served, cold_of, served, vllm_release
 
 pytestmark = pytest.mark.vllm
@@ -71,27 +73,47 @@ class TestTied(_VllmConformance):
         with served(home, first, second) as running:
             yield running
 
-    def test_only_what_changed_is_read(self, running_vllm: Served, tmp_path: Path) -> None:
-        first, folder = running_vllm.first, running_vllm.pipeline_dir / running_vllm.first.id
+    def test_only_what_changed_is_read(self, running_vllm: Served) -> None:
+        first, pipeline_dir = running_vllm.first, running_vllm.pipeline_dir
+        assert running_vllm.swap(running_vllm.second.id)["result"] == "live"
         assert running_vllm.swap(first.id)["result"] == "live"
-        weight_map = {name: entry.file for name, entry in first.tensors.items()}
-        tensors = {
-            name: tensor.clone() for name, tensor in read_tensors(folder, weight_map).items()
-        }
-        changed = "model.layers.1.self_attn.q_proj.weight"
-        tensors[changed] += 0.25
-        release = publish_state_dict(running_vllm.pipeline_dir, tensors, files_dir=folder)
-        assert running_vllm.swap(release.id)["result"] == "live"
+        changed = [
+            "model.layers.1.self_attn.q_proj.weight",
+            "model.layers.0.input_layernorm.weight",
+        ]
+        assert len(changed) / len(first.tensors) >= 0.1
+        release, num_bytes = with_changed(pipeline_dir, first, changed)
         process = running_vllm.engine.process
-        assert process is not None
-        assert process.way == "copy"
-        assert process.read_bytes[release.id] == tensors[changed].nbytes
-        cold = cold_of(running_vllm.pipeline_dir / release.id)
+        assert process is not None and process.way == "copy"
+        readers = (os.getpid(), *process.pids)
+        before = bytes_read(*readers)
+        assert running_vllm.swap(release.id)["result"] == "live"
+        plainly = bytes_read(*readers) - before
+        assert process.read_bytes[release.id] == num_bytes
+        assert num_bytes + plainly <= 0.15 * stored_bytes(pipeline_dir, release)
+        cold = cold_of(pipeline_dir / release.id)
         for prompt in PROMPTS:
             choice = running_vllm.completion(prompt).json()["choices"][0]
             assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(
                 cold.logprobs[prompt][0], abs=1e-4
             )
+
+    def test_bytes_that_are_not_the_manifests_are_refused_by_name(
+        self, running_vllm: Served
+    ) -> None:
+        first, pipeline_dir = running_vllm.first, running_vllm.pipeline_dir
+        assert running_vllm.swap(first.id)["result"] == "live"
+        name = "model.layers.1.self_attn.q_proj.weight"
+        release, _ = with_changed(pipeline_dir, first, [name])
+        shard = pipeline_dir / release.id / release.tensors[name].file
+        content = bytearray(shard.read_bytes())
+        content[read_header(shard)[name].begin] ^= 1
+        shard.write_bytes(content)
+        result = running_vllm.swap(release.id)
+        assert (result["result"], result["phase"]) == ("refused", "stage")
+        (reason,) = result["reasons"]
+        assert reason.startswith(f"{shard.name}: tensor {name}: sha256 is")
+        assert running_vllm.completion().json()["system_fingerprint"] == first.id
 
     def test_a_tensor_with_nan_is_refused_by_name(self, running_vllm: Served) -> None:
         first, folder = running_vllm.first, running_vllm.pipeline_dir / running_vllm.first.id

@@ -147,9 +147,9 @@ def other_bounds(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, "safetensors: truncated"),
-        (lose_a_shard, "safetensors: missing"),
-        (flip_a_bit, "safetensors: sha256"),
+        (truncate, "it holds tensor layer.0.weight, layer.1.weight, layer.2.weight"),
+        (lose_a_shard, "safetensors: missing; it holds tensor layer.0.weight"),
+        (flip_a_bit, "safetensors: tensor layer.2.weight: sha256 is"),
         (lose_the_manifest, "release.json: id"),
         (break_the_tokenizer, "tokenizer.json: truncated"),
         (other_bounds, "no bound for float32"),
