@@ -78,13 +78,15 @@ class Swapper:
         folder = self._releases_dir / requested
         inside = folder.resolve().parent == self._releases_dir.resolve()
         if not inside or folder.resolve().name not in releases.release_ids(self._releases_dir):
-            return SwapResult(
+            result = SwapResult(
                 result="refused",
                 release=requested,
                 previous=self._live_id(),
                 phase="preflight",
                 reasons=(f"{requested!r} is no release in {self._releases_dir}",),
             )
+            self._metrics.count_swap(result)
+            return result
         return await self._ask(self._releases_dir / folder.resolve().name)
 
     async def close(self) -> None:
