@@ -164,7 +164,7 @@ def _engine(settings: "ServingSettings") -> "Engine":
             case "vllm":
                 from serving.engines import vllm_engine
 
-                return vllm_engine.create_engine(dtype=settings.dtype)
+                return vllm_engine.create_engine(dtype=settings.dtype, **settings.vllm.model_dump())
             case "torch":
                 from serving.engines.torch_engine import engine as torch_engine
 

@@ -101,7 +101,7 @@ def test_each_field_reaches_the_engine(
         ("repetition_penalty", 11, "less than or equal to 10, got 11"),
         ("seed", "x", 'integer, got "x"'),
         ("min_tokens", -1, "greater than or equal to 0, got -1"),
-        ("logit_bias", [1], "valid object"),
+        ("logit_bias", [1], "object"),
         ("ignore_eos", "yes", 'boolean, got "yes"'),
         ("stream", 1, "boolean, got 1"),
         ("stream_options", {"include_usage": 1}, "boolean, got 1"),
