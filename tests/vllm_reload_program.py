@@ -1,5 +1,5 @@
-"""Start vLLM on one release, let vLLM reload another; prints what it says and how far it is from the
-release's probe, and both again once the head is packed again. A program, since vLLM is not started
+"""Start vLLM on one release, let vLLM reload another; prints what it says and how far that is from
+the release's probe, then both once the head is packed again. A program, since vLLM is not started
 twice in one process."""
 
 import sys
