@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from serving import swap_phases
 from serving.admission import Admission, LiveRelease
 from serving.engine import EngineError, Generation, StageError
 from serving.engines.echo_engine import EchoEngine
@@ -254,6 +255,23 @@ def test_a_disk_that_cannot_take_the_link_fails_the_swap(
         await house.check_old_goes_on()
 
     play(tmp_path, story, holds_two=holds_two)
+
+
+def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_back = threading.Event()
+
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(swap_phases, "load_tokenizer", lambda folder: disk_is_back.wait(10))
+            result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("failed", "preflight")
+        assert result.reasons == ("preflight took more than 1 s",)
+        disk_is_back.set()
+        await house.check_old_goes_on()
+
+    play(tmp_path, story)
 
 
 @BOTH
