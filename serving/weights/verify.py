@@ -44,26 +44,27 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
 
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
-    """sha256 of every safetensors shard, once its layout holds; which tensors are at fault."""
+    """sha256 of every safetensors file, once its layout holds; which tensors are at fault."""
     reasons: list[str] = []
-    for shard in sorted({entry.file for entry in release.tensors.values()}):
-        expected = release.files[shard].sha256
-        if shard.endswith(".safetensors") and (
-            (found := digest_file(folder / shard).sha256) != expected
-        ):
+    for shard, entry in sorted(release.files.items()):
+        if not shard.endswith(".safetensors"):
+            continue
+        expected, found = entry.sha256, digest_file(folder / shard).sha256
+        if found != expected:
             reasons += _other_tensors(folder, release, shard) or [
-                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, for all that its "
-                "tensors are right"
+                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, though its tensors are "
+                "right"
             ]
     return tuple(reasons)
 
 
 def _other_tensors(folder: Path, release: Release, shard: str) -> list[str]:
-    _, tensors = digest_shard(folder / shard)
+    expected = {name: each for name, each in release.tensors.items() if each.file == shard}
+    found = digest_shard(folder / shard)[1] if expected else {}
     return [
-        wrong_digest(name, release.tensors[name], found.sha256)
-        for name, found in tensors.items()
-        if found.sha256 != release.tensors[name].sha256
+        wrong_digest(name, entry, found[name].sha256)
+        for name, entry in expected.items()
+        if found[name].sha256 != entry.sha256
     ]
 
 

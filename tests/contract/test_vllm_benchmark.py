@@ -17,7 +17,7 @@ from serving.weights.releases import set_current
 from tests.contract.test_torch_engine_conformance import torch_release
 from tests.serving_fixtures import byte_tokenizer, echo_app, running
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 NUM_PROMPTS, INPUT_TOKENS, OUTPUT_TOKENS = 8, 20, 16
 

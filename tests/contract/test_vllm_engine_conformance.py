@@ -27,7 +27,7 @@ from tests.contract.test_torch_engine_conformance import PROMPTS
 from tests.swap_bytes import bytes_read, stored_bytes, with_changed
 from tests.vllm_fixtures import BLOCK_TOKENS, Served, cold_of, served, vllm_release
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 RECOVERY_SECONDS = 240
 """Stated: no later than this after it died, vLLM answers again. Most of it is vLLM's imports; it is
