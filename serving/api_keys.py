@@ -1,8 +1,11 @@
-"""Who may ask: the bearer tokens of `/v1`."""
+"""Who may ask: bearer tokens."""
 
 import secrets
 
+from fastapi import Request
+
 from serving.errors import ServingError
+from serving.request_errors import RequestError
 from serving.settings import ServingSettings
 
 
@@ -30,3 +33,22 @@ def is_one_of(given: str, keys: tuple[str, ...]) -> bool:
     """In the same time for each key, right or wrong."""
     matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
     return any(matches)
+
+
+def check_bearer(
+    request: Request, tokens: tuple[str, ...], name: str, *, wrong_status: int = 403
+) -> None:
+    """Raises RequestError for a request without one of `tokens`, which are called `name`."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        raise RequestError(
+            401,
+            f"{name} is needed: Authorization: Bearer …",
+            type="authentication_error",
+            code="missing_token",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    if not is_one_of(given.strip(), tokens):
+        raise RequestError(
+            wrong_status, f"not {name}", type="authentication_error", code="invalid_token"
+        )

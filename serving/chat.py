@@ -77,7 +77,11 @@ async def chat_body(answer: Answer, plan: ChatPlan) -> dict[str, Any]:
             }
             for index, sequence in enumerate(sequences)
         ],
-        "usage": usage(plan.num_prompt_tokens, sum(each.num_tokens for each in sequences)),
+        "usage": usage(
+            plan.num_prompt_tokens,
+            sum(each.num_tokens for each in sequences),
+            sequences[0].num_cached_tokens,
+        ),
     }
 
 
@@ -87,12 +91,13 @@ async def chat_events(answer: Answer, plan: ChatPlan) -> AsyncGenerator[str, Non
     start = answer.chunk_start("chat.completion.chunk")
     end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
     is_new = [True] * request.n
-    num_new = 0
+    num_new = num_cached = 0
     async with aclosing(answer.merged(plan.generations, request.stops)) as merged:
         async for index, delta in merged:
             num_new += delta.num_tokens
             if is_new[index]:
                 is_new[index] = False
+                num_cached += 0 if index else delta.num_cached_tokens
                 yield (
                     f'{start}{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
                     f'"logprobs": null, "finish_reason": null}}{end}'
@@ -107,7 +112,7 @@ async def chat_events(answer: Answer, plan: ChatPlan) -> AsyncGenerator[str, Non
                 f'"finish_reason": {json.dumps(delta.finish_reason)}}}{end}'
             )
     if request.includes_usage:
-        counted = json.dumps(usage(plan.num_prompt_tokens, num_new))
+        counted = json.dumps(usage(plan.num_prompt_tokens, num_new, num_cached))
         yield f'{start}], "usage": {counted}}}\n\n'
     yield "data: [DONE]\n\n"
 

@@ -91,10 +91,12 @@ async def completion_body(answer: Answer, plan: CompletionPlan) -> dict[str, Any
                 }
             )
     num_new = sum(sequence.num_tokens for sequence in sequences)
+    # A prompt counts once, and so does what was found of it.
+    num_cached = sum(sequence.num_cached_tokens for sequence in sequences[:: plan.num_each])
     return {
         **answer.head(OBJECT),
         "choices": choices,
-        "usage": usage(plan.num_prompt_tokens, num_new),
+        "usage": usage(plan.num_prompt_tokens, num_new, num_cached),
     }
 
 
@@ -104,7 +106,7 @@ async def completion_events(answer: Answer, plan: CompletionPlan) -> AsyncGenera
     start = answer.chunk_start(OBJECT)
     end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
     is_new = [True] * len(plan.generations)
-    num_new = 0
+    num_new = num_cached = 0
     async with aclosing(answer.merged(plan.generations, request.stops)) as merged:
         async for index, delta in merged:
             num_new += delta.num_tokens
@@ -113,6 +115,7 @@ async def completion_events(answer: Answer, plan: CompletionPlan) -> AsyncGenera
             echo = plan.echoes[index // plan.num_each]
             if is_new[index]:
                 is_new[index] = False
+                num_cached += 0 if index % plan.num_each else delta.num_cached_tokens
                 text = echo + text
                 if logprobs and request.echo:
                     prompt = plan.prompts[index // plan.num_each]
@@ -127,7 +130,7 @@ async def completion_events(answer: Answer, plan: CompletionPlan) -> AsyncGenera
                 f'"finish_reason": {json.dumps(delta.finish_reason)}}}{end}'
             )
     if request.includes_usage:
-        counted = json.dumps(usage(plan.num_prompt_tokens, num_new))
+        counted = json.dumps(usage(plan.num_prompt_tokens, num_new, num_cached))
         yield f'{start}], "usage": {counted}}}\n\n'
     yield "data: [DONE]\n\n"
 

@@ -79,6 +79,11 @@ class Engine(Protocol):
     holds_two: bool
     """Whether two releases can generate side by side. Where they cannot, `commit` replaces the live
     one's weights, and the server drains its requests first."""
+    checks_digests: bool
+    """Whether `stage` proves every tensor that it reads by its digest in the manifest. Where it
+    does not, the server reads all shards first, to prove them."""
+    commit_seconds: float | None
+    """Longest time for a commit, either way; None for what the server allows behind its barrier."""
 
     async def stage(self, release: Release, folder: Path) -> None:
         """Load `release` from `folder` beside what is live, without delaying running requests.

@@ -2,13 +2,23 @@
 `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
+import logging
 from collections.abc import Mapping
 
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from serving.engine import EngineError
+
+logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 60
 """Characters of a value at fault that are said back; a prompt is longer."""
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
 
 
 class RequestError(Exception):
@@ -63,4 +73,34 @@ def unavailable(message: str, retry_after_seconds: int = 1) -> RequestError:
         type="service_unavailable",
         code="unavailable",
         headers={"Retry-After": str(retry_after_seconds)},
+    )
+
+
+def translated(error: Exception) -> RequestError:
+    """Whatever ended a request, as its client is told. The log has what nobody foresaw."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, EngineError):
+        return unavailable(f"the engine failed: {error}; ask again")
+    if isinstance(error, TimeoutError):
+        return RequestError(
+            504,
+            "the answer took longer than this server allows; ask for fewer tokens, or later",
+            type="timeout_error",
+            code="deadline_exceeded",
+        )
+    if isinstance(error, ClientGone):
+        return RequestError(499, "the client hung up")
+    if isinstance(error, HTTPException):
+        code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return RequestError(
+            error.status_code,
+            str(error.detail),
+            type="not_found_error" if error.status_code == 404 else "invalid_request_error",
+            code=code,
+            headers=error.headers,
+        )
+    logger.error("unexpected", exc_info=error)
+    return RequestError(
+        500, "an error of the server; its log has more", type="server_error", code="internal_error"
     )

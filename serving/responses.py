@@ -1,6 +1,7 @@
-"""Answers that end when the client hangs up: its slot in the engine is free at once."""
+"""Answers as they are sent. One that the client hangs up on ends: its slot is free at once."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
@@ -9,15 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serving.request_errors import RequestError
+from serving.request_errors import ClientGone, translated
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -51,14 +48,12 @@ class EventStream(Response):
         *,
         headers: Mapping[str, str],
         deadline: float | None,
-        translate: Callable[[Exception], RequestError],
         on_end: Callable[[int], None],
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
         self._deadline = deadline
-        self._translate = translate
         self._on_end = on_end
         self._status = 200
 
@@ -98,7 +93,7 @@ class EventStream(Response):
                         {"type": "http.response.body", "body": event.encode(), "more_body": True}
                     )
         except Exception as error:
-            problem = self._translate(error)
+            problem = translated(error)
             self._status = problem.status
             response = problem.response()
             if not has_started:
@@ -112,3 +107,14 @@ class EventStream(Response):
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def json_response(
+    content: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(
+        json.dumps(content, ensure_ascii=False),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )

@@ -29,6 +29,8 @@ class Delta:
     """Those that begin in text given out so far; only with logprobs."""
     num_tokens: int = 0
     """Generated, given out or not."""
+    num_cached_tokens: int = 0
+    """Of the prompt, found in the engine's cache; on the first delta."""
     finish_reason: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -40,6 +42,7 @@ class Sequence:
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     num_tokens: int = 0
+    num_cached_tokens: int = 0
     finish_reason: str | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -47,6 +50,7 @@ class Sequence:
         self.text += delta.text
         self.tokens += delta.tokens
         self.num_tokens += delta.num_tokens
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self.finish_reason = delta.finish_reason or self.finish_reason
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -112,6 +116,7 @@ async def generate_text(
                 text=text,
                 tokens=tokens,
                 num_tokens=num_tokens,
+                num_cached_tokens=step.num_cached_tokens,
                 finish_reason=finish_reason,
                 prompt_logprobs=step.prompt_logprobs,
             )

@@ -5,6 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from serving.engines.vllm_settings import VllmSettings
+
 
 class ServingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -16,6 +18,8 @@ class ServingSettings(BaseModel):
     engine: Literal["torch", "vllm", "sglang", "echo"] = "torch"
     """`torch` is embedded, `vllm` runs beside, `sglang` stands behind, at `upstream`; `echo` makes
     up tokens from the release's digest, for tests of clients."""
+    vllm: VllmSettings = VllmSettings()
+    """How vLLM is started, and how its weights are replaced."""
     upstream: str = "http://127.0.0.1:30000"
     """Where the SGLang server listens. It must see the releases under the same paths."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -37,4 +41,5 @@ class ServingSettings(BaseModel):
     phase_seconds: float = Field(default=600, gt=0)
     """Longest time for one phase of a swap; after that it has `failed`."""
     barrier_seconds: float = Field(default=30, gt=0)
-    """Longest time for commit and probe while new requests are held back."""
+    """Longest time each for commit and probe while new requests are held back. A commit of SGLang,
+    which reads the weights meanwhile, has more: ten minutes."""

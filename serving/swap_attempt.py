@@ -46,6 +46,30 @@ class SwapAttempt:
         if self.superseded_by is not None:
             raise SwapStopped("superseded", f"{self.superseded_by} was asked for meanwhile")
 
+    def succeeded(self, previous: str | None) -> SwapResult:
+        """`previous` is what was live before."""
+        return self._result("live", previous)
+
+    def stopped(self, stopped: "SwapStopped", live: str | None) -> SwapResult:
+        return self._result(stopped.result, live, stopped.reasons)
+
+    def _result(
+        self,
+        result: Literal["live", "refused", "superseded", "deferred", "failed"],
+        previous: str | None,
+        reasons: tuple[str, ...] = (),
+    ) -> SwapResult:
+        return SwapResult(
+            result=result,
+            release=self.release_id,
+            previous=previous,
+            phase=self.phase,
+            reasons=reasons,
+            superseded_by=self.superseded_by if result == "superseded" else None,
+            seconds=self.seconds,
+            probe_max_difference=self.max_difference,
+        )
+
 
 class SwapStopped(Exception):
     """A swap ends here, and what was served is served."""

@@ -86,7 +86,8 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     generation = _read_json(folder / "generation_config.json")
     settings = _read_json(folder / "tokenizer_config.json")
     tokenizer = _open_tokenizer(folder)
-    context_length = config.get("max_position_embeddings")
+    # GPT-2 and its kin have an older name for it.
+    context_length = config.get("max_position_embeddings", config.get("n_positions"))
     vocab_size = config.get("vocab_size", tokenizer.get_vocab_size())
     if not isinstance(context_length, int) or context_length < 1:
         raise ReleaseError("config.json: max_position_embeddings is not a positive number")

@@ -28,12 +28,15 @@ class SglangStandIn:
     def __init__(self, folder: Path, *, streams_differences: bool = False) -> None:
         self._engine = EchoEngine(holds_two=False, step_seconds=0.001)
         self._folder = folder
-        self._version = "default"
-        self._is_loaded = False
+        self._version: str | None = "default"
+        self._release_id: str | None = None
         self._streams_differences = streams_differences
         self.updates: list[dict[str, Any]] = []
         self.aborted: list[str] = []
         self.refuses_updates = False
+        self.refuses_after: int | None = None
+        """Every update after so many is refused."""
+        self.update_seconds = 0.0
         self.ignores_updates = False
         self.breaks_off = False
         self.app = FastAPI()
@@ -46,6 +49,10 @@ class SglangStandIn:
     def num_running(self) -> int:
         return self._engine.num_running.total()
 
+    def forget(self, version: str | None = "default") -> None:
+        """What a restart leaves of an update; None is an upstream that has no such name at all."""
+        self._version = version
+
     async def _model_info(self) -> dict[str, Any]:
         return {"model_path": str(self._folder), "weight_version": self._version}
 
@@ -53,18 +60,20 @@ class SglangStandIn:
         body = await request.json()
         assert body.keys() <= UPDATE_FIELDS
         self.updates.append(body)
-        if self.refuses_updates:
+        await asyncio.sleep(self.update_seconds)
+        is_late = self.refuses_after is not None and len(self.updates) > self.refuses_after
+        if self.refuses_updates or is_late:
             content = {"success": False, "message": "no", "num_paused_requests": 0}
             return JSONResponse(content, status_code=400)
         if not self.ignores_updates:
-            before = self._version
+            before = self._release_id
             self._folder = Path(body["model_path"])
             release = load_release(self._folder)
             await self._engine.stage(release, self._folder)
             await self._engine.commit(release.id)
-            if self._is_loaded and before != release.id:
+            if before is not None and before != release.id:
                 await self._engine.unload(before)
-            self._version, self._is_loaded = body["weight_version"], True
+            self._release_id, self._version = release.id, body["weight_version"]
         return JSONResponse({"success": True, "message": "ok", "num_paused_requests": 0})
 
     async def _abort(self, request: Request) -> None:
@@ -79,7 +88,8 @@ class SglangStandIn:
         generation = _generation(body)
         token_ids: list[int] = []
         logprobs: list[TokenLogprob] = []
-        steps = self._engine.generate(self._version, generation)
+        assert self._release_id is not None
+        steps = self._engine.generate(self._release_id, generation)
         async with aclosing(steps):
             async for step in steps:
                 if self.breaks_off and token_ids:
@@ -99,8 +109,9 @@ class SglangStandIn:
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": len(token_ids),
             "cached_tokens": 0,
-            "weight_version": self._version,
         }
+        if self._version is not None:
+            meta["weight_version"] = self._version
         if body["return_logprob"]:
             prompt = step.prompt_logprobs or ()
             meta |= {

@@ -162,14 +162,13 @@ def _engine(settings: "ServingSettings") -> "Engine":
 
                 return SglangEngine(settings.upstream)
             case "vllm":
-                from serving.engines.vllm_engine import VllmEngine
-                from serving.engines.vllm_settings import VllmEngineSettings
+                from serving.engines import vllm_engine
 
-                return VllmEngine(VllmEngineSettings(dtype=settings.dtype))
+                return vllm_engine.create_engine(dtype=settings.dtype, **settings.vllm.model_dump())
             case "torch":
-                from serving.engines.torch_engine.engine import create_engine
+                from serving.engines.torch_engine import engine as torch_engine
 
-                return create_engine(dtype=settings.dtype)
+                return torch_engine.create_engine(dtype=settings.dtype)
     except ModuleNotFoundError as error:
         raise PipelineError(
             f"--engine {settings.engine} needs {error.name}; install it with the extra: "

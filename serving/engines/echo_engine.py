@@ -34,6 +34,9 @@ class _Resident:
 
 
 class EchoEngine:
+    checks_digests = False
+    commit_seconds: float | None = None
+
     def __init__(self, *, holds_two: bool = True, step_seconds: float = 0.0) -> None:
         self.holds_two = holds_two
         self.step_seconds = step_seconds

@@ -2,14 +2,17 @@
 
 The upstream is started by whoever runs it, on a model of the same network, and must see the
 releases under the same paths. It reads the weights from disk while nothing runs; `stage` has them
-in the page cache by then. Its logprobs follow the temperature unless it is started with
+in the page cache by then. One that was started again is told again what to serve, once it answers
+from other weights. Its logprobs follow the temperature unless it is started with
 `SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
 """
 
 import asyncio
 import json
+import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,15 +23,24 @@ import httpx
 from serving.engine import EngineError, Generation, StageError, Step, TokenLogprob
 from serving.weights.release import Release
 
+_log = logging.getLogger(__name__)
+
 _ANSWER_SECONDS = 30
 _UPDATE_SECONDS = 600
 _READ_BYTES = 1 << 22
+
+
+class _OtherWeights(Exception):
+    """The upstream computed with other weights than it was asked for."""
 
 
 class SglangEngine:
     """Called on one event loop."""
 
     holds_two = False
+    checks_digests = False
+    # The update, and the question whether it was one.
+    commit_seconds: float | None = _UPDATE_SECONDS + _ANSWER_SECONDS
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream.rstrip("/")
@@ -40,6 +52,8 @@ class SglangEngine:
         )
         self._folders: dict[str, Path] = {}
         self._live: str | None = None
+        """What was committed last: what the upstream has to run, whatever it does run."""
+        self._updating = asyncio.Lock()
 
     async def stage(self, release: Release, folder: Path) -> None:
         """Asks the upstream what it runs, and reads the release's files once."""
@@ -51,38 +65,39 @@ class SglangEngine:
         self._folders[release.id] = folder.resolve()
 
     async def commit(self, release_id: str) -> None:
-        folder = self._folders.get(release_id)
-        if folder is None:
+        if release_id not in self._folders:
             raise EngineError(f"{release_id} is not staged")
-        answer = await self._post(
-            "/update_weights_from_disk",
-            {
-                "model_path": str(folder),
-                "weight_version": release_id,
-                # Nothing runs; and should anything, it is neither aborted nor left half paused.
-                "abort_all_requests": False,
-                "keep_pause": False,
-                "flush_cache": True,
-            },
-            seconds=_UPDATE_SECONDS,
-        )
-        if not answer.get("success"):
-            raise EngineError(f"{self._upstream} kept its weights: {answer.get('message')}")
-        info = await self._model_info()
-        if info.get("weight_version") != release_id:
-            raise EngineError(
-                f"{self._upstream} says that it runs {info.get('weight_version')!r} "
-                f"after an update to {release_id}"
-            )
         self._live = release_id
+        async with self._updating:
+            await self._update(release_id)
 
     async def unload(self, release_id: str) -> None:
         """The upstream holds one release; there is nothing to free."""
         self._folders.pop(release_id, None)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        has_begun = False
+        try:
+            async with aclosing(self._answer(release_id, generation)) as steps:
+                async for step in steps:
+                    has_begun = True
+                    yield step
+            return
+        except _OtherWeights as error:
+            if has_begun:
+                raise EngineError(str(error)) from None
+        await self._put_right(release_id)
+        try:
+            async with aclosing(self._answer(release_id, generation)) as steps:
+                async for step in steps:
+                    yield step
+        except _OtherWeights as error:
+            raise EngineError(str(error)) from None
+
+    async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        """Raises EngineError, _OtherWeights."""
         if release_id != self._live:
-            raise EngineError(f"{self._upstream} runs {self._live}, not {release_id}")
+            raise EngineError(f"{self._upstream} has to run {self._live}, not {release_id}")
         request_id = uuid4().hex
         so_far = _SoFar()
         is_over = False
@@ -99,6 +114,38 @@ class SglangEngine:
         finally:
             if not is_over:
                 await self._abort(request_id)
+
+    async def _put_right(self, release_id: str) -> None:
+        """Once for all whose answers came from other weights."""
+        async with self._updating:
+            if release_id != self._live or await self._weight_version() == release_id:
+                return
+            _log.warning("%s lost %s; it is told again", self._upstream, release_id)
+            await self._update(release_id)
+
+    async def _update(self, release_id: str) -> None:
+        folder = self._folders[release_id]
+        answer = await self._post(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(folder),
+                "weight_version": release_id,
+                # Nothing runs; and should anything, it is neither aborted nor left half paused.
+                "abort_all_requests": False,
+                "keep_pause": False,
+                "flush_cache": True,
+            },
+            seconds=_UPDATE_SECONDS,
+        )
+        if not answer.get("success"):
+            raise EngineError(f"{self._upstream} kept its weights: {answer.get('message')}")
+        if (runs := await self._weight_version()) != release_id:
+            raise EngineError(
+                f"{self._upstream} says that it runs {runs!r} after an update to {release_id}"
+            )
+
+    async def _weight_version(self) -> str | None:
+        return (await self._model_info()).get("weight_version")
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -183,8 +230,11 @@ def _step(chunk: dict[str, Any], generation: Generation, release_id: str, so_far
     """A chunk has all tokens until then or, where the upstream streams differences, the new ones:
     either way the new ones are the last."""
     meta = chunk["meta_info"]
-    if meta.get("weight_version", release_id) != release_id:
-        raise EngineError(f"tokens of {meta['weight_version']} in an answer of {release_id}")
+    version = meta.get("weight_version")
+    if version is None:
+        raise EngineError("SGLang names no weight_version beside its tokens")
+    if version != release_id:
+        raise _OtherWeights(f"tokens of {version} in an answer of {release_id}")
     reason = (meta.get("finish_reason") or {}).get("type")
     if reason not in (None, "stop", "length"):
         raise EngineError(f"SGLang ended the sequence: {meta['finish_reason']}")

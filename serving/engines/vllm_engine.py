@@ -1,24 +1,30 @@
 """`VllmEngine`: one vLLM, whose weights are replaced while its requests are held back.
 
 When vLLM dies, requests under way fail, later ones wait, and it is started again on the last good
-release: the live one, or while a swap is not proved yet, the one before.
+release: the live one, or while a swap is not proved yet, the one before. Such a start takes longer
+than a barrier may be shut, so it is generations that wait for it, never a commit.
 """
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.vllm_process import VllmProcess
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release import Release
+from serving.weights.verify import verify_shards
+
+if TYPE_CHECKING:
+    from serving.engines.vllm_process import VllmProcess
 
 _log = logging.getLogger(__name__)
+
+StartVllm = Callable[[Release, Path, VllmEngineSettings], Awaitable["VllmProcess"]]
 
 _WATCH_SECONDS = 0.2
 _START_ATTEMPTS = 3
@@ -40,12 +46,16 @@ class VllmEngine:
     """Called on one event loop; vLLM computes in processes of its own."""
 
     holds_two = False
+    checks_digests = True
+    commit_seconds: float | None = None
 
-    def __init__(self, settings: VllmEngineSettings) -> None:
+    def __init__(self, settings: VllmEngineSettings, start: StartVllm) -> None:
         self._settings = settings
+        self._start = start
         self._process: VllmProcess | None = None
         self._residents: dict[str, _Resident] = {}
         self._live: str | None = None
+        """What was committed last, and generations may name."""
         self._good: str | None = None
         """What vLLM is started on again. It is behind `_live` from a commit until the release
         before is unloaded, since until then the new one is not proved."""
@@ -54,7 +64,7 @@ class VllmEngine:
         self._watch: asyncio.Task[None] | None = None
 
     @property
-    def process(self) -> VllmProcess | None:
+    def process(self) -> "VllmProcess | None":
         """The vLLM that runs now, for who measures it."""
         return self._process
 
@@ -62,7 +72,7 @@ class VllmEngine:
         """The first release starts vLLM."""
         async with self._changing:
             if self._process is None and self._recovery is None:
-                self._process = await VllmProcess.start(release, folder, self._settings)
+                self._process = await self._start_on(release, folder)
                 self._watch = asyncio.create_task(self._watch_over())
             else:
                 process = await self._healthy()
@@ -72,20 +82,25 @@ class VllmEngine:
             self._residents[release.id] = _Resident(release=release, folder=folder)
 
     async def commit(self, release_id: str) -> None:
+        """The way back succeeds at once, whatever state vLLM is in: it comes back on that."""
+        if release_id == self._good:
+            self._live = release_id
+            if self._revive():
+                return
         async with self._changing:
             process = await self._healthy()
             if not process.holds(release_id):
                 raise EngineError(f"{release_id} is not staged")
             if process.way == "reload" and release_id == self._good != process.release_id:
                 # vLLM's own reload has no way back but a start.
-                await self._start_again()
-            else:
-                try:
-                    await process.commit(release_id)
-                except BaseException:
-                    # The weights may be anything now.
-                    self._begin_recovery()
-                    raise
+                self._begin_recovery()
+                return
+            try:
+                await process.commit(release_id)
+            except BaseException:
+                # The weights may be anything now.
+                self._begin_recovery()
+                raise
             self._live = release_id
             if self._good is None:
                 self._good = release_id
@@ -109,6 +124,8 @@ class VllmEngine:
                 await process.forget(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        if release_id != self._good and self._revive():
+            raise EngineError(f"vLLM died; it comes back on {self._good}, not on {release_id}")
         process = await self._healthy()
         if release_id != self._live or process.release_id != release_id:
             raise EngineError(f"vLLM computes with {process.release_id}, not with {release_id}")
@@ -122,19 +139,25 @@ class VllmEngine:
             await asyncio.wait({self._recovery})
         await self._end_process()
 
-    async def _healthy(self) -> VllmProcess:
-        """Waits while vLLM comes back. Raises EngineError if it does not."""
-        if self._process is not None and self._process.is_dead:
+    def _revive(self) -> bool:
+        """Start a dead vLLM again, one that gave up as well. Whether it is on its way back."""
+        if self._process is None or self._process.is_dead:
             self._begin_recovery()
-        if self._recovery is not None:
+        return self._recovery is not None
+
+    async def _healthy(self) -> "VllmProcess":
+        """Waits while vLLM comes back. Raises EngineError if it does not."""
+        if self._revive() and self._recovery is not None:
             await asyncio.shield(self._recovery)
         if self._process is None:
             raise EngineError("vLLM does not run")
         return self._process
 
-    async def _start_again(self) -> None:
-        self._begin_recovery()
-        await self._healthy()
+    async def _start_on(self, release: Release, folder: Path) -> "VllmProcess":
+        # vLLM reads all of it by itself, and proves nothing.
+        if reasons := await asyncio.to_thread(verify_shards, folder, release):
+            raise StageError(*reasons)
+        return await self._start(release, folder, self._settings)
 
     def _begin_recovery(self) -> None:
         if self._recovery is None and self._good is not None:
@@ -150,9 +173,7 @@ class VllmEngine:
                 good = self._residents[self._good]
                 _log.warning("starting vLLM again on %s", good.release.id)
                 try:
-                    self._process = await VllmProcess.start(
-                        good.release, good.folder, self._settings
-                    )
+                    self._process = await self._start_on(good.release, good.folder)
                 except (StageError, EngineError) as error:
                     _log.error("attempt %d of %d: %s", attempt, _START_ATTEMPTS, error)
                     continue
@@ -180,7 +201,10 @@ class VllmEngine:
 
 def create_engine(**settings: Any) -> VllmEngine:
     """An engine with no release yet. `VllmEngineSettings` says what the arguments mean."""
-    return VllmEngine(VllmEngineSettings(**settings))
+    # Here, since it imports vLLM, which is slow and not installed everywhere.
+    from serving.engines.vllm_process import VllmProcess
+
+    return VllmEngine(VllmEngineSettings(**settings), VllmProcess.start)
 
 
 def _check_same_network(before: _Resident, release: Release, folder: Path) -> None:

@@ -91,7 +91,7 @@ class VllmProcess:
         """Read what differs from the current weights. Raises StageError, EngineError."""
         base = self._held[self.release_id]
         changed = {
-            name: entry.file
+            name: (entry.file, entry.sha256)
             for name, entry in release.tensors.items()
             if self.way == "reload" or entry.sha256 != base.tensors[name].sha256
         }

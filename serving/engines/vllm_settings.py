@@ -1,15 +1,13 @@
-"""What the vLLM engine is told."""
+"""What the vLLM engine is told: `[serving.vllm]`, and the dtype that every engine is told."""
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class VllmEngineSettings(BaseModel):
+class VllmSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What vLLM computes in; `auto` is what the release's configuration names."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that one release is divided over."""
     max_context: int | None = Field(default=None, ge=1)
@@ -27,3 +25,8 @@ class VllmEngineSettings(BaseModel):
     models whose weights vLLM transforms (quantised, MLA, MoE)."""
     start_seconds: float = Field(default=300, gt=0)
     """Longest time for the engine to start, and to come back after it died."""
+
+
+class VllmEngineSettings(VllmSettings):
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What vLLM computes in; `auto` is what the release's configuration names."""

@@ -7,10 +7,11 @@ from memory. Both run inside the worker's process and know nothing of requests.
 """
 
 import copy
+import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +24,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from serving.weights.shards import read_tensors
+from serving.weights.shards import read_tensors, tensor_bytes
 
 # Whatever else vLLM does to weights after it loaded them is left to vLLM.
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+Changed = Mapping[str, tuple[str, str]]
+"""Tensor name → (shard, sha256 of the tensor)."""
 
 _STAGING_NICENESS = 5
 _PIECE = 1 << 22
@@ -43,8 +47,8 @@ class StagingFailed(Exception):
 class WeightsInMemory(Protocol):
     way: str
 
-    def stage(self, release_id: str, base_id: str, folder: Path, changed: Mapping[str, str]) -> int:
-        """Read `changed` (tensor name → shard), which is what differs from the release `base_id`.
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
+        """Read `changed`, which is what differs from the release `base_id`.
 
         Bytes read. It may run on a thread of its own while the live weights are in use. Raises
         StagingFailed, ReleaseError.
@@ -94,19 +98,16 @@ class CopiedWeights:
         self._staging = threading.Lock()
         self._check_equal_to_live()
 
-    def stage(self, release_id: str, base_id: str, folder: Path, changed: Mapping[str, str]) -> int:
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
         with self._staging:  # one that nobody wants any more may not have ended yet
             return self._stage(release_id, self._images[base_id], folder, changed)
 
-    def _stage(
-        self, release_id: str, base: _Image, folder: Path, changed: Mapping[str, str]
-    ) -> int:
+    def _stage(self, release_id: str, base: _Image, folder: Path, changed: Changed) -> int:
         touched = {target for name in changed for target in self._targets[name]}
         for name, param in self._shadow.named_parameters():
             param.data = base.params[name].clone() if name in touched else base.params[name]
         num_bytes = 0
-        for name, tensor in read_tensors(folder, changed).items():
-            _check_finite(name, changed[name], tensor)
+        for name, tensor in _read_changed(folder, changed):
             self._shadow.load_weights([(name, tensor)])  # type: ignore[operator]
             num_bytes += tensor.nbytes
         params = dict(base.params)
@@ -183,10 +184,9 @@ class ReloadedWeights:
         self._live_id = release_id
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
 
-    def stage(self, release_id: str, base_id: str, folder: Path, changed: Mapping[str, str]) -> int:
+    def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
         found = {}
-        for name, tensor in read_tensors(folder, changed).items():
-            _check_finite(name, changed[name], tensor)
+        for name, tensor in _read_changed(folder, changed):
             found[name] = tensor.clone()
         self._staged[release_id] = found
         return sum(tensor.nbytes for tensor in found.values())
@@ -209,6 +209,21 @@ class ReloadedWeights:
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(module, "cpu_linear"):
                 method.process_weights_after_loading(module)
+
+
+def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each one finite, and proved by its digest."""
+    weight_map = {name: file for name, (file, _) in changed.items()}
+    for name, tensor in read_tensors(folder, weight_map).items():
+        file, sha256 = changed[name]
+        if tensor.is_floating_point() and not _is_finite(tensor):
+            raise StagingFailed(f"{file}: tensor {name}: holds NaN or infinity")
+        found = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
+        if found != sha256:
+            raise StagingFailed(
+                f"{file}: tensor {name}: sha256 is {found[:12]}…, not {sha256[:12]}…"
+            )
+        yield name, tensor
 
 
 def yield_the_cores() -> None:
@@ -286,11 +301,6 @@ def _pack(module: nn.Module) -> Callable[..., torch.Tensor]:
     if bias is not None:
         bias.data = bias_data
     return packed
-
-
-def _check_finite(name: str, file: str, tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() and not _is_finite(tensor):
-        raise StagingFailed(f"{file}: tensor {name}: holds NaN or infinity")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -54,11 +54,13 @@ class HotpushWorker:
         return {"pid": os.getpid(), "way": weights.way, "reason": reason}
 
     def hotpush_stage(
-        self, release_id: str, base_id: str, folder: str, changed: dict[str, str]
+        self, release_id: str, base_id: str, folder: str, changed: dict[str, list[str]]
     ) -> None:
         """Begin on a thread of its own; ask `hotpush_status`."""
+        # Tuples are lists on the wire.
+        told = {name: (file, sha256) for name, (file, sha256) in changed.items()}
         job = _Staging(
-            partial(self.hotpush_weights.stage, release_id, base_id, Path(folder), changed),
+            partial(self.hotpush_weights.stage, release_id, base_id, Path(folder), told),
             partial(self.hotpush_weights.forget, release_id),
         )
         self.hotpush_jobs[release_id] = job

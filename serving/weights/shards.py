@@ -131,6 +131,12 @@ def read_tensors(
     return {name: found[name] for name in wanted}
 
 
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """As a shard holds them and its digest is made of, without a copy where it is contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
 def digest_bin(path: Path) -> dict[str, TensorEntry]:
     """What stands in a `.bin` shard. Raises ReleaseError."""
     with ExitStack() as stack:
@@ -139,7 +145,7 @@ def digest_bin(path: Path) -> dict[str, TensorEntry]:
                 file=path.name,
                 dtype=DTYPES[tensor.dtype],
                 shape=tuple(tensor.shape),
-                sha256=hashlib.sha256(_bytes(tensor)).hexdigest(),
+                sha256=hashlib.sha256(tensor_bytes(tensor)).hexdigest(),
             )
             for name, tensor in _open_shard(path, stack).items()
         }
@@ -176,7 +182,7 @@ def _write_safetensors(tensors: dict[str, torch.Tensor], out: "_HashingFile") ->
     out.write(encoded)
     digests = {}
     for name in names:
-        content = _bytes(tensors[name])
+        content = tensor_bytes(tensors[name])
         out.write(content)
         digests[name] = hashlib.sha256(content).hexdigest()
     return digests
@@ -189,12 +195,9 @@ def _write_bin(tensors: dict[str, torch.Tensor], out: "_HashingFile") -> dict[st
         for name, tensor in tensors.items()
     }
     torch.save(whole, cast(IO[bytes], out))
-    return {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in whole.items()}
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return {
+        name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in whole.items()
+    }
 
 
 def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:

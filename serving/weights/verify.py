@@ -6,28 +6,70 @@ from typing import Any
 
 from serving.errors import ReleaseError
 from serving.weights.checkpoint_folder import files_digest
-from serving.weights.headers import DTYPE_BYTES, digest_file, read_header
+from serving.weights.headers import DTYPE_BYTES, digest_file, digest_shard, read_header
 from serving.weights.index import INDEX_FILES, is_shard_name, read_index
-from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.release import RELEASE_FILE, Release, TensorEntry
 from serving.weights.releases import load_release
+
+# Tensors that a reason lists of a file that is gone.
+_NAMED = 4
 
 
 def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
     """Every reason not to serve `folder`; empty when it is what its manifest says.
 
-    Sizes and sha256 of all files, the index against the manifest and against the shards' own
-    headers, shapes against the config. Reads each byte once; loads no tensor.
+    `verify_layout`, and then the sha256 of every shard. Reads each byte once; loads no tensor.
     """
     try:
         release = release or load_release(folder)
     except ReleaseError as error:
         return error.reasons
+    return verify_layout(folder, release) or verify_shards(folder, release)
+
+
+def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
+    """What can be told without the tensors: sizes of all files, sha256 of all that are no
+    safetensors, the index against the manifest and against the shards' own headers, shapes against
+    the config.
+
+    Enough before an engine that proves what it reads of a shard, tensor by tensor. A `.bin` shard
+    is hashed here, since it has to be unpickled to be read at all.
+    """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
         reasons = [*_check_index(folder, release), *_check_headers(folder, release)]
     if not reasons:
         reasons = _check_config(folder, release)
     return tuple(reasons)
+
+
+def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
+    """sha256 of every safetensors file, once its layout holds; which tensors are at fault."""
+    reasons: list[str] = []
+    for shard, entry in sorted(release.files.items()):
+        if not shard.endswith(".safetensors"):
+            continue
+        expected, found = entry.sha256, digest_file(folder / shard).sha256
+        if found != expected:
+            reasons += _other_tensors(folder, release, shard) or [
+                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, though its tensors are "
+                "right"
+            ]
+    return tuple(reasons)
+
+
+def _other_tensors(folder: Path, release: Release, shard: str) -> list[str]:
+    expected = {name: each for name, each in release.tensors.items() if each.file == shard}
+    found = digest_shard(folder / shard)[1] if expected else {}
+    return [
+        wrong_digest(name, entry, found[name].sha256)
+        for name, entry in expected.items()
+        if found[name].sha256 != entry.sha256
+    ]
+
+
+def wrong_digest(name: str, entry: TensorEntry, found: str) -> str:
+    return f"{entry.file}: tensor {name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…"
 
 
 def _check_id(release: Release) -> list[str]:
@@ -44,12 +86,19 @@ def _check_files(folder: Path, release: Release) -> list[str]:
         if name in ("", ".", "..") or Path(name).name != name:
             reasons.append(f"{RELEASE_FILE}: {name!r} is not a plain file name")
         elif not path.is_file():
-            reasons.append(f"{name}: missing")
+            reasons.append(f"{name}: missing{_holding(release, name)}")
         elif (size := path.stat().st_size) != entry.size:
             how = "truncated" if size < entry.size else "too long"
-            reasons.append(f"{name}: {how}, {size} bytes instead of {entry.size}")
-        elif (found := digest_file(path).sha256) != entry.sha256:
-            reasons.append(f"{name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…")
+            reasons.append(
+                f"{name}: {how}, {size} bytes instead of {entry.size}{_holding(release, name)}"
+            )
+        elif not name.endswith(".safetensors") and (
+            (found := digest_file(path).sha256) != entry.sha256
+        ):
+            reasons.append(
+                f"{name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…"
+                f"{_holding(release, name)}"
+            )
     reasons += [
         f"{RELEASE_FILE}: tensor {name}: {entry.file!r} is not one of its files"
         for name, entry in sorted(release.tensors.items())
@@ -58,6 +107,15 @@ def _check_files(folder: Path, release: Release) -> list[str]:
     if "config.json" not in release.files:
         reasons.append("config.json: missing")
     return reasons
+
+
+def _holding(release: Release, file: str) -> str:
+    """Which tensors that is about; nothing for a file that holds none."""
+    names = [name for name, entry in release.tensors.items() if entry.file == file]
+    if not names:
+        return ""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"; it holds tensor {', '.join(names[:_NAMED])}{more}"
 
 
 def _check_index(folder: Path, release: Release) -> list[str]:

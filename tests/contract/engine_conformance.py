@@ -43,6 +43,7 @@ class Cold:
     """What a release says after a cold start."""
 
     texts: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, list[str]] = field(default_factory=dict)
     logprobs: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -68,6 +69,7 @@ async def cold_answers(bench: EngineBench, release: Release) -> Cold:
                 tokens += step.token_ids
                 logprobs += [each.logprob for each in step.logprobs]
         cold.texts[prompt] = tokenizer.decode(tokens)
+        cold.tokens[prompt] = [tokenizer.token_text(token_id) for token_id in tokens]
         cold.logprobs[prompt] = logprobs
     await engine.close()
     return cold
@@ -120,7 +122,7 @@ class EngineConformance:
                     _check(
                         bench,
                         cold,
-                        _ask_whole(http, bench.prompts[0]),
+                        _ask_whole(http, bench, bench.prompts[0]),
                         only=release.id,
                     )
             finally:
@@ -138,8 +140,8 @@ class EngineConformance:
             for release in (bench.first, bench.second, bench.first):
                 assert swap(http, release.id).json()["result"] == "live"
                 for prompt in bench.prompts:
-                    for ask in (_ask_whole, _ask_stream, _ask_many):
-                        _check(bench, cold, ask(http, prompt), only=release.id)
+                    for ask in (_ask_whole, _ask_stream, _ask_many, _ask_list):
+                        _check(bench, cold, ask(http, bench, prompt), only=release.id)
 
     def test_a_stream_ends_on_the_release_that_it_began_on(
         self, bench: EngineBench, cold: dict[str, Cold]
@@ -158,7 +160,7 @@ class EngineConformance:
                     chunks += [json.loads(line) for line in lines if line != "[DONE]"]
                     assert swapping.result().json()["result"] == "live"
             _check(bench, cold, _joined(prompt, chunks), only=bench.first.id)
-            _check(bench, cold, _ask_whole(http, prompt), only=bench.second.id)
+            _check(bench, cold, _ask_whole(http, bench, prompt), only=bench.second.id)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,7 @@ class Said:
     prompt: str
     release: str
     text: str
+    tokens: list[str]
     logprobs: list[float]
 
 
@@ -181,7 +184,7 @@ def swap(http: httpx.Client, release: str) -> httpx.Response:
 
 def _client(
     http: httpx.Client,
-    ask: Callable[[httpx.Client, str], list[Said]],
+    ask: Callable[[httpx.Client, EngineBench, str], list[Said]],
     bench: EngineBench,
     cold: dict[str, Cold],
     stop: threading.Event,
@@ -191,7 +194,7 @@ def _client(
     number = 0
     while not stop.is_set() or len(seen) < 1:
         prompt = bench.prompts[number % len(bench.prompts)]
-        said = ask(http, prompt)
+        said = ask(http, bench, prompt)
         _check(bench, cold, said)
         seen |= {each.release for each in said}
         number += 1
@@ -205,6 +208,7 @@ def _check(
     for each in said:
         assert only is None or each.release == only
         assert each.text == cold[each.release].texts[each.prompt]
+        assert each.tokens == cold[each.release].tokens[each.prompt]
         expected = cold[each.release].logprobs[each.prompt]
         assert each.logprobs == pytest.approx(expected, abs=bench.logprob_tolerance)
 
@@ -228,19 +232,21 @@ def _post(http: httpx.Client, **body: object) -> dict[str, Any]:
     return content
 
 
-def _ask_whole(http: httpx.Client, prompt: str) -> list[Said]:
+def _ask_whole(http: httpx.Client, _: EngineBench, prompt: str) -> list[Said]:
     return _said([prompt], _post(http, **_body(prompt)))
 
 
-def _ask_many(http: httpx.Client, prompt: str) -> list[Said]:
+def _ask_many(http: httpx.Client, _: EngineBench, prompt: str) -> list[Said]:
     return _said([prompt] * 3, _post(http, **_body(prompt), n=3))
 
 
-def _ask_list(http: httpx.Client, prompt: str) -> list[Said]:
-    return _said([prompt, prompt], _post(http, **_body([prompt, prompt])))
+def _ask_list(http: httpx.Client, bench: EngineBench, prompt: str) -> list[Said]:
+    """All prompts, this one first: an answer in another's place would show."""
+    prompts = [prompt, *(other for other in bench.prompts if other != prompt)]
+    return _said(prompts, _post(http, **_body(prompts)))
 
 
-def _ask_stream(http: httpx.Client, prompt: str) -> list[Said]:
+def _ask_stream(http: httpx.Client, _: EngineBench, prompt: str) -> list[Said]:
     body = {**_body(prompt), "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as stream:
         assert stream.status_code == 200
@@ -257,6 +263,7 @@ def _said(prompts: list[str], content: dict[str, Any]) -> list[Said]:
             prompt=prompt,
             release=content["system_fingerprint"],
             text=choice["text"],
+            tokens=choice["logprobs"]["tokens"],
             logprobs=choice["logprobs"]["token_logprobs"],
         )
         for prompt, choice in zip(prompts, choices, strict=True)
@@ -272,6 +279,7 @@ def _joined(prompt: str, chunks: list[dict[str, Any]]) -> list[Said]:
             prompt=prompt,
             release=release,
             text="".join(choice["text"] for choice in choices),
+            tokens=[name for choice in choices for name in choice["logprobs"]["tokens"]],
             logprobs=[p for choice in choices for p in choice["logprobs"]["token_logprobs"]],
         )
     ]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 
@@ -162,3 +163,88 @@ def test_no_upstream_is_an_error_that_names_it(
         await engine.close()
 
     asyncio.run(ask())
+
+
+def test_an_upstream_that_was_started_anew_is_told_again_once(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    first, _ = releases
+    set_current(tmp_path, first.id)
+    with (
+        running(stand_in.app) as upstream,
+        running(echo_app(tmp_path, SglangEngine(upstream))) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0}
+        before = http.post("/v1/completions", json=body).json()["choices"]
+        stand_in.forget()
+        asked = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(4)]
+        for answer in asked:
+            assert answer.result().status_code == 200, answer.result().text
+            assert answer.result().json()["choices"] == before
+        assert [update["weight_version"] for update in stand_in.updates] == [first.id] * 2
+        stand_in.forget()
+        stand_in.refuses_updates = True
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and "kept its weights: no" in refused.text
+        stand_in.refuses_updates = False
+        assert http.post("/v1/completions", json=body).json()["choices"] == before
+
+
+def test_a_way_back_that_failed_is_taken_by_the_next_answer(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    """The upstream took an update and says so under another name, then refuses the old one."""
+    first, second = releases
+    set_current(tmp_path, first.id)
+    with (
+        running(stand_in.app) as upstream,
+        running(echo_app(tmp_path, SglangEngine(upstream))) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+        body = {"prompt": "Hello", "max_tokens": 2, "temperature": 0}
+        before = http.post("/v1/completions", json=body).json()
+        stand_in.refuses_after = len(stand_in.updates) + 1
+        wrong = echo_release(tmp_path, 3, probe_shift=0.01)
+        assert swap(http, wrong.id).json()["result"] == "refused"
+        assert http.post("/v1/completions", json=body).status_code == 503
+        stand_in.refuses_after = None
+        after = http.post("/v1/completions", json=body).json()
+        assert (after["system_fingerprint"], after["choices"]) == (first.id, before["choices"])
+        assert swap(http, second.id).json()["result"] == "live"
+
+
+def test_tokens_of_no_named_weights_are_an_error(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    first, _ = releases
+
+    async def ask(upstream: str) -> None:
+        engine = SglangEngine(upstream)
+        await engine.stage(first, tmp_path / first.id)
+        await engine.commit(first.id)
+        stand_in.forget(version=None)
+        with pytest.raises(EngineError, match="names no weight_version"):
+            async for _ in engine.generate(first.id, Generation(prompt=(1, 2), max_tokens=2)):
+                pass
+        await engine.close()
+
+    with running(stand_in.app) as upstream:
+        asyncio.run(ask(upstream))
+
+
+def test_an_update_may_take_longer_than_a_barrier_is_shut_elsewhere(
+    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+) -> None:
+    first, second = releases
+    set_current(tmp_path, first.id)
+    with (
+        running(stand_in.app) as upstream,
+        running(echo_app(tmp_path, SglangEngine(upstream), barrier_seconds=0.2)) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+        stand_in.update_seconds = 0.5
+        result = swap(http, second.id).json()
+        assert result["result"] == "live", result
+        assert result["seconds"]["commit"] > 0.5

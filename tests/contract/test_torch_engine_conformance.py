@@ -22,11 +22,12 @@ def torch_release(
     tied: bool,
     format: str,
     max_shard_bytes: int = 60_000,
+    context: int = CONTEXT,
     **shape: int,
 ) -> Release:
     config = llama_config(
         vocab_size=257,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         tie_word_embeddings=tied,
         **shape,
     )
@@ -54,7 +55,11 @@ class TestTorchEngine(EngineConformance):
     def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> EngineBench:
         tied = request.param == "tied"
         format = "bin" if request.param == "bin" else "safetensors"
-        first, second = (torch_release(tmp_path, seed, tied=tied, format=format) for seed in (1, 2))
+        # The second is cut into other shards.
+        first, second = (
+            torch_release(tmp_path, seed, tied=tied, format=format, max_shard_bytes=max_shard_bytes)
+            for seed, max_shard_bytes in ((1, 60_000), (2, 25_000))
+        )
         return EngineBench(
             make_engine=lambda: create_engine(num_threads=1, kv_cache_bytes=64 << 20),
             pipeline_dir=tmp_path / "releases",

@@ -144,14 +144,34 @@ def flip_a_byte(path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("format", ["safetensors", "bin"])
-def test_damage_is_named_with_its_file(
+def test_damage_is_named_with_its_file_and_its_tensors(
     tmp_path: Path, damage: object, reason: str, format: WeightsFormat
 ) -> None:
     folder, release = published(tmp_path, format=format)
     shard = release.tensors["model.norm.weight"].file
     damage(folder / shard)  # type: ignore[operator]
-    reasons = verify_release(folder)
-    assert len(reasons) == 1 and reasons[0].startswith(f"{shard}: {reason}"), reasons
+    (found,) = verify_release(folder)
+    held = [name for name, entry in release.tensors.items() if entry.file == shard]
+    assert found.startswith(f"{shard}: ") and reason in found
+    if reason == "sha256" and format == "safetensors":
+        assert any(f"tensor {name}: sha256 is" in found for name in held)
+    else:
+        assert f"; it holds tensor {', '.join(held[:4])}" in found
+
+
+def test_a_shard_whose_header_alone_differs_is_named(tmp_path: Path) -> None:
+    folder, release = published(tmp_path)
+    shard = folder / release.tensors["model.norm.weight"].file
+    content = shard.read_bytes()
+    # JSON with its last blank as a tab is the same header.
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length]
+    assert header.endswith(b" "), "it is padded to 8 bytes"
+    shard.write_bytes(content[:8] + header[:-1] + b"\t" + content[8 + length :])
+    (reason,) = verify_release(folder)
+    assert (
+        reason.startswith(f"{shard.name}: sha256 is") and "though its tensors are right" in reason
+    )
 
 
 def reseal(folder: Path, **changes: object) -> None:

@@ -11,8 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pipeline.cli import services
+from pipeline.settings import load_settings
 from serving.api_keys import load_api_keys
+from serving.engines import vllm_engine
 from serving.engines.echo_engine import EchoEngine
+from serving.engines.vllm_settings import VllmEngineSettings
 from serving.errors import ServingError
 from serving.settings import ServingSettings
 from serving.weights.releases import set_current
@@ -125,6 +129,27 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
     done = serve(environment, str(tmp_path), "--engine", "vllm")
     assert done.returncode == 1
     assert "--engine vllm needs vllm" in done.stderr and "hotpush[vllm]" in done.stderr
+
+
+def test_vllm_is_told_what_its_table_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pipeline.toml").write_text(
+        '[serving]\nengine = "vllm"\ndtype = "bfloat16"\n'
+        '[serving.vllm]\nway = "reload"\ntensor_parallel_size = 2\nmax_context = 512\n'
+        "kv_cache_bytes = 1024\nstart_seconds = 900\n"
+    )
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    told: dict[str, object] = {}
+    monkeypatch.setattr(vllm_engine, "create_engine", lambda **settings: told.update(settings))
+    services._engine(load_settings().serving)
+    expected = VllmEngineSettings(
+        dtype="bfloat16",
+        way="reload",
+        tensor_parallel_size=2,
+        max_context=512,
+        kv_cache_bytes=1024,
+        start_seconds=900,
+    )
+    assert VllmEngineSettings.model_validate(told) == expected
 
 
 def test_another_machine_is_let_in_with_a_key_only(

@@ -3,11 +3,13 @@
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from serving import swap_phases
 from serving.admission import Admission, LiveRelease
 from serving.engine import EngineError, Generation, StageError
 from serving.engines.echo_engine import EchoEngine
@@ -146,9 +148,9 @@ def other_bounds(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, "safetensors: truncated"),
-        (lose_a_shard, "safetensors: missing"),
-        (flip_a_bit, "safetensors: sha256"),
+        (truncate, "it holds tensor layer.0.weight, layer.1.weight, layer.2.weight"),
+        (lose_a_shard, "safetensors: missing; it holds tensor layer.0.weight"),
+        (flip_a_bit, "safetensors: tensor layer.2.weight: sha256 is"),
         (lose_the_manifest, "release.json: id"),
         (break_the_tokenizer, "tokenizer.json: truncated"),
         (other_bounds, "no bound for float32"),
@@ -253,6 +255,56 @@ def test_a_disk_that_cannot_take_the_link_fails_the_swap(
         await house.check_old_goes_on()
 
     play(tmp_path, story, holds_two=holds_two)
+
+
+def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_back = threading.Event()
+
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(swap_phases, "load_tokenizer", lambda folder: disk_is_back.wait(10))
+            result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("failed", "preflight")
+        assert result.reasons == ("preflight took more than 1 s",)
+        disk_is_back.set()
+        await house.check_old_goes_on()
+
+    play(tmp_path, story)
+
+
+@BOTH
+def test_a_disk_that_hangs_keeps_no_barrier_shut(
+    tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_back = threading.Event()
+    set_current = releases.set_current
+
+    def hang(pipeline_dir: Path, release_id: str) -> None:
+        assert disk_is_back.wait(10)
+        set_current(pipeline_dir, release_id)
+
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(releases, "set_current", hang)
+            async with asyncio.timeout(3):
+                result = await house.swapper.swap(house.new.id)
+                assert result.result == "failed" and "not written within" in result.reasons[0]
+                assert await house.answers() == house.old.id
+            written: list[str] = []
+            patch.setattr(releases, "fsync_dir", lambda path: written.append(os.readlink(link)))
+            link = house.pipeline_dir / releases.CURRENT
+            disk_is_back.set()
+            # Both writes come late, and the last one is what is served.
+            await until(lambda: len(written) == 2)
+            assert written == [house.new.id, house.old.id]
+        await house.check_old_goes_on()
+
+    try:
+        play(tmp_path, story, holds_two=holds_two)
+    finally:
+        disk_is_back.set()
 
 
 def test_new_requests_wait_for_an_engine_that_must_drain(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, Qwen3Config
 
 from serving.engine import EngineError, StageError
 from serving.engines.torch_engine import loading, staging
 from serving.engines.torch_engine.engine import TorchEngine
+from serving.weights.headers import read_header
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -107,16 +108,90 @@ def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: P
     found, answers, is_shared = asyncio.run(scenario())
     assert is_shared == [True, True, True, True, False]
     assert answers == [expected(one.network, prompt(9)) for one in (first, second)]
-    # What is fused with the changed key projection is read again with it: queries and values.
+    # What is fused with the changed key projection is not read again: it is in memory.
     sizes = {
         name: tensor.nbytes for name, tensor in second.network.state_dict(keep_vars=True).items()
     }
-    fused = [layer + f"self_attn.{one}_proj.weight" for one in "qkv"]
     whole = sum(sizes.values()) - sizes["lm_head.weight"]
-    read = sum(sizes[name] for name in {*names, *fused})
+    read = sum(sizes[name] for name in names)
     assert (found[first.id].read_bytes, found[first.id].shared_bytes) == (whole, 0)
     assert found[second.id].read_bytes == read
     assert found[second.id].shared_bytes == whole - read
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        llama_config(),
+        llama_config(tie_word_embeddings=True),
+        llama_config(attention_bias=True, mlp_bias=True),
+        Qwen3Config(**llama_config().to_diff_dict() | {"head_dim": 16}),
+    ],
+    ids=["llama", "tied", "biases", "head norms"],
+)
+def test_one_changed_tensor_is_all_that_is_read(config: Any, tmp_path: Path) -> None:
+    """Whichever it is, the release then answers as after a cold start."""
+    network = build(config)
+    first = publish(network, tmp_path / "first")
+    names = [
+        name for name, _ in network.named_parameters() if "layers.0" in name or "." not in name
+    ]
+    seconds = [
+        changed(network, tmp_path / str(number), nudge(name))
+        for number, name in enumerate([*names, "model.embed_tokens.weight", "lm_head.weight"])
+        if name in dict(network.named_parameters())
+    ]
+
+    async def scenario() -> None:
+        async with engine_with(first) as engine:
+            for second in seconds:
+                new = second.release.tensors
+                (name,) = (n for n in new if new[n].sha256 != first.release.tensors[n].sha256)
+                await engine.stage(second.release, second.folder)
+                await engine.commit(second.id)
+                read = engine.resident_releases()[second.id].read_bytes
+                assert read == second.network.state_dict()[name].nbytes, name
+                answer = tokens(await ask(engine, second.id, greedy(prompt(7), 4)))
+                assert answer == expected(second.network, prompt(7), 4), name
+                await engine.unload(second.id)
+                await until(lambda: list(engine.resident_releases()) == [first.id])
+
+    asyncio.run(scenario())
+
+
+def flip(published: Published, name: str) -> None:
+    """One bit of a tensor on disk; sizes, header and manifest stay."""
+    entry = published.release.tensors[name]
+    path = published.folder / entry.file
+    content = bytearray(path.read_bytes())
+    content[read_header(path)[name].begin] ^= 1
+    path.write_bytes(content)
+
+
+def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
+    first: Published, tmp_path: Path
+) -> None:
+    changed_name, same = "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    second = changed(first.network, tmp_path / "b", nudge(changed_name))
+    file = second.release.tensors[changed_name].file
+
+    async def scenario() -> list[int]:
+        async with engine_with(first) as engine:
+            flip(second, changed_name)
+            with pytest.raises(StageError, match=f"{file}: tensor {changed_name}: sha256 is"):
+                await engine.stage(second.release, second.folder)
+            flip(second, changed_name)
+            # Nobody serves these: what is in memory is taken.
+            flip(second, same)
+            await engine.stage(second.release, second.folder)
+            await engine.commit(second.id)
+            answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
+        async with engine_with() as cold:
+            with pytest.raises(StageError, match=f"tensor {same}: sha256 is"):
+                await cold.stage(second.release, second.folder)
+        return answer
+
+    assert asyncio.run(scenario()) == expected(second.network, prompt(5))
 
 
 def test_an_other_architecture_shares_its_tensors_too(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ class TorchEngine:
     """Called on one event loop; computes on a thread of its own and loads on another."""
 
     holds_two = True
+    checks_digests = True
+    commit_seconds: float | None = None
 
     def __init__(self, settings: TorchEngineSettings) -> None:
         self._settings = settings

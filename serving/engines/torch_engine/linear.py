@@ -16,11 +16,11 @@ class Linear:
     `F.linear` takes on the plain layout.
     """
 
-    __slots__ = ("__weakref__", "_bias", "_is_packed", "_weight")
+    __slots__ = ("__weakref__", "_is_packed", "_weight", "bias")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is [out, in] and `bias` [out], both on the device and in the dtype to use."""
-        self._bias = bias
+        self.bias = bias
         self._is_packed = _is_packable(weight)
         if self._is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
@@ -30,10 +30,14 @@ class Linear:
         """[rows, in] to [rows, out]."""
         if self._is_packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._weight, self._bias, "none", [], ""
+                x, self._weight, self.bias, "none", [], ""
             )
             return y
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self._weight, self.bias)
+
+    def plain_weight(self) -> Tensor:
+        """[out, in], the very values that it was made of; a copy where it is packed."""
+        return self._weight.to_dense(self._weight.dtype) if self._is_packed else self._weight
 
 
 def _is_packable(weight: Tensor) -> bool:

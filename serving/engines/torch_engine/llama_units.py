@@ -1,12 +1,14 @@
 """What a Llama or one of its kin is built of: the stored tensors of each fused unit."""
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from serving.engines.torch_engine import rope
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.units import Part, Unit
+from serving.engines.torch_engine.units import Built, Part, Unit
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -65,7 +67,8 @@ def _head_norm(name: str, head_dim: int) -> Unit:
     return Unit(
         kind="head norm",
         parts=(Part(name=name, shape=(head_dim,)),),
-        build=lambda parts: parts[0][order.to(parts[0].device)],
+        build=lambda parts: parts[0],
+        prepare=lambda _, values: values[order.to(values.device)],
     )
 
 
@@ -85,18 +88,31 @@ def _linear(
         if has_bias
     ]
 
+    sizes = list(rows_by_weight.values())
+    starts = list(accumulate(sizes, initial=0))
+
+    def prepare(number: int, values: Tensor) -> Tensor:
+        block = number % len(sizes)
+        if rotated is None or block > 1:
+            return values
+        heads, kv_heads, head_dim = rotated
+        order = rope.interleave((heads, kv_heads)[block], head_dim)
+        return values[order.to(values.device)]
+
     def build(parts: list[Tensor]) -> Linear:
         weight = _stack(parts[: len(weights)])
-        bias = _stack(parts[len(weights) :]) if biases else None
-        return Linear(weight, bias)
+        return Linear(weight, _stack(parts[len(weights) :]) if biases else None)
 
-    def _stack(blocks: list[Tensor]) -> Tensor:
-        if rotated is not None:
-            heads, kv_heads, head_dim = rotated
-            for i, count in enumerate((heads, kv_heads)):
-                order = rope.interleave(count, head_dim).to(blocks[i].device)
-                blocks[i] = blocks[i][order]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    def part(built: Built, number: int) -> Tensor:
+        assert isinstance(built, Linear)
+        block = number % len(sizes)
+        whole = built.plain_weight() if number < len(weights) else built.bias
+        assert whole is not None
+        return whole[starts[block] : starts[block + 1]]
 
     kind = "linear" if rotated is None else f"linear rotated {rotated}"
-    return Unit(kind=kind, parts=(*weights, *biases), build=build)
+    return Unit(kind=kind, parts=(*weights, *biases), build=build, prepare=prepare, part=part)
+
+
+def _stack(blocks: list[Tensor]) -> Tensor:
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks)

@@ -1,5 +1,6 @@
 """From a release's shards to built units: checked, converted, fused, and shared where equal."""
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,14 @@ from serving.engine import StageError
 from serving.engines.torch_engine.units import Built, Part, Unit
 from serving.errors import ReleaseError
 from serving.weights.release import Release
-from serving.weights.shards import DTYPES, read_tensors
+from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
+from serving.weights.verify import wrong_digest
 
 # Elements handled in one go: some milliseconds of one core, during which nobody else waits for it.
 _BLOCK_ELEMENTS = 1 << 20
 
-UnitKey = tuple[str, torch.dtype, tuple[str, ...]]
+Form = tuple[str, tuple[tuple[int, ...], ...]]
+UnitKey = tuple[Form, torch.dtype, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +42,14 @@ class UnitPool:
 
     def find(self, key: UnitKey) -> Built | None:
         return self._units.get(key)
+
+    def find_with_part(self, key: UnitKey, number: int) -> Built | None:
+        """A unit of the same form in which the part with that number is the same."""
+        form, dtype, digests = key
+        for (*like, others), unit in self._units.items():
+            if like == [form, dtype] and others[number] == digests[number]:
+                return unit
+        return None
 
     def keep(self, key: UnitKey, unit: Built) -> None:
         self._units[key] = unit
@@ -112,9 +123,13 @@ class Loader:
             key = self._key(unit)
             found = self.pool.find(key)
             if found is None:
-                found = unit.build([self._read(part) for part in unit.parts])
+                values = [self._share(unit, key, number) for number in range(len(unit.parts))]
+                for number, part in enumerate(unit.parts):
+                    if values[number] is None:
+                        values[number] = unit.prepare(number, self._read(part))
+                        read.add(self._stored(part.name))
+                found = unit.build([each for each in values if each is not None])
                 self.pool.keep(key, found)
-                read.update(self._stored(part.name) for part in unit.parts)
             built[place] = found
         return Loaded(
             units=built,
@@ -127,7 +142,17 @@ class Loader:
 
     def _key(self, unit: Unit) -> UnitKey:
         digests = [self.release.tensors[self._stored(part.name)].sha256 for part in unit.parts]
-        return unit.kind, self.dtype, tuple(digests)
+        return unit.form, self.dtype, tuple(digests)
+
+    def _share(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
+        """A part's prepared values from what is in memory, if they are."""
+        resident = self.pool.find_with_part(key, number)
+        if resident is not None and unit.part is not None:
+            return unit.part(resident, number)
+        # As a tied head finds the embedding.
+        digest, shape = key[2][number], unit.parts[number].shape
+        plain = self.pool.find((("plain", (shape,)), self.dtype, (digest,)))
+        return unit.prepare(number, plain) if isinstance(plain, Tensor) else None
 
     def _stored_bytes(self, names: set[str]) -> int:
         sizes = {spelled: dtype.itemsize for dtype, spelled in DTYPES.items()}
@@ -135,7 +160,7 @@ class Loader:
         return sum(torch.Size(entry.shape).numel() * sizes[entry.dtype] for entry in entries)
 
     def _read(self, part: Part) -> Tensor:
-        """A tensor's values in memory of its own, every one of them finite."""
+        """A tensor's values in memory of its own: finite, and what the manifest's digest is of."""
         name = self._stored(part.name)
         entry = self.release.tensors[name]
         try:
@@ -149,6 +174,7 @@ class Loader:
             )
         values = torch.empty(part.shape, dtype=self.dtype, device=self.device)
         source, target = mapped.reshape(-1), values.view(-1)
+        digest = hashlib.sha256()
         for start in range(0, source.numel(), _BLOCK_ELEMENTS):
             if self.is_cancelled():
                 raise StagingCancelled
@@ -159,7 +185,10 @@ class Loader:
             if not (low.isfinite() and high.isfinite()):
                 raise StageError(f"{entry.file}: tensor {name}: holds NaN or infinity")
             target[start : start + _BLOCK_ELEMENTS] = block
+            digest.update(tensor_bytes(block))
             time.sleep(self.pause_share() * (time.perf_counter() - started))
+        if (found := digest.hexdigest()) != entry.sha256:
+            raise StageError(wrong_digest(name, entry, found))
         return values
 
 

@@ -20,13 +20,22 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Parts with equal digests build equal units of one kind: those two are what is shared."""
+    """Parts with equal digests build equal units of one form: those two are what is shared."""
 
     kind: str
     parts: tuple[Part, ...]
     build: Callable[[list[Tensor]], Built]
-    """Called with the parts' values in order, in the dtype and on the device to use, as memory
-    that the unit may keep."""
+    """Called with the parts' prepared values in order, in the dtype and on the device to use, as
+    memory that the unit may keep."""
+    prepare: Callable[[int, Tensor], Tensor] = lambda _, values: values
+    """The values of the part with that number, as the unit holds them."""
+    part: Callable[[Built, int], Tensor] | None = None
+    """The way back: the prepared values of one part, out of a unit of the same form. None for units
+    of one part."""
+
+    @property
+    def form(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        return self.kind, tuple(part.shape for part in self.parts)
 
     @property
     def numel(self) -> int:

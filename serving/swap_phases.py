@@ -1,0 +1,272 @@
+"""`SwapPhases`: one swap, preflight → stage → barrier → commit → probe → live, or back.
+
+An engine that holds two releases commits and is probed while requests still enter on the old one;
+its barrier is the moment in which they are sent to the new one. One that cannot is drained first,
+commits and is probed under the barrier. Where the probe fails, the old release is committed again.
+Every await under the barrier is bounded, and the barrier opens in a `finally`: no engine and no
+disk, however stuck, keeps it shut.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from serving.admission import Admission, LiveRelease
+from serving.current_link import CurrentLink
+from serving.engine import Engine, StageError
+from serving.errors import ReleaseError
+from serving.probe import ProbeResult, measure_probe
+from serving.settings import ServingSettings
+from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer
+from serving.weights import releases
+from serving.weights.checkpoint_folder import manifest_of_folder
+from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.verify import verify_layout, verify_release
+
+logger = logging.getLogger(__name__)
+
+
+class SwapPhases:
+    """One swap at a time."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        admission: Admission,
+        settings: ServingSettings,
+        releases_dir: Path,
+        pipeline: str,
+    ) -> None:
+        self._engine = engine
+        self._admission = admission
+        self._settings = settings
+        self._releases_dir = releases_dir
+        self._pipeline = pipeline
+        self._current = CurrentLink(releases_dir, settings.barrier_seconds)
+        self._retiring: dict[str, asyncio.Task[None]] = {}
+        """Releases that are no longer live, whose last requests are still answered."""
+
+    async def close(self) -> None:
+        for task in (retiring := list(self._retiring.values())):
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
+        self._current.close()
+
+    async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
+        """What was live before; None too where it is live already.
+
+        Raises SwapStopped: what was live still is.
+        """
+        previous = self._admission.live
+        if previous is not None and previous.folder == swap.folder:
+            swap.phase = "live"
+            return None
+        candidate = await self._preflight(swap)
+        if previous is not None and previous.id == candidate.id:
+            swap.phase = "live"
+            return None
+        await self._stage(swap, candidate)
+        try:
+            if self._engine.holds_two:
+                await self._switch_beside(swap, candidate, previous)
+            else:
+                await self._switch_in_place(swap, candidate, previous)
+        except BaseException:
+            self._begin_retiring(candidate.id)
+            raise
+        swap.phase = "live"
+        if previous is not None:
+            self._begin_retiring(previous.id)
+        return previous
+
+    async def _preflight(self, swap: SwapAttempt) -> LiveRelease:
+        with swap.timed("preflight"):
+            try:
+                release, tokenizer = await bounded(
+                    asyncio.to_thread(self._read, swap.folder), self._settings.phase_seconds
+                )
+            except TimeoutError:
+                raise SwapStopped(
+                    "failed", f"preflight took more than {self._settings.phase_seconds:g} s"
+                ) from None
+            except ReleaseError as error:
+                raise SwapStopped("refused", *error.reasons) from None
+            except OSError as error:
+                raise SwapStopped("refused", f"{swap.folder}: {error}") from None
+        swap.stop_if_superseded()
+        return LiveRelease(
+            release=release,
+            folder=swap.folder,
+            tokenizer=tokenizer,
+            live_since=int(time.time()),
+        )
+
+    def _read(self, folder: Path) -> tuple[Release, ReleaseTokenizer]:
+        return self._check(folder), load_tokenizer(folder)
+
+    def _check(self, folder: Path) -> Release:
+        if not (folder / RELEASE_FILE).exists():
+            return manifest_of_folder(folder, self._pipeline)
+        release = releases.load_release(folder)
+        verify = verify_layout if self._engine.checks_digests else verify_release
+        reasons = list(verify(folder, release))
+        if folder.parent == self._releases_dir and folder.name != release.id:
+            reasons.append(f"{RELEASE_FILE}: calls itself {release.id}, not {folder.name}")
+        dtype = self._settings.dtype
+        if release.probe is not None and dtype not in release.probe.bounds:
+            reasons.append(
+                f"{RELEASE_FILE}: its probe has no bound for {dtype}, in which this server "
+                f"computes, only for {', '.join(release.probe.bounds) or 'nothing'}"
+            )
+        if reasons:
+            raise ReleaseError(*reasons)
+        return release
+
+    async def _stage(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
+        if candidate.id in self._retiring and self._admission.is_used(candidate.id):
+            # Still loaded for its last requests: the way back needs no disk.
+            self._retiring.pop(candidate.id).cancel()
+            swap.phase = "stage"
+            return
+        with swap.timed("stage"):
+            try:
+                if self._retiring:
+                    await bounded(self._all_retired(), self._settings.drain_seconds)
+            except TimeoutError:
+                raise SwapStopped(
+                    "deferred",
+                    f"requests on {', '.join(self._retiring)} did not end within "
+                    f"{self._settings.drain_seconds:g} s, and the engine holds no third release",
+                ) from None
+            swap.stop_if_superseded()
+            try:
+                await bounded(
+                    self._engine.stage(candidate.release, candidate.folder),
+                    self._settings.phase_seconds,
+                )
+            except StageError as error:
+                raise SwapStopped("refused", *error.reasons) from None
+            except TimeoutError:
+                await self._unload(candidate.id)
+                raise SwapStopped(
+                    "failed", f"staging took more than {self._settings.phase_seconds:g} s"
+                ) from None
+            except Exception as error:
+                await self._unload(candidate.id)
+                raise SwapStopped("failed", f"stage: {error}") from error
+
+    async def _switch_beside(
+        self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
+    ) -> None:
+        swap.stop_if_superseded()
+        swap.is_committing = True
+        try:
+            await self._commit(swap, candidate)
+            await self._probe(swap, candidate, self._settings.phase_seconds)
+            await self._record(swap, candidate.id)
+        except BaseException:
+            await self._go_back(swap, previous)
+            raise
+        # One turn of the loop: nobody waits at this barrier.
+        with swap.timed("barrier"), self._admission.closed():
+            self._admission.switch(candidate)
+
+    async def _switch_in_place(
+        self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
+    ) -> None:
+        with self._admission.closed():
+            with swap.timed("barrier"):
+                if previous is not None:
+                    await self._drain(previous)
+                swap.stop_if_superseded()
+                swap.is_committing = True
+            try:
+                await self._commit(swap, candidate)
+                await self._probe(swap, candidate, self._settings.barrier_seconds)
+                await self._record(swap, candidate.id)
+            except BaseException:
+                await self._go_back(swap, previous)
+                raise
+            self._admission.switch(candidate)
+
+    async def _drain(self, previous: LiveRelease) -> None:
+        try:
+            await bounded(self._admission.drained(previous.id), self._settings.drain_seconds)
+        except TimeoutError:
+            raise SwapStopped(
+                "deferred",
+                f"requests on {previous.id} did not end within "
+                f"{self._settings.drain_seconds:g} s; ask again",
+            ) from None
+
+    async def _commit(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
+        with swap.timed("commit"):
+            try:
+                await bounded(self._engine.commit(candidate.id), self._commit_seconds)
+            except TimeoutError:
+                raise SwapStopped(
+                    "failed", f"commit took more than {self._commit_seconds:g} s"
+                ) from None
+            except Exception as error:
+                raise SwapStopped("failed", f"commit: {error}") from error
+
+    async def _probe(self, swap: SwapAttempt, candidate: LiveRelease, limit_seconds: float) -> None:
+        probe = candidate.release.probe
+        if probe is None:
+            return
+        with swap.timed("probe"):
+            bound = probe.bounds[self._settings.dtype]
+            try:
+                found: ProbeResult = await bounded(
+                    measure_probe(self._engine, candidate.id, probe, bound), limit_seconds
+                )
+            except TimeoutError:
+                raise SwapStopped("failed", f"probe took more than {limit_seconds:g} s") from None
+            except Exception as error:
+                raise SwapStopped("failed", f"probe: {error}") from error
+        swap.max_difference = found.max_difference
+        if found.reasons:
+            raise SwapStopped("refused", *found.reasons)
+
+    async def _record(self, swap: SwapAttempt, release_id: str) -> None:
+        if swap.is_recorded:
+            await self._current.set(release_id)
+
+    async def _go_back(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
+        """Under the barrier: the engine and `current` as they were."""
+        with suppress(SwapStopped):
+            if previous is None:
+                await self._current.remove(swap.folder)
+                return
+            try:
+                await bounded(self._engine.commit(previous.id), self._commit_seconds)
+            except Exception:
+                logger.critical("the engine does not go back to %s", previous.id, exc_info=True)
+            if previous.folder.parent == self._releases_dir:
+                await self._record(swap, previous.id)
+
+    def _begin_retiring(self, release_id: str) -> None:
+        self._retiring[release_id] = asyncio.create_task(self._retire(release_id))
+
+    async def _retire(self, release_id: str) -> None:
+        await self._admission.drained(release_id)
+        await self._unload(release_id)
+        self._retiring.pop(release_id, None)
+
+    async def _all_retired(self) -> None:
+        # Not gather: giving up must not cancel them.
+        await asyncio.wait(set(self._retiring.values()))
+
+    async def _unload(self, release_id: str) -> None:
+        try:
+            await bounded(self._engine.unload(release_id), self._settings.barrier_seconds)
+        except Exception:
+            logger.exception("unloading %s", release_id)
+
+    @property
+    def _commit_seconds(self) -> float:
+        return self._engine.commit_seconds or self._settings.barrier_seconds

@@ -1,0 +1,219 @@
+"""What a request asks for is what the engine is told; what it gets wrong is named."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from serving.engine import Generation, Step
+from serving.engines.echo_engine import EchoEngine, echo_logprobs
+from serving.weights.release import Release
+from serving.weights.releases import set_current
+from tests.contract.engine_conformance import swap
+from tests.serving_fixtures import CHAT_TEMPLATE, EOS, echo_app, echo_release, running
+
+
+class ListeningEngine(EchoEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Generation] = []
+
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        self.told.append(generation)
+        async for step in super().generate(release_id, generation):
+            yield step
+
+
+class Server:
+    def __init__(self, url: str, engine: ListeningEngine, releases: tuple[Release, ...]) -> None:
+        self.url = url
+        self.engine = engine
+        self.releases = releases
+
+    def ask(self, route: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/{route}", json=body)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    pipeline_dir = tmp_path_factory.mktemp("home") / "answers"
+    releases = tuple(
+        echo_release(pipeline_dir, seed, chat_template=CHAT_TEMPLATE) for seed in (1, 2)
+    )
+    set_current(pipeline_dir, releases[0].id)
+    engine = ListeningEngine()
+    with running(echo_app(pipeline_dir, engine)) as url:
+        yield Server(url, engine, releases)
+
+
+PROMPTS = {"completions": {"prompt": "Hi"}, "chat/completions": {"messages": [
+    {"role": "user", "content": "Hi"}
+]}}  # fmt: skip
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("temperature", 0.5, 0.5),
+        ("top_p", 0.25, 0.25),
+        ("top_k", 7, 7),
+        ("top_k", -1, 0),
+        ("min_p", 0.125, 0.125),
+        ("presence_penalty", -1.5, -1.5),
+        ("frequency_penalty", 1.5, 1.5),
+        ("repetition_penalty", 1.25, 1.25),
+        ("logit_bias", {"5": -100, "6": 2.5}, {5: -100.0, 6: 2.5}),
+        ("min_tokens", 3, 3),
+        ("seed", 11, 11),
+        ("stop_token_ids", [9, 10], (9, 10, EOS)),
+        ("ignore_eos", True, ()),
+        ("max_tokens", 9, 9),
+    ],
+)
+def test_each_field_reaches_the_engine(
+    server: Server, route: str, field: str, value: Any, told: Any
+) -> None:
+    body = {"max_tokens": 5, **PROMPTS[route], field: value}
+    assert server.ask(route, **body).status_code == 200
+    (generation,) = server.engine.told[-1:]
+    found = getattr(generation, "stop_token_ids" if field == "ignore_eos" else field)
+    assert (set(found) if field == "stop_token_ids" else found) == (
+        set(told) if field == "stop_token_ids" else told
+    )
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("top_k", -2, "greater than or equal to -1, got -2"),
+        ("top_k", 1.5, "integer"),
+        ("min_p", -0.1, "greater than or equal to 0, got -0.1"),
+        ("min_p", 1.1, "less than or equal to 1, got 1.1"),
+        ("presence_penalty", 2.1, "less than or equal to 2, got 2.1"),
+        ("frequency_penalty", -2.1, "greater than or equal to -2, got -2.1"),
+        ("repetition_penalty", 0, "greater than 0, got 0"),
+        ("repetition_penalty", 11, "less than or equal to 10, got 11"),
+        ("seed", "x", 'integer, got "x"'),
+        ("min_tokens", -1, "greater than or equal to 0, got -1"),
+        ("logit_bias", [1], "object"),
+        ("ignore_eos", "yes", 'boolean, got "yes"'),
+        ("stream", 1, "boolean, got 1"),
+        ("stream_options", {"include_usage": 1}, "boolean, got 1"),
+        ("stop", 5, "string, got 5"),
+        ("stop_token_ids", [-1], "greater than or equal to 0, got -1"),
+        ("user", 5, "string, got 5"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(
+    server: Server, route: str, field: str, value: Any, said: str
+) -> None:
+    answer = server.ask(route, **{**PROMPTS[route], field: value})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"echo": "yes"}, "echo", 'boolean, got "yes"'),
+        ({"best_of": 0}, "best_of", "greater than or equal to 1, got 0"),
+        ({"logprobs": True}, "logprobs", "integer, got true"),
+    ],
+)
+def test_a_wrong_field_of_completions_is_named(
+    server: Server, change: dict[str, Any], param: str, said: str
+) -> None:
+    error = server.ask("completions", prompt="Hi", **change).json()["error"]
+    assert error["param"] == param and said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"messages": "Hi"}, "messages", 'valid array, got "Hi"'),
+        ({"messages": [{"content": "Hi"}]}, "messages", "required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages", "'image'"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1, got 0"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "equal to 1, got 0"),
+        ({"logprobs": 2}, "logprobs", "boolean, got 2"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20, got 21"),
+        ({"top_logprobs": 2}, None, "needs logprobs"),
+        ({"tools": [{"type": "function"}]}, None, "tools"),
+        ({"response_format": {"type": "json_object"}}, None, "response_format"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(
+    server: Server, change: dict[str, Any], param: str | None, said: str
+) -> None:
+    answer = server.ask("chat/completions", **{**PROMPTS["chat/completions"], **change})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and said in error["message"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_token_ids_are_scored_as_they_are(server: Server, max_tokens: int) -> None:
+    """The idiom of evaluation harnesses: token ids in, the logprob of each but the first out."""
+    lists = [[72, 105, 33], [1, 2, 3, 4]]
+    choices = server.ask(
+        "completions", prompt=lists, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0
+    ).json()["choices"]
+    for token_ids, choice in zip(lists, choices, strict=True):
+        logprobs = choice["logprobs"]["token_logprobs"]
+        assert len(logprobs) == len(token_ids) + max_tokens
+        assert logprobs[0] is None
+        scored = echo_logprobs(server.releases[0], token_ids)
+        assert logprobs[1 : len(token_ids)] == list(scored)
+
+
+def test_the_async_client_whole_and_streamed(server: Server) -> None:
+    asked: dict[str, Any] = {
+        "model": "answers", "prompt": "Hello", "max_tokens": 12, "temperature": 0,
+    }  # fmt: skip
+
+    async def ask() -> tuple[str, list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            whole = await client.completions.create(**asked)
+            stream = await client.completions.create(**asked, stream=True)
+            pieces = [chunk.choices[0].text async for chunk in stream]
+            many = await asyncio.gather(*(client.completions.create(**asked) for _ in range(4)))
+            return whole.choices[0].text, pieces, [each.choices[0].text for each in many]
+
+    whole, pieces, many = asyncio.run(ask())
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole
+    assert many == [whole] * 4
+
+
+def test_metrics_tell_of_a_stream_and_a_swap(tmp_path: Path) -> None:
+    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
+    set_current(tmp_path, first.id)
+    with (
+        running(echo_app(tmp_path, EchoEngine(step_seconds=0.002))) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        body = {"prompt": "Hi", "max_tokens": 6, "stream": True, "ignore_eos": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            assert list(stream.iter_lines())
+        assert swap(http, second.id).json()["result"] == "live"
+        assert swap(http, "r000009-00000000").json()["result"] == "refused"
+        lines = http.get("/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    of_first = f'release="{first.id}"'
+    assert values[f"serving_first_token_seconds_count{{{of_first}}}"] == "1.0"
+    assert values[f"serving_token_interval_seconds_count{{{of_first}}}"] == "5.0"
+    assert float(values[f"serving_token_interval_seconds_sum{{{of_first}}}"]) > 5 * 0.002
+    for phase in ("preflight", "stage", "commit", "probe", "barrier"):
+        # Once at the start, for the release that `current` named, and once asked for.
+        assert values[f'serving_swap_seconds_count{{phase="{phase}"}}'] == "2.0"
+    assert values['serving_swaps_total{result="live"}'] == "2.0"
+    assert values['serving_swaps_total{result="refused"}'] == "1.0"
+    assert values[f'serving_release_live{{release="{second.id}"}}'] == "1.0"

@@ -1,0 +1,168 @@
+"""Whatever becomes of vLLM in a swap, the release that was live answers again. vLLM is a stub here,
+which starts more slowly than a barrier may be shut."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from serving.admission import Admission
+from serving.engine import EngineError, Generation
+from serving.engines.vllm_engine import VllmEngine
+from serving.engines.vllm_settings import VllmEngineSettings
+from serving.metrics import Metrics
+from serving.settings import ServingSettings
+from serving.swap import Swapper
+from serving.swap_schemas import SwapResult
+from serving.weights import releases
+from serving.weights.release import Release
+from tests.serving_fixtures import echo_release
+from tests.vllm_stub import StubbedVllm
+
+BARRIER_SECONDS = 0.2
+START_SECONDS = 0.6
+
+
+class House:
+    """A swapper over the vLLM engine; the first of two releases is live."""
+
+    def __init__(self, pipeline_dir: Path, way: str) -> None:
+        self.pipeline_dir = pipeline_dir
+        self.vllm = StubbedVllm(way=way)
+        self.vllm.start_seconds = START_SECONDS
+        self.engine = VllmEngine(VllmEngineSettings(), self.vllm.start)
+        self.admission = Admission(100)
+        self.swapper = Swapper(
+            engine=self.engine,
+            admission=self.admission,
+            settings=ServingSettings(
+                drain_seconds=5, phase_seconds=5, barrier_seconds=BARRIER_SECONDS
+            ),
+            releases_dir=pipeline_dir,
+            pipeline="answers",
+            metrics=Metrics(),
+        )
+        self.old, self.new = (echo_release(pipeline_dir, seed) for seed in (1, 2))
+
+    async def swap(self, release: Release) -> SwapResult:
+        async with asyncio.timeout(5):
+            return await self.swapper.swap(release.id)
+
+    async def answers(self) -> str:
+        """The release that one request is answered by; it waits for vLLM as long as that takes."""
+        live = await self.admission.enter()
+        try:
+            generation = Generation(prompt=(1,), max_tokens=2, temperature=0.0)
+            async with asyncio.timeout(5):
+                steps = [step async for step in self.engine.generate(live.id, generation)]
+            assert steps[-1].finish_reason is not None
+            return live.id
+        finally:
+            self.admission.leave(live)
+
+    async def check_old_goes_on(self) -> None:
+        assert not self.admission.is_closed
+        assert await self.answers() == self.old.id
+        again = await self.swap(self.old)
+        assert (again.result, again.seconds) == ("live", {})
+        assert await self.answers() == self.old.id
+        # And nothing stands in the way of the next swap.
+        assert (await self.swap(self.new)).result == "live"
+        assert await self.answers() == self.new.id
+
+
+def play(pipeline_dir: Path, way: str, story: Callable[[House], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        house = House(pipeline_dir, way)
+        releases.set_current(pipeline_dir, house.old.id)
+        await house.swapper.start()
+        try:
+            await story(house)
+        finally:
+            await house.swapper.close()
+            await house.engine.close()
+
+    asyncio.run(whole())
+
+
+TOLD = {"stage": "stage", "commit": "commit", "generate": "probe"}
+"""By what the process is told to do, the phase of the swap."""
+
+
+@pytest.mark.parametrize("way", ["copy", "reload"])
+@pytest.mark.parametrize("told", TOLD)
+def test_a_vllm_that_dies_in_a_swap_answers_again(tmp_path: Path, way: str, told: str) -> None:
+    async def story(house: House) -> None:
+        house.vllm.dies_in = told
+        result = await house.swap(house.new)
+        assert (result.result, result.phase) == ("failed", TOLD[told])
+        await house.check_old_goes_on()
+
+    play(tmp_path, way, story)
+
+
+@pytest.mark.parametrize("way", ["copy", "reload"])
+@pytest.mark.parametrize("told", ["commit", "generate"])
+def test_a_vllm_that_hangs_behind_the_barrier_answers_again(
+    tmp_path: Path, way: str, told: str
+) -> None:
+    async def story(house: House) -> None:
+        house.vllm.hangs_in = told
+        result = await house.swap(house.new)
+        assert (result.result, result.phase) == ("failed", TOLD[told])
+        assert "took more than 0.2 s" in result.reasons[0]
+        await house.check_old_goes_on()
+
+    play(tmp_path, way, story)
+
+
+@pytest.mark.parametrize("way", ["copy", "reload"])
+def test_a_refused_probe_leaves_the_old_release(tmp_path: Path, way: str) -> None:
+    async def story(house: House) -> None:
+        wrong = echo_release(house.pipeline_dir, 3, probe_shift=0.01)
+        result = await house.swap(wrong)
+        assert (result.result, result.phase) == ("refused", "probe")
+        await house.check_old_goes_on()
+        # vLLM's own reload has no way back but a start.
+        assert house.vllm.started[house.old.id] == (2 if way == "reload" else 1)
+
+    play(tmp_path, way, story)
+
+
+def test_no_request_waits_at_the_barrier_for_a_start(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        house.vllm.dies_in = "generate"
+        started = asyncio.get_running_loop().time()
+        assert (await house.swap(house.new)).result == "failed"
+        assert asyncio.get_running_loop().time() - started < START_SECONDS
+        assert await house.answers() == house.old.id
+        assert asyncio.get_running_loop().time() - started > START_SECONDS
+
+    play(tmp_path, "copy", story)
+
+
+def test_a_vllm_that_gave_up_is_started_again_for_who_asks(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        house.vllm.start_seconds = 0.0
+        house.vllm.fails_starts = 3
+        house.vllm.dies_in = "generate"
+        with pytest.raises(EngineError, match="dead"):
+            await house.answers()
+        with pytest.raises(EngineError, match="does not start again"):
+            await house.answers()
+        assert await house.answers() == house.old.id
+
+    play(tmp_path, "copy", story)
+
+
+def test_a_vllm_that_dies_between_swaps_comes_back_on_what_is_live(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        assert (await house.swap(house.new)).result == "live"
+        house.vllm.dies_in = "generate"
+        with pytest.raises(EngineError, match="dead"):
+            await house.answers()
+        assert await house.answers() == house.new.id
+        assert house.vllm.started == {house.old.id: 1, house.new.id: 1}
+
+    play(tmp_path, "copy", story)
