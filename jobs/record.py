@@ -64,6 +64,16 @@ class Delivery:
 
 
 @dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """What is submitted; see `JobStore.submit`."""
+
+    spec: JobSpec
+    payload: dict[str, Any] | None = None
+    delivery: Delivery | None = None
+    joins: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Submission:
     job: Job
     is_new: bool

@@ -90,25 +90,6 @@ def fetch_pending(connection: Connection, pipeline: str | None) -> Job | None:
     return None if row is None else record(row)
 
 
-def fetch_twin(connection: Connection, spec: JobSpec) -> Job | None:
-    """The job that a submission with this dedupe key gets back.
-
-    Of a pipeline only the latest job counts: after a push of A, of B and of A again, the last one
-    has to be trained on once more. A command without a pipeline has its key to itself.
-    """
-    if spec.dedupe_key is None:
-        return None
-    latest = select(JOBS).order_by(JOBS.c.number.desc()).limit(1)
-    if spec.pipeline is None:
-        latest = latest.where(JOBS.c.pipeline.is_(None), JOBS.c.dedupe_key == spec.dedupe_key)
-    else:
-        latest = latest.where(JOBS.c.pipeline == spec.pipeline)
-    row = connection.execute(latest).one_or_none()
-    if row is None or row.dedupe_key != spec.dedupe_key or row.state == "ERROR":
-        return None
-    return record(row)
-
-
 def joined(older: JobSpec, newer: JobSpec) -> JobSpec:
     """The spec of the newer commit, answering for the commits of both.
 
@@ -144,30 +125,18 @@ def is_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
     return DELIVERIES.c.source == source, DELIVERIES.c.id == delivery_id
 
 
-def write_answer(
-    connection: Connection,
-    delivery: Delivery,
-    now: float,
-    *,
-    job_number: int | None = None,
-    ignored_reason: str | None = None,
-) -> None:
+def write_ignored(connection: Connection, delivery: Delivery, now: float, reason: str) -> None:
+    """The first answer to a delivery stands."""
     matches = is_delivery(delivery.source, delivery.id)
-    seen = connection.scalar(select(DELIVERIES.c.received_at).where(*matches))
-    if seen is None:
+    if connection.scalar(select(DELIVERIES.c.received_at).where(*matches)) is None:
         connection.execute(
             insert(DELIVERIES).values(
                 source=delivery.source,
                 id=delivery.id,
                 body=delivery.body,
                 received_at=now,
-                job_number=job_number,
-                ignored_reason=ignored_reason,
+                ignored_reason=reason,
             )
-        )
-    elif job_number is not None:
-        connection.execute(
-            update(DELIVERIES).where(*matches).values(job_number=job_number, ignored_reason=None)
         )
 
 

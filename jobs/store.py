@@ -3,40 +3,35 @@
 It starts nothing and knows no process; `jobs/runner.py` acts on what stands here.
 """
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Engine, func, insert, select, text
+from sqlalchemy import Connection, Engine, func, select, text
 
-from jobs.errors import OlderSchema, PendingJob
+from jobs.errors import OlderSchema
 from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
-from jobs.record import Delivery, Job, JobState, Submission, delivery_ids, failure
+from jobs.placing import place_all
+from jobs.record import Delivery, Job, JobRequest, JobState, Submission, delivery_ids, failure
 from jobs.rows import (
     change,
-    due_at,
     end,
     fetch,
     fetch_leased,
     fetch_pending,
-    fetch_twin,
     is_claimable,
     is_delivery,
     job_id_of,
-    joined,
-    newest_commit,
     number_of,
     record,
-    with_delivery,
-    write_answer,
+    write_ignored,
 )
 from jobs.schema import DELIVERIES, JOBS, ChangeDetector, connect, reading, writing
 from jobs.spec import JobSpec
 
-__all__ = ["Delivery", "JobStore", "Submission"]
+__all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
 
 
 class JobStore:
@@ -117,26 +112,18 @@ class JobStore:
 
         With `joins` false a pending job is left as it is: raises PendingJob.
         """
+        request = JobRequest(spec=spec, payload=payload, delivery=delivery, joins=joins)
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[JobRequest]) -> list[Submission]:
+        """Each in turn, as `submit` does, all or none of them."""
         with writing(self._engine) as connection:
-            now = self._now(connection)
-            if delivery is not None:
-                number = connection.scalar(
-                    select(DELIVERIES.c.job_number).where(
-                        *is_delivery(delivery.source, delivery.id)
-                    )
-                )
-                if number is not None:
-                    return Submission(job=fetch(connection, number), is_new=False, how="duplicate")
-                spec = with_delivery(spec, delivery.id)
-            submission = self._place(connection, spec, payload, now, joins=joins)
-            if delivery is not None:
-                write_answer(connection, delivery, now, job_number=number_of(submission.job.id))
-            return submission
+            return place_all(connection, requests, self._now(connection))
 
     def ignore(self, delivery: Delivery, reason: str) -> None:
         """Remember that `delivery` leads to no job. The first answer to a delivery stands."""
         with writing(self._engine) as connection:
-            write_answer(connection, delivery, self._now(connection), ignored_reason=reason)
+            write_ignored(connection, delivery, self._now(connection), reason)
 
     def answer_to(self, source: str, delivery_id: str) -> dict[str, str] | None:
         """`{"job": id}` or `{"ignored": reason}` as first answered; None for a new delivery."""
@@ -151,56 +138,6 @@ class JobStore:
         if row.job_number is not None:
             return {"job": job_id_of(row.job_number)}
         return {"ignored": row.ignored_reason}
-
-    def _place(
-        self,
-        connection: Connection,
-        spec: JobSpec,
-        payload: dict[str, Any] | None,
-        now: float,
-        *,
-        joins: bool,
-    ) -> Submission:
-        twin = fetch_twin(connection, spec)
-        if twin is not None:
-            if twin.state == "SCHEDULING" and spec.revisions is not None:
-                # Still nobody has read it, so it can name the delivery that it also answers.
-                for delivery_id in spec.revisions.delivery_ids:
-                    twin_spec = with_delivery(twin.spec, delivery_id)
-                    twin = change(connection, twin.id, spec=twin_spec.model_dump_json())
-            return Submission(job=twin, is_new=False, how="duplicate")
-        pending = fetch_pending(connection, spec.pipeline)
-        values: dict[str, Any] = {
-            "dedupe_key": spec.dedupe_key,
-            "payload": None if payload is None else json.dumps(payload),
-        }
-        if pending is not None:
-            if not joins:
-                raise PendingJob(pending.id, spec.pipeline)
-            both = joined(pending.spec, spec)
-            if newest_commit(both) != newest_commit(spec):
-                values = {}  # older commits that arrived late: the payload is the newest one's
-            run_after = due_at(both, pending.created_at, now)
-            job = change(
-                connection, pending.id, spec=both.model_dump_json(), run_after=run_after, **values
-            )
-            return Submission(job=job, is_new=False, how="merged")
-        row = connection.execute(
-            insert(JOBS)
-            .values(
-                pipeline=spec.pipeline,
-                state="SCHEDULING",
-                spec=spec.model_dump_json(),
-                created_at=now,
-                run_after=due_at(spec, now, now),
-                attempt=0,
-                num_lost=0,
-                cancel_requested=False,
-                **values,
-            )
-            .returning(*JOBS.c)
-        ).one()
-        return Submission(job=record(row), is_new=True, how="created")
 
     # What a runner does
 

@@ -8,13 +8,14 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import anyio.to_thread
 from starlette.types import ASGIApp, Message
 
+from receiver.batching import Batches
 from receiver.delivery_log import DeliveryLog, EndedCall, NewDelivery, StoredDelivery
 from receiver.errors import NotWorking
 
@@ -44,8 +45,7 @@ class DurableDeliveries:
         """While `working` is entered."""
         self._is_stopping = False
         self._one_thread = anyio.CapacityLimiter(1)
-        self._arrived: list[tuple[NewDelivery, asyncio.Future[bool]]] = []
-        self._storing: asyncio.Task[None] | None = None
+        self._batches = Batches(self._store)
         self._known: set[tuple[str, str]] = set()
         """Deliveries that wait for their call, are at work, or whose end is not written yet."""
         self._at_work: set[asyncio.Task[None]] = set()
@@ -72,31 +72,13 @@ class DurableDeliveries:
                 " must enter `WebhooksServer.lifespan`, as FastAPI(lifespan=server.lifespan) does."
             )
         delivery = NewDelivery(path=path, id=id, headers=headers, body=body)
-        is_new: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._arrived.append((delivery, is_new))
-        if self._storing is None or self._storing.done():
-            self._storing = asyncio.create_task(self._store())
-        return await is_new
+        return await self._batches.add(delivery)
 
-    async def _store(self) -> None:
-        """What has arrived while the disk was busy goes there together: one wait for all of it."""
-        while self._arrived:
-            batch, self._arrived = self._arrived, []
-            try:
-                added = await self._in_thread(
-                    self._opened().add, [delivery for delivery, _ in batch], time.time()
-                )
-            except Exception as error:
-                # Each sender's, whatever it is: none of them was stored.
-                for _, is_new in batch:
-                    if not is_new.done():
-                        is_new.set_exception(error)
-                continue
-            for (_, is_new), is_added in zip(batch, added, strict=True):
-                if not is_new.done():  # a sender may have gone
-                    is_new.set_result(is_added)
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._wake.set)
+    async def _store(self, deliveries: Sequence[NewDelivery]) -> Sequence[bool]:
+        are_new = await self._in_thread(self._opened().add, deliveries, time.time())
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        return are_new
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -167,7 +149,7 @@ class DurableDeliveries:
     def _places(self) -> int:
         """How many handlers may be at work: one while senders wait for their answers, which matter
         more than when a handler begins."""
-        return MAX_AT_WORK if self._storing is None or self._storing.done() else 1
+        return 1 if self._batches.is_writing else MAX_AT_WORK
 
     async def _settle(self, log: DeliveryLog) -> None:
         if self._ended:

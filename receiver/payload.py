@@ -73,7 +73,7 @@ class MovedTo(_Wire):
 
 
 class UpdatedConfig(_Wire):
-    private: bool
+    private: bool | None = None
 
 
 class Changes(_Wire):

@@ -3,12 +3,16 @@
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio.to_thread
 from fastapi import Request
 
-from jobs.store import Delivery, JobStore
+from jobs.errors import StoreError
+from jobs.spec import JobSpec
+from jobs.store import Delivery, JobRequest, JobStore
+from receiver.batching import Batches
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
 
@@ -34,53 +38,79 @@ def retrain_handler(
     for pipeline, count in Counter(rule.pipeline for rule in rules).items():
         if count > 1:
             raise ValueError(f"{count} rules name the pipeline {pipeline!r}; it can follow one ref")
-    # SQLite takes one writer; writers that wait in our queue find the lock free, and those that
-    # wait for the lock sleep and try again.
-    one_writer = anyio.CapacityLimiter(1)
+    # One writer: those that wait here find the database's lock free, and share a transaction.
+    one_thread = anyio.CapacityLimiter(1)
+
+    async def write(events: Sequence[_Event]) -> list[Answer]:
+        return await anyio.to_thread.run_sync(_store_events, store, events, limiter=one_thread)
+
+    batches = Batches(write)
 
     async def retrain(payload: WebhookPayload, request: Request) -> Answer:
-        raw: dict[str, Any] = await request.json()
-        body = (await request.body()).decode()
-        delivery_id: str = request.state.delivery_id
-
-        def store_event() -> Answer:
-            return _store_event(store, rules, payload, raw, delivery_id, body)
-
-        answer = await anyio.to_thread.run_sync(store_event, limiter=one_writer)
+        event = _Event(
+            webhook=_storable(payload.webhook.id),
+            delivery_id=request.state.delivery_id,
+            body=(await request.body()).decode(),
+            payload=await request.json(),
+            decision=decide(payload, rules),
+        )
+        answer = await batches.add(event)
         job = answer.get("job")
         logger.info(
             "delivery %s: %s",
-            delivery_id,
+            event.delivery_id,
             answer["ignored"] if job is None else f"job {job}",
-            extra={"delivery_id": delivery_id} | ({"job_id": job} if job is not None else {}),
+            extra={"delivery_id": event.delivery_id} | ({"job_id": job} if job is not None else {}),
         )
         return answer
 
     return retrain
 
 
-def _store_event(
-    store: JobStore,
-    rules: Sequence[RetrainRule],
-    payload: WebhookPayload,
-    raw: dict[str, Any],
-    delivery_id: str,
-    body: str,
-) -> Answer:
-    # A database takes neither NUL nor half a surrogate pair.
-    webhook = ascii(payload.webhook.id)[1:-1][:200]
-    decision = decide(payload, rules)
-    if isinstance(decision, str):
-        store.ignore(Delivery(source=webhook, id=delivery_id, body=body), decision)
-        return {"ignored": decision}
-    # A source for each pipeline: a delivery leads to one job of each, and one that was stored for
-    # some of them when the process died is completed by the sender's next attempt.
-    job_ids = [
-        store.submit(
-            spec,
-            payload=raw,
-            delivery=Delivery(source=f"{webhook}/{spec.pipeline}", id=delivery_id, body=body),
-        ).job.id
-        for spec in decision
-    ]
-    return {"job": job_ids[0]} if len(job_ids) == 1 else {"job": job_ids[0], "jobs": job_ids}
+@dataclass(frozen=True, kw_only=True)
+class _Event:
+    webhook: str
+    delivery_id: str
+    body: str
+    payload: dict[str, Any]
+    decision: tuple[JobSpec, ...] | str
+    """A job for each pipeline, or why there is none."""
+
+    def delivery(self, source: str) -> Delivery:
+        return Delivery(source=source, id=self.delivery_id, body=self.body)
+
+    def requests(self) -> list[JobRequest]:
+        """A source for each pipeline: a delivery leads to one job of each."""
+        specs = () if isinstance(self.decision, str) else self.decision
+        return [
+            JobRequest(
+                spec=spec,
+                payload=self.payload,
+                delivery=self.delivery(f"{self.webhook}/{spec.pipeline}"),
+            )
+            for spec in specs
+        ]
+
+
+def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
+    try:
+        jobs = iter(store.submit_all([one for event in events for one in event.requests()]))
+    except StoreError:
+        if len(events) == 1:
+            raise
+        # It may be one of them that the database does not take: the others must not go with it.
+        return [answer for event in events for answer in _store_events(store, [event])]
+    answers: list[Answer] = []
+    for event in events:
+        if isinstance(event.decision, str):
+            store.ignore(event.delivery(event.webhook), event.decision)
+            answers.append({"ignored": event.decision})
+        else:
+            ids = [next(jobs).job.id for _ in event.decision]
+            answers.append({"job": ids[0]} if len(ids) == 1 else {"job": ids[0], "jobs": ids})
+    return answers
+
+
+def _storable(text: str) -> str:
+    """A database takes neither NUL nor half a surrogate pair."""
+    return ascii(text)[1:-1][:200]

@@ -1,0 +1,222 @@
+"""Which job each submission leads to, within one transaction of `jobs/store.py`.
+
+However many submissions there are, a pipeline's row is read once and written once.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, insert, select, tuple_, update
+
+from jobs.errors import PendingJob
+from jobs.record import Delivery, Job, JobRequest, Submission
+from jobs.rows import (
+    due_at,
+    fetch,
+    is_delivery,
+    joined,
+    newest_commit,
+    number_of,
+    record,
+    with_delivery,
+)
+from jobs.schema import DELIVERIES, JOBS
+from jobs.spec import JobSpec
+
+Key = tuple[str, str]
+"""A delivery's source and id."""
+
+
+def place_all(
+    connection: Connection, requests: Sequence[JobRequest], now: float
+) -> list[Submission]:
+    """What `JobStore.submit` says of one, for each in turn. Raises PendingJob."""
+    placing = _Placing(connection, now)
+    seen = _seen(connection, requests)
+    told: dict[Key, tuple[Delivery, int]] = {}
+    submissions = []
+    for request in requests:
+        delivery = request.delivery
+        if delivery is None:
+            submissions.append(placing.place(request.spec, request.payload, request.joins))
+            continue
+        key = delivery.source, delivery.id
+        number = told[key][1] if key in told else seen.get(key)
+        if number is not None:
+            submission = Submission(job=placing.job(number), is_new=False, how="duplicate")
+        else:
+            spec = with_delivery(request.spec, delivery.id)
+            submission = placing.place(spec, request.payload, request.joins)
+            told[key] = delivery, number_of(submission.job.id)
+        submissions.append(submission)
+    placing.write()
+    _write_answers(connection, told, seen, now)
+    return submissions
+
+
+def _seen(connection: Connection, requests: Sequence[JobRequest]) -> Mapping[Key, int | None]:
+    """The job of each delivery that came before; None for one that was ignored."""
+    deliveries = [request.delivery for request in requests if request.delivery is not None]
+    if not deliveries:
+        return {}
+    keys = [(delivery.source, delivery.id) for delivery in deliveries]
+    rows = connection.execute(
+        select(DELIVERIES.c.source, DELIVERIES.c.id, DELIVERIES.c.job_number).where(
+            tuple_(DELIVERIES.c.source, DELIVERIES.c.id).in_(keys)
+        )
+    )
+    return {(row.source, row.id): row.job_number for row in rows}
+
+
+def _write_answers(
+    connection: Connection,
+    told: Mapping[Key, tuple[Delivery, int]],
+    seen: Mapping[Key, int | None],
+    now: float,
+) -> None:
+    new = [
+        {
+            "source": delivery.source,
+            "id": delivery.id,
+            "body": delivery.body,
+            "received_at": now,
+            "job_number": number,
+        }
+        for key, (delivery, number) in told.items()
+        if key not in seen
+    ]
+    if new:
+        connection.execute(insert(DELIVERIES), new)
+    for key in told.keys() & seen.keys():  # ignored before
+        answer = update(DELIVERIES).where(*is_delivery(*key))
+        connection.execute(answer.values(job_number=told[key][1], ignored_reason=None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Latest:
+    """The newest job of a pipeline; the pending one is always that."""
+
+    job: Job
+    dedupe_key: str | None
+
+
+class _Placing:
+    def __init__(self, connection: Connection, now: float) -> None:
+        self._connection = connection
+        self._now = now
+        self._latest: dict[str, _Latest | None] = {}
+        self._changed: set[str] = set()
+
+    def place(self, spec: JobSpec, payload: dict[str, Any] | None, joins: bool) -> Submission:
+        latest = self._twin_alone(spec) if spec.pipeline is None else self._newest(spec.pipeline)
+        if (
+            # Only the latest job counts: after a push of A, of B and of A again, the last one has
+            # to be trained on once more.
+            latest is not None
+            and spec.dedupe_key is not None
+            and latest.dedupe_key == spec.dedupe_key
+            and latest.job.state != "ERROR"
+        ):
+            return Submission(job=self._named(latest, spec), is_new=False, how="duplicate")
+        if spec.pipeline is None or latest is None or latest.job.state != "SCHEDULING":
+            job = self._insert(spec, payload)
+            self._keep(spec.pipeline, _Latest(job=job, dedupe_key=spec.dedupe_key))
+            return Submission(job=job, is_new=True, how="created")
+        if not joins:
+            raise PendingJob(latest.job.id, spec.pipeline)
+        merged = self._merged(latest, spec, payload)
+        self._keep(spec.pipeline, merged, is_changed=True)
+        return Submission(job=merged.job, is_new=False, how="merged")
+
+    def job(self, number: int) -> Job:
+        """As it stands after the submissions so far."""
+        for latest in self._latest.values():
+            if latest is not None and number_of(latest.job.id) == number:
+                return latest.job
+        return fetch(self._connection, number)
+
+    def write(self) -> None:
+        for pipeline in self._changed:
+            latest = self._latest[pipeline]
+            assert latest is not None
+            self._connection.execute(
+                update(JOBS)
+                .where(JOBS.c.number == number_of(latest.job.id))
+                .values(
+                    spec=latest.job.spec.model_dump_json(),
+                    run_after=latest.job.run_after,
+                    payload=_as_json(latest.job.payload),
+                    dedupe_key=latest.dedupe_key,
+                )
+            )
+
+    def _newest(self, pipeline: str) -> _Latest | None:
+        if pipeline not in self._latest:
+            query = select(JOBS).where(JOBS.c.pipeline == pipeline)
+            row = self._connection.execute(
+                query.order_by(JOBS.c.number.desc()).limit(1)
+            ).one_or_none()
+            self._latest[pipeline] = (
+                None if row is None else _Latest(job=record(row), dedupe_key=row.dedupe_key)
+            )
+        return self._latest[pipeline]
+
+    def _twin_alone(self, spec: JobSpec) -> _Latest | None:
+        """A command without a pipeline has its key to itself."""
+        if spec.dedupe_key is None:
+            return None
+        query = select(JOBS).where(JOBS.c.pipeline.is_(None), JOBS.c.dedupe_key == spec.dedupe_key)
+        row = self._connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
+        return None if row is None else _Latest(job=record(row), dedupe_key=row.dedupe_key)
+
+    def _named(self, latest: _Latest, spec: JobSpec) -> Job:
+        """Nobody has read a pending job, so it can name the deliveries that it also answers."""
+        job = latest.job
+        if job.state != "SCHEDULING" or spec.revisions is None or spec.pipeline is None:
+            return job
+        named = job.spec
+        for delivery_id in spec.revisions.delivery_ids:
+            named = with_delivery(named, delivery_id)
+        job = replace(job, spec=named)
+        self._keep(spec.pipeline, replace(latest, job=job), is_changed=True)
+        return job
+
+    def _merged(self, latest: _Latest, spec: JobSpec, payload: dict[str, Any] | None) -> _Latest:
+        both = joined(latest.job.spec, spec)
+        run_after = due_at(both, latest.job.created_at, self._now)
+        job = replace(latest.job, spec=both, run_after=run_after)
+        if newest_commit(both) != newest_commit(spec):
+            # Older commits that arrived late: the payload is the newest one's.
+            return replace(latest, job=job)
+        return _Latest(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
+
+    def _insert(self, spec: JobSpec, payload: dict[str, Any] | None) -> Job:
+        row = self._connection.execute(
+            insert(JOBS)
+            .values(
+                pipeline=spec.pipeline,
+                state="SCHEDULING",
+                spec=spec.model_dump_json(),
+                payload=_as_json(payload),
+                dedupe_key=spec.dedupe_key,
+                created_at=self._now,
+                run_after=due_at(spec, self._now, self._now),
+                attempt=0,
+                num_lost=0,
+                cancel_requested=False,
+            )
+            .returning(*JOBS.c)
+        ).one()
+        return record(row)
+
+    def _keep(self, pipeline: str | None, latest: _Latest, *, is_changed: bool = False) -> None:
+        if pipeline is not None:
+            self._latest[pipeline] = latest
+            if is_changed:
+                self._changed.add(pipeline)
+
+
+def _as_json(payload: dict[str, Any] | None) -> str | None:
+    return None if payload is None else json.dumps(payload)
