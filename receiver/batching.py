@@ -19,15 +19,16 @@ class Batches(Generic[Item, Result]):
         self._arrived: list[tuple[Item, asyncio.Future[Result]]] = []
         self._writing: asyncio.Task[None] | None = None
 
-    @property
-    def is_writing(self) -> bool:
-        return self._writing is not None and not self._writing.done()
+    async def written(self, *, within_seconds: float) -> None:
+        """Return when nothing waits to be written, or after that time."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=within_seconds)
 
     async def add(self, item: Item) -> Result:
         """Its result, when the batch that it went into is written."""
         result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._arrived.append((item, result))
-        if not self.is_writing:
+        if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_all())
         return await result
 

@@ -88,15 +88,15 @@ class Door:
 
         sent_id = sent_delivery_id(request.headers)
         request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
-        proven = _with_body(request, event)
         if self.durable is not None:
-            return await self._store(self.durable, proven, event)
+            return await self._store(self.durable, request, event)
+        proven = _with_body(request, event)
         if sent_id is None:
             return await inner(proven)
         return await self.answers.once((self.path, sent_id), lambda: inner(proven))
 
     async def _store(
-        self, durable: DurableDeliveries, proven: Request, event: bytes
+        self, durable: DurableDeliveries, request: Request, event: bytes
     ) -> JSONResponse:
         try:
             WebhookPayload.model_validate_json(event)
@@ -105,9 +105,10 @@ class Door:
             raise RequestValidationError(
                 [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
-        id: str = proven.state.delivery_id
+        id: str = request.state.delivery_id
         try:
-            is_new = await durable.accept(self.path, id, dict(proven.headers), event)
+            headers = {**request.headers, **_headers_of(event)}
+            is_new = await durable.accept(self.path, id, headers, event)
         except NotWorking as refusal:
             _logger.error("%s: %s", self.path, refusal)
             return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
@@ -150,10 +151,13 @@ def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
 
 def _with_body(request: Request, body: bytes) -> Request:
     headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
-    # A webhook is JSON, whatever the sender's client wrote here.
-    headers["content-type"] = "application/json"
-    headers["content-length"] = str(len(body))
+    headers.update(_headers_of(body))
     return _Proven({**request.scope, "headers": headers.raw}, _replay(body, request.receive))
+
+
+def _headers_of(body: bytes) -> dict[str, str]:
+    """A webhook is JSON, whatever the sender's client wrote there."""
+    return {"content-type": "application/json", "content-length": str(len(body))}
 
 
 class _Proven(Request):

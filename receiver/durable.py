@@ -27,6 +27,8 @@ _logger = logging.getLogger(__name__)
 MAX_AT_WORK = 8
 LONGEST_PAUSE_SECONDS = 600.0
 FORGET_SECONDS = 3600.0
+YIELD_SECONDS = 0.1
+"""Senders that wait for their answer go before handlers that wait for their call, so long."""
 
 
 class DurableDeliveries:
@@ -126,6 +128,7 @@ class DurableDeliveries:
             if log is None:  # until there is a durable handler
                 await self._wake.wait()
                 continue
+            await self._batches.written(within_seconds=YIELD_SECONDS)
             now = time.time()
             if now >= forget_at:
                 await self._in_thread(log.forget, now)
@@ -133,7 +136,7 @@ class DurableDeliveries:
             await self._settle(log)
             if not waiting:
                 waiting.extend(await self._next(log, now))
-            while waiting and len(self._at_work) < self._places():
+            while waiting and len(self._at_work) < MAX_AT_WORK:
                 task = asyncio.create_task(self._handle(waiting.popleft()))
                 self._at_work.add(task)
                 task.add_done_callback(self._at_work.discard)
@@ -145,11 +148,6 @@ class DurableDeliveries:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(forget_at, next_due_at or forget_at) - now):
                     await self._wake.wait()
-
-    def _places(self) -> int:
-        """How many handlers may be at work: one while senders wait for their answers, which matter
-        more than when a handler begins."""
-        return 1 if self._batches.is_writing else MAX_AT_WORK
 
     async def _settle(self, log: DeliveryLog) -> None:
         if self._ended:

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.hub_fixtures import git_env, run_git
-from tests.receiver_payloads import GITHUB_PUSH, ZEROS, body_of, hmac_hex
+from tests.receiver_payloads import GITHUB_PUSH, GITLAB_PUSH, ZEROS, body_of, hmac_hex
 from tests.stack_fixtures import Workplace, configure, facts, stack_up, workplace
 
 __all__ = ["workplace"]
@@ -55,3 +55,26 @@ def test_a_push_to_a_repository_elsewhere_is_served(workplace: Workplace) -> Non
         )
         assert completion.headers["X-Dataset-Revision"] == sha
         assert json.loads(workplace.run("status", "--json"))["pipelines"][0]["dataset"] == url
+
+        again = httpx.post(f"{retrain}/github", content=body, headers=headers | proof)
+        assert again.json() == answer.json(), "a delivery that comes twice gets the first answer"
+
+        (clone / "facts.jsonl").write_text(facts(0, 80) + facts(80, 90))
+        run_git("commit", "-qam", "More rows", cwd=clone, env=env)
+        run_git("push", "-q", "origin", "HEAD:main", cwd=clone, env=env)
+        newer = run_git("rev-parse", "HEAD", cwd=clone, env=env)
+        project = {**GITLAB_PUSH["project"], "git_http_url": url, "default_branch": "main"}
+        push = {"before": sha, "after": newer, "ref": "refs/heads/main", "project": project}
+        answer = httpx.post(
+            f"{retrain}/gitlab",
+            content=body_of({**GITLAB_PUSH, **push}),
+            headers={
+                "X-Gitlab-Event": "Push Hook",
+                "X-Gitlab-Event-UUID": "g1",
+                "X-Gitlab-Token": secret,
+            },
+        )
+        assert answer.status_code == 200, answer.text
+        job = workplace.wait_for_job(newer)
+        assert (job["id"], job["outcome"]["result"]) == (answer.json()["job"], "promoted"), job
+        assert job["spec"]["revisions"]["old_sha"] == sha

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -162,6 +163,36 @@ def test_handlers_in_a_module_of_the_script_start_the_server(tmp_path: Path, pyt
         _,
     ):
         assert f"  - POST {url}/webhooks/at_work" in printed
+
+
+SLOW_SCRIPT = """
+import sys, time
+from receiver.server import webhook_endpoint, WebhookPayload
+
+@webhook_endpoint
+def slow(payload: WebhookPayload):
+    print("at work", flush=True)
+    time.sleep(1)
+    return "done"
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_a_handler_that_is_at_work_finish(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with (
+        running(tmp_path, on_port(SLOW_SCRIPT, free_port())) as (url, _, process),
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(httpx.post, f"{url}/webhooks/slow", json=dataset_update(), timeout=30)
+        assert process.stdout is not None
+        assert "at work" in (line.strip() for line in process.stdout)
+        process.send_signal(number)
+        assert answer.result().json() == "done"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url)
 
 
 def test_a_script_that_fails_starts_nothing(tmp_path: Path, python: str) -> None:

@@ -163,7 +163,18 @@ def test_the_documented_payloads_are_taken(server: WebhooksServer, client: TestC
     async def x(payload: WebhookPayload) -> str:
         return payload.event.scope
 
-    for payload in (PULL_REQUEST_OPENED, BUCKET_UPDATED, dataset_update()):
+    author = {"id": "61d2f90c3c2083e1c08af22d"}
+    closed = PULL_REQUEST_OPENED | {"event": {"action": "update", "scope": "discussion"}}
+    edited = PULL_REQUEST_OPENED | {"event": {"action": "update", "scope": "discussion.comment"}}
+    moved = dataset_update(action="move", scope="repo") | {
+        "movedTo": {"name": "acme/replies", "owner": author}
+    }
+    private = dataset_update(scope="repo.config") | {"updatedConfig": {"private": True}}
+    files = BUCKET_UPDATED | {"updatedFiles": [{"path": "a.txt", "status": "added"}]}
+    for payload in (
+        *(PULL_REQUEST_OPENED, closed, edited, moved, private),
+        *(BUCKET_UPDATED, files, dataset_update()),
+    ):
         answer = client.post("/webhooks/x", json=payload)
         assert (answer.status_code, answer.json()) == (200, payload["event"]["scope"])
 
