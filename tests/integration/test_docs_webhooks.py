@@ -110,7 +110,7 @@ def test_a_webhooks_life_in_the_shell(hub: RunningHub) -> None:
 def test_a_webhooks_life_in_python(hub: RunningHub) -> None:
     [code] = BLOCKS["From Python"]
     printed = run(sys.executable, "-c", code).splitlines()
-    assert printed[0].endswith(" enabled http://127.0.0.1:7860/webhooks/trigger_training")
+    assert printed[0].endswith(" enabled http://127.0.0.1:7861/webhooks/trigger_training")
     assert printed[1] == "disabled"
     assert hub.api.list_webhooks() == []
 
@@ -120,8 +120,8 @@ def test_a_receiver(tmp_path: Path) -> None:
     script, greeting, call = BLOCKS["A receiver"]
     port = free_port()
     with running(tmp_path, on_port(script, port)) as (_, printed, _process):
-        assert "\n".join(printed).strip() == greeting.strip().replace(PORT, str(port))
-        answer = json.loads(run("bash", "-c", call.replace(PORT, str(port))))
+        assert "\n".join(printed).strip() == greeting.strip().replace("7861", str(port))
+        answer = json.loads(run("bash", "-c", call.replace("7861", str(port))))
     assert answer == {"training": "local/answers at 5f1c0de"}
 
 
