@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.settings import Settings
+from pipeline.settings import Settings, settings_digest, settings_file
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class Service:
     arguments: tuple[str, ...]
     """Of the `pipeline` command."""
     url: str | None = None
-    port_option: str | None = None
-    """Where its port is set, for the person whose port is busy."""
+    table: str | None = None
+    """Of the settings, where its port is."""
 
 
 class Child(BaseModel):
@@ -68,6 +68,8 @@ class StackRecord(BaseModel):
     """Seconds since the epoch."""
     is_ready: bool
     """Whether every child has answered and the hub knows where to deliver."""
+    settings_digest: str | None = None
+    """Of the settings that the children were started with."""
     children: tuple[Child, ...] = ()
 
 
@@ -76,7 +78,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
 
     It is stopped in reverse order: the receiver first, so that nothing new comes in, and the hub
     last, so that a job can still read from it. Raises PipelineError for a port that only a service
-    on its own can have: the others could not find it.
+    on its own can have, because the others could not find it, and for one that two are to have.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
@@ -89,27 +91,24 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
             name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
             arguments=("serve", "--pipeline", pipeline.name),
             url=settings.server_url(pipeline),
-            port_option="port under [serving]",
+            table="serving",
         )
         for pipeline in settings.pipelines
     )
-    return (
+    services = (
         hub_service(settings),
         *servers,
         RUNNER,
         Service(
-            name="receiver",
-            arguments=("receiver",),
-            url=settings.receiver_url,
-            port_option="port under [receiver]",
+            name="receiver", arguments=("receiver",), url=settings.receiver_url, table="receiver"
         ),
     )
+    _check_ports_differ(services, settings.jobs.metrics_port)
+    return services
 
 
 def hub_service(settings: Settings) -> Service:
-    return Service(
-        name="hub", arguments=("hub",), url=settings.hub_url, port_option="port under [hub]"
-    )
+    return Service(name="hub", arguments=("hub",), url=settings.hub_url, table="hub")
 
 
 RUNNER = Service(name="runner", arguments=("jobs", "runner"))
@@ -128,6 +127,7 @@ class Stack:
         self._restart_at: dict[str, float] = {}
         self._children: dict[str, Child] = {}
         self._since = time.time()
+        self._settings_digest = settings_digest()
         self._is_ready = False
         self._lock = filelock.FileLock(home.stack_lock)
 
@@ -147,7 +147,7 @@ class Stack:
         _end_leftovers(self._home)
         try:
             for service in self._services:
-                _check_port(service)
+                check_port(service)
             for service in self._services:
                 self._spawn(service)
             for service in self._services:
@@ -267,6 +267,7 @@ class Stack:
             process=me,
             started_at=self._since,
             is_ready=self._is_ready,
+            settings_digest=self._settings_digest,
             children=tuple(self._children.values()),
         )
         draft = self._home.stack_file.with_suffix(".draft")
@@ -281,6 +282,16 @@ def read_stack(home: Home) -> StackRecord | None:
     except (FileNotFoundError, ValidationError, json.JSONDecodeError):
         return None
     return record if is_alive(record.process) else None
+
+
+def stale_settings(record: StackRecord) -> str | None:
+    """What to tell a person whose stack runs with other settings than the file has now."""
+    if record.settings_digest == settings_digest():
+        return None
+    return (
+        f"{settings_file()} has changed since the stack was started, which goes on with what it "
+        "said then; to restart it: pipeline down && pipeline up --detach"
+    )
 
 
 def _end_leftovers(home: Home) -> None:
@@ -314,19 +325,43 @@ def _end_with_parent(parent: int) -> Callable[[], None]:
     return ask
 
 
-def _check_port(service: Service) -> None:
+def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
+    takers: dict[int, str] = {metrics_port: "metrics_port under [jobs]"} if metrics_port else {}
+    for service in services:
+        if service.url is None:
+            continue
+        port = httpx.URL(service.url).port or 80
+        if port in takers:
+            raise PipelineError(
+                f"port {port} is both {takers[port]} and that of the {_in_words(service)}; move "
+                f"one of them, as with {port_setting(service)}"
+            )
+        takers[port] = f"that of the {_in_words(service)}"
+
+
+def _in_words(service: Service) -> str:
+    return "completion server" if service.arguments[0] == "serve" else service.name
+
+
+def port_setting(service: Service) -> str:
+    """How to give the service another port."""
+    assert service.table is not None
+    return f"PIPELINE_{service.table.upper()}__PORT=…, or `port` under [{service.table}]"
+
+
+def check_port(service: Service) -> None:
+    """Raise PipelineError where another program listens already."""
     if service.url is None:
         return
     url = httpx.URL(service.url)
-    what = "completion server" if service.arguments[0] == "serve" else service.name
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((url.host, url.port or 80))
         except OSError as error:
             raise PipelineError(
-                f"port {url.port} for the {what} cannot be used ({error.strerror}); free it, or "
-                f"move the {what}: {service.port_option} in pipeline.toml"
+                f"port {url.port} for the {_in_words(service)} cannot be used ({error.strerror}); "
+                f"free it, or move the {_in_words(service)}: {port_setting(service)}"
             ) from None
 
 

@@ -185,10 +185,10 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
     folder = configure(*free_ports(1))
     first = echo_release(folder, 1)
     releases.set_current(folder, first.id)
-    assert f"served last {first.id}, which has seen" in pipeline("status").output
+    assert f"served last  {first.id}, which has seen" in pipeline("status").output
     with running(echo_app(folder)) as url:
         configure(int(url.rpartition(":")[2]))
-        assert f"serves   {first.id}, which has seen" in pipeline("status").output
+        assert f"serves       {first.id}, which has seen" in pipeline("status").output
         (served,) = [each["served"] for each in status_as_json()["pipelines"]]
     assert served["is_live"] and served["dataset_revision"] == first.lineage.dataset_revision
 
