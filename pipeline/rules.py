@@ -29,7 +29,9 @@ def retrain_rule(
         gate=pipeline.gate,
         force_reason=force_reason,
     )
+    own = {} if pipeline.command is None else {"command": pipeline.command}
     return RetrainRule(
+        **own,
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
         ref=ref,

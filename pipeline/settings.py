@@ -72,6 +72,9 @@ class PipelineSettings(BaseModel):
     """… and at the latest this long after its first commit."""
     keep: int = Field(default=5, ge=2)
     """Releases to keep, so that there is one to go back to; the served one is never pruned."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """A trainer of your own, run for each commit in place of the retraining, where the stack was
+    started: a program and its arguments. It ends in `pipeline releases publish`."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Who is told how each job ended: a URL, which gets the outcome as JSON by POST, or a command
     and its arguments, which gets it on standard input."""

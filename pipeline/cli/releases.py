@@ -1,7 +1,9 @@
 """`pipeline releases`: see what can be served, and choose what is."""
 
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -25,7 +27,11 @@ ReleaseArgument = Annotated[str, typer.Argument(help="A release id, as `releases
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List releases, newest first."""
+    """List releases, newest first.
+
+    Losses are those of held-out rows, in nats per token; in brackets, what was served before had
+    them at. `-` is what was not measured, as where a commit brought no row that could be held out.
+    """
     from serving.weights.releases import (
         list_releases,
         pending_release,
@@ -54,7 +60,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    headings = ("release", "", "held-out loss", "before", "dataset revision", "parent", "mode")
+    losses = ("loss on new rows (before)", "on known rows (before)")
+    headings = ("release", "", *losses, "dataset revision", "parent", "mode")
     columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
     print_table(
         (*headings, "job", "created"),
@@ -91,7 +98,8 @@ def swap(
 
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Serve the release that the served one was trained from, or else the one before it."""
+    """Serve what the server answered from before, where that is older; else the release that the
+    served one was trained from, or the one before it."""
     from serving.errors import ReleaseError
     from serving.weights.releases import (
         list_releases,
@@ -116,8 +124,13 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         # A damaged release is a reason to go back, and none to stay.
         print(f"pipeline: {error}; going back to the one before it", file=sys.stderr)
         parent = None
-    parents = [release for release in older if release.id == parent]
-    _swap(pipeline, (parents or older)[-1], as_json)
+    # Never a newer one: going back twice is not going forth.
+    for wanted in (_served_before(pipeline, served.name), parent):
+        for release in older:
+            if release.id == wanted:
+                _swap(pipeline, release, as_json)
+                return
+    _swap(pipeline, older[-1], as_json)
 
 
 @app.command()
@@ -128,13 +141,31 @@ def publish(
         Literal["safetensors", "bin"] | None,
         typer.Option(help="Write the shards so; by default they stay as they are."),
     ] = None,
+    parent: Annotated[
+        str | None,
+        typer.Option(help="The release it was trained from; in a job, the served one by default."),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="The commit whose rows it has seen; in a job, the job's by default."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a folder, give it a manifest and an id, and keep it among the releases."""
-    from serving.weights.publish import publish_folder
+    """Check a folder, give it a manifest and an id, and keep it among the releases.
 
-    target = _folder(pipeline)
-    release = publish_folder(target, folder, format=format)
+    In a job, the manifest names the job and its dataset too.
+    """
+    from pipeline.lineage import lineage, told_by_job
+    from serving.weights.publish import publish_folder
+    from serving.weights.releases import served_release
+
+    told = told_by_job(os.environ)
+    target = _folder(pipeline or told.pipeline)
+    if parent is not None:
+        _load(pipeline or told.pipeline, parent)
+    served = served_release(target)
+    origin = lineage(told, parent=parent, served=served.name if served else None, revision=revision)
+    release = publish_folder(target, folder, lineage=origin, format=format)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
 
@@ -197,13 +228,17 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     print(f"{release} is pruned when its time comes")
 
 
-def _losses(evaluation: Any) -> tuple[str, str]:
-    """Of the held-out rows of the new range: the release's, and that of the one it was measured
-    against, in nats per token. What was published by hand may have any evaluation, or none."""
-    new = evaluation.get("new") if isinstance(evaluation, dict) else None
-    found = [new.get(key) if isinstance(new, dict) else None for key in ("loss", "served_loss")]
-    own, before = (f"{loss:.4f}" if isinstance(loss, float) else "-" for loss in found)
-    return own, before
+def _losses(evaluation: Any) -> Iterator[str]:
+    """On the rows of the new range, and on those known before. What was published by hand may have
+    any evaluation, or none."""
+    for rows in ("new", "known"):
+        found = evaluation.get(rows) if isinstance(evaluation, dict) else None
+        told = found if isinstance(found, dict) else {}
+        own, before = (
+            f"{told[key]:.4f}" if isinstance(told.get(key), float) else None
+            for key in ("loss", "served_loss")
+        )
+        yield "-" if own is None else own if before is None else f"{own} ({before})"
 
 
 def _folder(pipeline: str | None) -> Path:
@@ -216,7 +251,35 @@ def _load(pipeline: str | None, release_id: str) -> "Release":
     from serving.weights.releases import load_release, release_number
 
     release_number(release_id)
-    return load_release(_folder(pipeline) / release_id)
+    folder = _folder(pipeline) / release_id
+    if not folder.exists():
+        raise PipelineError(
+            f"there is no release {release_id}; `pipeline releases ls` lists those there are"
+        )
+    return load_release(folder)
+
+
+def _served_before(pipeline: str | None, served: str) -> str | None:
+    """By the word of the server that serves it now; None where none is up or it tells of none."""
+    import httpx
+
+    from pipeline.settings import load_settings
+    from serving.api_keys import load_api_keys
+
+    settings = load_settings()
+    url = settings.server_url(settings.pipeline(pipeline))
+    keys = load_api_keys(settings.serving)
+    try:
+        response = httpx.get(
+            f"{url}/v1/models",
+            headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
+            timeout=5,
+            trust_env=False,
+        )
+        (live,) = response.raise_for_status().json()["data"]
+        return live["previous"] if live["release"] == served else None
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None  # or something else listens there
 
 
 def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
@@ -263,6 +326,8 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
         ) from None
     if as_json:
         print(result.model_dump_json())
+    elif result.result == "live" and result.previous == result.release:
+        print(f"{result.release} is served already")
     elif result.result == "live":
         total = sum(result.seconds.values())
         print(
