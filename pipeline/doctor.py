@@ -163,7 +163,7 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
                 )
         yield ok("stack", "none is up")
         return
-    if (changed := stale_settings(record)) is not None:
+    if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, "pipeline down && pipeline up --detach")
     for child in record.children:
         log = home.log_file(child.name)

@@ -284,9 +284,10 @@ def read_stack(home: Home) -> StackRecord | None:
     return record if is_alive(record.process) else None
 
 
-def stale_settings(record: StackRecord) -> str | None:
+def stale_settings(home: Home) -> str | None:
     """What to tell a person whose stack runs with other settings than the file has now."""
-    if record.settings_digest == settings_digest():
+    record = read_stack(home)
+    if record is None or record.settings_digest == settings_digest():
         return None
     return (
         f"{settings_file()} has changed since the stack was started, which goes on with what it "

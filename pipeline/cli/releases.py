@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, show, swap, roll back, publish and prune.", no_args_is_help=True)
 
-PipelineOption = Annotated[
-    str | None, typer.Option("--pipeline", help="Which one, where several are configured.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReleaseArgument = Annotated[str, typer.Argument(help="A release id, as `releases ls` shows it.")]
 
 

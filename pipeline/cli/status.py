@@ -3,15 +3,14 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from pipeline.cli.options import JsonOption
 from pipeline.paths import Home
 
 
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what runs, what is served, which commit it has seen, and what is queued."""
     from pipeline.settings import load_settings
@@ -70,7 +69,7 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
     record = read_stack(home)
     children = record.children if record else ()
     now = time.time()
-    changed = stale_settings(record) if record else None
+    changed = stale_settings(home)
     suspended = _suspended_webhooks(home, settings) if record else []
     report: dict[str, Any] = {
         "home": str(home.root),

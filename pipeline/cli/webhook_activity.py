@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.tables import print_table
-from pipeline.cli.webhooks import EndpointOption, JsonOption, QuietOption, WebhookArgument, hub
+from pipeline.cli.webhooks import EndpointOption, WebhookArgument, hub
 from pipeline.errors import PipelineError
 
 WAIT_SECONDS = 30.0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
+from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -20,8 +21,6 @@ WebhookArgument = Annotated[str, typer.Argument(help="A webhook's id, as `webhoo
 EndpointOption = Annotated[
     str | None, typer.Option(help="Another hub, as https://huggingface.co; its token is HF_TOKEN.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")]
 UrlOption = Annotated[str | None, typer.Option(help="Where to post payloads.")]
 JobOption = Annotated[str | None, typer.Option("--job-id", help="A job to start a copy of.")]
 WatchOption = Annotated[
