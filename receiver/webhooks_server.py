@@ -54,6 +54,7 @@ class WebhooksServer:
         settings: Where to listen, and the limits; else the defaults, on the environment's
             `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT`.
         hubs: Where webhooks that point to a public URL of this server are kept up to date.
+        secret_in_shell: How the page's commands write `webhook_secret`.
     """
 
     def __init__(
@@ -63,9 +64,11 @@ class WebhooksServer:
         *,
         settings: ReceiverSettings | None = None,
         hubs: Sequence[Hub] = (Hub(),),
+        secret_in_shell: str = '"$WEBHOOK_SECRET"',
     ) -> None:
         self.settings = settings or settings_of_the_environment()
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
+        self._secret_in_shell = secret_in_shell
         self._secrets = as_secrets(webhook_secret or os.environ.get("WEBHOOK_SECRET"))
         self._history = History()
         self._answers = Answers(self.settings.remembered_deliveries)
@@ -138,6 +141,9 @@ class WebhooksServer:
                 path=route,
                 handler=handler,
                 proof=Proof(scheme=proof or self.settings.proof, secrets=secrets),
+                secret_in_shell="SECRET-OF-THIS-HANDLER"
+                if as_secrets(webhook_secret)
+                else self._secret_in_shell,
                 is_durable=durable,
             )
             if self._host is not None and not secrets:
