@@ -59,7 +59,8 @@ class PipelineSettings(BaseModel):
     ref: str = "main"
     """The branch that it follows. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
-    """What the first release is trained from: `preset:tiny`, a checkpoint folder, or a hub id."""
+    """What the first release is trained from: `preset:tiny`, a checkpoint folder (beside this file,
+    where its path is relative), or a hub id."""
     base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
     """The hub that such an id is looked up on, with your own token (`HF_TOKEN` where the stack was
     started, or `hf auth login`); `hub` for the stack's own."""
@@ -73,8 +74,9 @@ class PipelineSettings(BaseModel):
     keep: int = Field(default=5, ge=2)
     """Releases to keep, so that there is one to go back to; the served one is never pruned."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """A trainer of your own, run for each commit in place of the retraining, where the stack was
-    started: a program and its arguments. It ends in `pipeline releases publish`."""
+    """A trainer of your own, run for each commit in place of the retraining: a program (beside this
+    file, where it is a relative path) and its arguments. It runs in its job's folder, and ends in
+    `pipeline releases publish`."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Who is told how each job ended: a URL, which gets the outcome as JSON by POST, or a command
     and its arguments, which gets it on standard input."""
@@ -88,13 +90,19 @@ class PipelineSettings(BaseModel):
             raise ValueError(f"there is no such preset, only {', '.join(PRESETS)}")
         return base_model
 
+    def base_folder(self) -> Path | None:
+        """That `base_model` names; None for a preset or a hub id."""
+        if self.base_model in PRESETS:
+            return None
+        folder = settings_file().parent / Path(self.base_model).expanduser()
+        is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.base_model)
+        return None if is_id and not folder.is_dir() else folder
+
     def missing_base(self) -> str | None:
         """Why nothing can be trained from `base_model`; None where that is there, or a hub's to
         say."""
-        if self.base_model in PRESETS or re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.base_model):
-            return None
-        folder = Path(self.base_model).expanduser()
-        if (folder / "config.json").is_file():
+        folder = self.base_folder()
+        if folder is None or (folder / "config.json").is_file():
             return None
         return (
             f"base_model of {self.name}: {folder} is "

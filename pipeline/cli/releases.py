@@ -323,13 +323,12 @@ def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
         ) from None
     if as_json:
         print(result.model_dump_json())
-    elif result.result == "live" and result.previous == result.release:
+    elif result.result == "live" and not result.seconds:
         print(f"{result.release} is served already")
     elif result.result == "live":
-        total = sum(result.seconds.values())
-        print(
-            f"{result.release} is served, instead of {result.previous or 'nothing'} ({total:.2f} s)"
-        )
+        others = {result.previous} - {None, result.release}
+        instead = "".join(f", instead of {previous}" for previous in others)
+        print(f"{result.release} is served{instead} ({sum(result.seconds.values()):.2f} s)")
     else:
         print(f"{result.result} in {result.phase}: {'; '.join(result.reasons)}")
     if result.result != "live":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner, Result
@@ -177,6 +178,8 @@ def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Conf
     releases.set_current(folder, ids[1])
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
+        # A server that is still starting takes a swap's marker for its own.
+        assert httpx.get(f"{url}/health").json()["release"] == ids[1]
         for command, served in (
             (("swap", ids[3]), ids[3]),
             (("rollback",), ids[1]),  # ids[2] was published, and never served
