@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -68,6 +69,25 @@ def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
     assert {"delivery_id": job["outcome"]["delivery_ids"][0], "job_id": job["id"]}.items() <= next(
         line for line in received if "job_id" in line
     ).items()
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd on this machine")
+    (unit,) = blocks("ini")
+    assert "\nExecStart=%h/hotpush/.venv/bin/pipeline up\n" in unit
+    file = tmp_path / "notes.service"
+    file.write_text(unit.replace("%h/hotpush/.venv/bin/pipeline", sys.executable))
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [analyze, "--user", "verify", str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def log_lines(workplace: Workplace, service: str) -> list[str]:

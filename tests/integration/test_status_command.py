@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
+from pipeline.by_hand import submit
 from pipeline.cli.main import app
+from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings, settings_digest
@@ -121,3 +123,19 @@ def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> No
         store.finish(job.id, "me", JobOutcome(result="rejected", reason="worse"))
     (advice,) = [next_step for message, next_step in wrong() if "worse" in message]
     assert 'pipeline jobs run --force --reason "…"' in advice
+
+
+def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
+    hub: RunningHub,
+) -> None:
+    hub.create_dataset("local/facts")
+    home, settings = Home.find(), load_settings()
+
+    def refused(revision: str | None) -> str:
+        with open_job_store(settings, home) as store, pytest.raises(PipelineError) as error:
+            facts = settings.pipeline(None)
+            submit(store, home, settings, hub_url=hub.url, pipeline=facts, revision=revision)
+        return str(error.value)
+
+    assert "has no commit 'deadbeef'; push it, or leave --revision out" in refused("deadbeef")
+    assert "push" in refused(None) and "--revision" not in refused(None)
