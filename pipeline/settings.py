@@ -250,6 +250,8 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, given: An
 _SPELLING = {
     "name": "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit",
     "dataset": "write it as OWNER/NAME, or as a git URL",
+    "base_model_endpoint": "write `hub`, or a URL",
+    "public_url": "write it as http://HOST or https://HOST",
 }
 """What the patterns of these keys ask for."""
 

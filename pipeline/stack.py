@@ -287,7 +287,7 @@ def read_stack(home: Home) -> StackRecord | None:
 def stale_settings(home: Home) -> str | None:
     """What to tell a person whose stack runs with other settings than the file has now."""
     record = read_stack(home)
-    if record is None or record.settings_digest == settings_digest():
+    if record is None or settings_digest() in (None, record.settings_digest):
         return None
     return (
         f"{settings_file()} has changed since the stack was started, which goes on with what it "

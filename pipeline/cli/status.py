@@ -189,7 +189,7 @@ def _live(url: str) -> dict[str, Any] | None:
         answer = response.json()
     except ValueError:  # something else listens there
         return None
-    return answer if isinstance(answer, dict) and answer.get("status") == "ok" else None
+    return answer if isinstance(answer, dict) and answer.get("release") else None
 
 
 def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
     for port, name in ports.items():
         script = script.replace(f":{port}/", f":{workplace.env[f'PIPELINE_{name}']}/")
 
-    workplace.run("up", "--detach")
+    assert "\nnotes: push to http://127.0.0.1:" in workplace.run("up", "--detach")
     try:
         checkout = clone(workplace, "notes")
         job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 60)}))

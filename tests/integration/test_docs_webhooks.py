@@ -30,7 +30,7 @@ from tests.ssh_fixtures import Sshd, sshd
 __all__ = ["sshd"]
 
 PAGE = (ROOT / "docs" / "webhooks.md").read_text()
-PORT = "7860"
+PORT = "7861"
 SECRET = {"X-Webhook-Secret": "my-secret"}
 
 
@@ -120,8 +120,8 @@ def test_a_receiver(tmp_path: Path) -> None:
     script, greeting, call = BLOCKS["A receiver"]
     port = free_port()
     with running(tmp_path, on_port(script, port)) as (_, printed, _process):
-        assert "\n".join(printed).strip() == greeting.strip().replace("7861", str(port))
-        answer = json.loads(run("bash", "-c", call.replace("7861", str(port))))
+        assert "\n".join(printed).strip() == greeting.strip().replace(PORT, str(port))
+        answer = json.loads(run("bash", "-c", call.replace(PORT, str(port))))
     assert answer == {"training": "local/answers at 5f1c0de"}
 
 

@@ -115,6 +115,14 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     assert f"behind the head {head[:12]}, which changes no row\n" in pipeline("status")
 
 
+def test_another_service_on_the_servers_port_serves_nothing(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.create_dataset("local/facts")
+    monkeypatch.setenv("PIPELINE_SERVING__PORT", str(hub.settings.port))
+    assert "  serves       nothing yet\n" in pipeline("status")
+
+
 def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> None:
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(JobSpec(command=("true",), pipeline="facts"))

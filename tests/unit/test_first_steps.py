@@ -1,4 +1,4 @@
-"""`pipeline init` and `pipeline env`: which folder they mean."""
+"""`pipeline init` and `pipeline env`: which folder they mean; what `pipeline up` refuses."""
 
 from pathlib import Path
 
@@ -70,3 +70,21 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
     assert list(folder.iterdir()) == []
     CliRunner().invoke(app, INIT)
     assert f"export PIPELINE_HOME={folder}/.pipeline\n" in CliRunner().invoke(app, ["env"]).output
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('base_model = "/nonexistent"\n', "/nonexistent is not there"),
+        ("port = 7860\n", "port 7860 is both that of the completion server and"),
+    ],
+)
+def test_up_refuses_what_cannot_go_well_and_starts_nothing(
+    folder: Path, text: str, words: str, detach: tuple[str, ...]
+) -> None:
+    (folder / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + text)
+    refused = CliRunner().invoke(app, ["up", *detach])
+    assert isinstance(refused.exception, PipelineError)
+    assert words in str(refused.exception)
+    assert [each.name for each in folder.iterdir()] == ["pipeline.toml"]

@@ -67,6 +67,10 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
             ["'dataset'", "write it as OWNER/NAME, or as a git URL, got 'd'"],
         ),
         (
+            '[receiver]\npublic_url = "here"\n',
+            ["'public_url' in [receiver]: write it as http://HOST or https://HOST, got 'here'"],
+        ),
+        (
             '[[pipelines]]\nname = "a"\ndataset = "o/d"\nbase_model = "preset:big"\n',
             ["'base_model'", "there is no such preset, only preset:tiny"],
         ),
