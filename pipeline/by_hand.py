@@ -27,8 +27,9 @@ from pipeline.paths import Home
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.settings import is_git_url
 from pipeline.rules import retrain_rule
+from pipeline.services import RUNNER, hub_service
 from pipeline.settings import PipelineSettings, Settings, load_settings, settings_file
-from pipeline.stack import RUNNER, Stack, hub_service, read_stack
+from pipeline.stack import Stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
 

@@ -21,8 +21,9 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
+from pipeline.services import services_of
 from pipeline.settings import Settings
-from pipeline.stack import port_setting, read_stack, services_of, stale_settings
+from pipeline.stack import read_stack, stale_settings
 from pipeline.subscriptions import ROUTE
 from pipeline.tokens import load_tokens
 from pipeline.versions import installed_versions
@@ -159,7 +160,7 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
                 yield wrong(
                     "ports",
                     f"port {url.port} of the {service.name} is in use, and no stack is up",
-                    f"stop what uses it, or move the {service.name}: {port_setting(service)}",
+                    f"stop what uses it, or move the {service.name}: {service.port_setting}",
                 )
         yield ok("stack", "none is up")
         return
@@ -266,9 +267,11 @@ def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
         with open_job_store(settings, home) as store:
             for pipeline in settings.pipelines:
                 jobs = store.list(pipeline=pipeline.name, limit=20)
-                last = next((job for job in jobs if job.outcome is not None), None)
-                if last is None or last.outcome is None:
+                last = next((job for job in jobs if job.has_ended), None)
+                if last is None:
                     yield ok("jobs", f"{pipeline.name}: none has ended yet")
+                elif last.outcome is None:
+                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.state.lower()}")
                 elif last.outcome.result in ("failed", "rejected"):
                     yield wrong(
                         "jobs",

@@ -9,12 +9,10 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -24,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.settings import Settings, settings_digest, settings_file
+from pipeline.services import Service, check_port
+from pipeline.settings import settings_digest, settings_file
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +33,6 @@ RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Wait before each restart of a child that keeps dying; the last one repeats."""
 STEADY_SECONDS = 60.0
 """A child that lived this long starts again from the shortest wait."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    name: str
-    arguments: tuple[str, ...]
-    """Of the `pipeline` command."""
-    url: str | None = None
-    table: str | None = None
-    """Of the settings, where its port is."""
 
 
 class Child(BaseModel):
@@ -71,47 +60,6 @@ class StackRecord(BaseModel):
     settings_digest: str | None = None
     """Of the settings that the children were started with."""
     children: tuple[Child, ...] = ()
-
-
-def services_of(settings: Settings) -> tuple[Service, ...]:
-    """Everything that `pipeline up` runs.
-
-    It is stopped in reverse order: the receiver first, so that nothing new comes in, and the hub
-    last, so that a job can still read from it. Raises PipelineError for a port that only a service
-    on its own can have, because the others could not find it, and for one that two are to have.
-    """
-    for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
-        if port == 0:
-            raise PipelineError(
-                f"port = 0 under [{table}]: the parts of a stack find each other by their ports; "
-                "give it one from 1 to 65535"
-            )
-    servers = tuple(
-        Service(
-            name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
-            arguments=("serve", "--pipeline", pipeline.name),
-            url=settings.server_url(pipeline),
-            table="serving",
-        )
-        for pipeline in settings.pipelines
-    )
-    services = (
-        hub_service(settings),
-        *servers,
-        RUNNER,
-        Service(
-            name="receiver", arguments=("receiver",), url=settings.receiver_url, table="receiver"
-        ),
-    )
-    _check_ports_differ(services, settings.jobs.metrics_port)
-    return services
-
-
-def hub_service(settings: Settings) -> Service:
-    return Service(name="hub", arguments=("hub",), url=settings.hub_url, table="hub")
-
-
-RUNNER = Service(name="runner", arguments=("jobs", "runner"))
 
 
 class Stack:
@@ -324,46 +272,6 @@ def _end_with_parent(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return ask
-
-
-def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
-    takers: dict[int, str] = {metrics_port: "metrics_port under [jobs]"} if metrics_port else {}
-    for service in services:
-        if service.url is None:
-            continue
-        port = httpx.URL(service.url).port or 80
-        if port in takers:
-            raise PipelineError(
-                f"port {port} is both {takers[port]} and that of the {_in_words(service)}; move "
-                f"one of them, as with {port_setting(service)}"
-            )
-        takers[port] = f"that of the {_in_words(service)}"
-
-
-def _in_words(service: Service) -> str:
-    return "completion server" if service.arguments[0] == "serve" else service.name
-
-
-def port_setting(service: Service) -> str:
-    """How to give the service another port."""
-    assert service.table is not None
-    return f"PIPELINE_{service.table.upper()}__PORT=…, or `port` under [{service.table}]"
-
-
-def check_port(service: Service) -> None:
-    """Raise PipelineError where another program listens already."""
-    if service.url is None:
-        return
-    url = httpx.URL(service.url)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((url.host, url.port or 80))
-        except OSError as error:
-            raise PipelineError(
-                f"port {url.port} for the {_in_words(service)} cannot be used ({error.strerror}); "
-                f"free it, or move the {_in_words(service)}: {port_setting(service)}"
-            ) from None
 
 
 def _answers(url: str) -> bool:

@@ -22,8 +22,8 @@ def up(
     ] = False,
 ) -> None:
     """Start hub, receiver, runner and server, and keep them up until Ctrl-C."""
+    from pipeline.services import services_of
     from pipeline.settings import load_settings
-    from pipeline.stack import services_of
 
     home = Home.find()
     settings = load_settings()
