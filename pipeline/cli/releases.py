@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.swap import served_before, swap_in
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
+    from pipeline.settings import PipelineSettings
     from serving.weights.release import Release
 
 app = typer.Typer(help="List, show, swap, roll back, publish and prune.", no_args_is_help=True)
@@ -90,7 +92,7 @@ def swap(
     release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
     """Serve this release; without a server, leave it for the next one to start."""
-    _swap(pipeline, _load(pipeline, release), as_json)
+    swap_in(_configured(pipeline), _load(pipeline, release).id, as_json=as_json)
 
 
 @app.command()
@@ -110,7 +112,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     if served is None:
         raise PipelineError("nothing is served yet, so there is nothing to go back from")
     number = release_number(served.name)
-    older = [release for release in list_releases(folder) if release_number(release.id) < number]
+    older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
     if not older:
         raise PipelineError(
             f"{served.name} is the oldest release there is; `releases ls` shows all"
@@ -122,12 +124,9 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         print(f"pipeline: {error}; going back to the one before it", file=sys.stderr)
         parent = None
     # Never a newer one: going back twice is not going forth.
-    for wanted in (_served_before(pipeline, served.name), parent):
-        for release in older:
-            if release.id == wanted:
-                _swap(pipeline, release, as_json)
-                return
-    _swap(pipeline, older[-1], as_json)
+    choices = (served_before(_configured(pipeline), served.name), parent, older[-1])
+    chosen = next(choice for choice in choices if choice in older)
+    swap_in(_configured(pipeline), chosen, as_json=as_json)
 
 
 @app.command()
@@ -238,10 +237,14 @@ def _losses(evaluation: Any) -> Iterator[str]:
         yield "-" if own is None else own if before is None else f"{own} ({before})"
 
 
-def _folder(pipeline: str | None) -> Path:
+def _configured(pipeline: str | None) -> "PipelineSettings":
     from pipeline.settings import load_settings
 
-    return Home.find().releases_dir / load_settings().pipeline(pipeline).name
+    return load_settings().pipeline(pipeline)
+
+
+def _folder(pipeline: str | None) -> Path:
+    return Home.find().releases_dir / _configured(pipeline).name
 
 
 def _load(pipeline: str | None, release_id: str) -> "Release":
@@ -254,82 +257,3 @@ def _load(pipeline: str | None, release_id: str) -> "Release":
             f"there is no release {release_id}; `pipeline releases ls` lists those there are"
         )
     return load_release(folder)
-
-
-def _served_before(pipeline: str | None, served: str) -> str | None:
-    """By the word of the server that serves it now; None where none is up or it tells of none."""
-    import httpx
-
-    from pipeline.settings import load_settings
-    from serving.api_keys import load_api_keys
-
-    settings = load_settings()
-    url = settings.server_url(settings.pipeline(pipeline))
-    keys = load_api_keys(settings.serving)
-    try:
-        response = httpx.get(
-            f"{url}/v1/models",
-            headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
-            timeout=5,
-            trust_env=False,
-        )
-        (live,) = response.raise_for_status().json()["data"]
-        return live["previous"] if live["release"] == served else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return None  # or something else listens there
-
-
-def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
-    import httpx
-    from pydantic import ValidationError
-
-    from pipeline.settings import load_settings
-    from pipeline.tokens import load_tokens
-    from serving.swap_schemas import SwapRequest, SwapResult
-    from serving.weights.releases import clear_pending, set_pending
-
-    settings, folder = load_settings(), _folder(pipeline)
-    url = settings.server_url(settings.pipeline(pipeline))
-    # The marker comes first: a server that starts after the attempt finds the release by it.
-    set_pending(folder, release.id)
-    try:
-        response = httpx.post(
-            f"{url}/admin/swap",
-            json=SwapRequest(release=release.id).model_dump(),
-            headers={"Authorization": f"Bearer {load_tokens(Home.find().tokens_file).admin}"},
-            timeout=600,
-            trust_env=False,
-        )
-    except httpx.ConnectError:
-        answer: dict[str, Any] = {"result": "pending", "release": release.id}
-        print(
-            json.dumps(answer)
-            if as_json
-            else f"no server is up on {url}; the next one to start will serve {release.id}"
-        )
-        return
-    except httpx.TransportError as error:
-        raise PipelineError(
-            f"{url} gave no answer ({error!r}); it serves {release.id} at its next start"
-        ) from None
-    # Whatever the answer: nobody expects another release of a later restart.
-    clear_pending(folder, release.id)
-    try:
-        result = SwapResult.model_validate_json(response.content)
-    except ValidationError:
-        raise PipelineError(
-            f"{url} is not the server of this state folder: it answered {response.status_code}, "
-            f"{response.text[:300].strip() or '(nothing)'}"
-        ) from None
-    if as_json:
-        print(result.model_dump_json())
-    elif result.result == "live" and not result.seconds:
-        print(f"{result.release} is served already")
-    elif result.result == "live":
-        others = {result.previous} - {None, result.release}
-        instead = "".join(f", instead of {previous}" for previous in others)
-        print(f"{result.release} is served{instead} ({sum(result.seconds.values()):.2f} s)")
-    else:
-        print(f"{result.result} in {result.phase}: {'; '.join(result.reasons)}")
-    if result.result != "live":
-        raise typer.Exit(1)
