@@ -27,8 +27,9 @@ from pipeline.paths import Home
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.settings import is_git_url
 from pipeline.rules import retrain_rule
-from pipeline.settings import PipelineSettings, Settings, load_settings
-from pipeline.stack import RUNNER, Stack, hub_service, read_stack
+from pipeline.services import RUNNER, hub_service
+from pipeline.settings import PipelineSettings, Settings, load_settings, settings_file
+from pipeline.stack import Stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
 from receiver.payload import Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
 
@@ -144,6 +145,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                     "HF_ENDPOINT": settings.hub_url,
                     "HF_TOKEN": tokens.hub,
                     "PIPELINE_HOME": str(home.root),
+                    "PIPELINE_SETTINGS": str(settings_file()),
                     "PIPELINE_ADMIN_TOKEN": tokens.admin,
                     "WEBHOOK_SECRET": tokens.webhook,
                 },
@@ -207,9 +209,12 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
     try:
         info = HfApi(endpoint=hub_url, token=token).dataset_info(pipeline.dataset, revision=wanted)
     except RevisionNotFoundError:
-        raise PipelineError(
-            f"dataset {pipeline.dataset} has no revision {wanted!r}; push a commit to it first"
-        ) from None
+        what = (
+            f"has no commit {revision!r}; push it, or leave --revision out for the head"
+            if revision is not None
+            else f"has no commit on {pipeline.ref} yet; push one"
+        )
+        raise PipelineError(f"dataset {pipeline.dataset} {what}") from None
     except RepositoryNotFoundError:
         raise PipelineError(
             f"there is no dataset {pipeline.dataset} on {hub_url}; `pipeline up` creates it"

@@ -21,8 +21,9 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
 from pipeline.paths import Home
+from pipeline.services import services_of
 from pipeline.settings import Settings
-from pipeline.stack import read_stack, services_of
+from pipeline.stack import read_stack, stale_settings
 from pipeline.subscriptions import ROUTE
 from pipeline.tokens import load_tokens
 from pipeline.versions import installed_versions
@@ -130,21 +131,37 @@ def _schema_words(found: str | None, head: str) -> str:
     return f"schema {found}" + ("" if found == head else f", becomes {head} at the next start")
 
 
+def _base_models(home: Home, settings: Settings) -> Iterator[Finding]:
+    for pipeline in settings.pipelines:
+        missing = pipeline.missing_base()
+        if missing is not None:
+            yield wrong("base model", missing, "see the message")
+        else:
+            yield ok("base model", f"{pipeline.name}: {pipeline.base_model}")
+
+
 def _services(home: Home, settings: Settings) -> Iterator[Finding]:
     record = read_stack(home)
     if record is None:
         if home.stack_file.exists():
             yield wrong("stack", "it was killed: what it started may still run", "pipeline up")
-        for service in services_of(settings):
+        try:
+            services = services_of(settings)
+        except PipelineError as error:
+            yield wrong("ports", str(error), "see the message")
+            services = ()
+        for service in services:
             url = httpx.URL(service.url) if service.url is not None else None
             if url is not None and url.port is not None and _is_taken(url.host, url.port):
                 yield wrong(
                     "ports",
                     f"port {url.port} of the {service.name} is in use, and no stack is up",
-                    f"stop what uses it, or set {service.port_option}",
+                    f"stop what uses it, or move the {service.name}: {service.port_setting}",
                 )
         yield ok("stack", "none is up")
         return
+    if (changed := stale_settings(home)) is not None:
+        yield wrong("settings", changed, "pipeline down && pipeline up --detach")
     for child in record.children:
         log = home.log_file(child.name)
         if child.process is None or not is_alive(child.process):
@@ -187,17 +204,25 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
         yield wrong("webhook", f"the hub does not list its webhooks: {error}", "pipeline up again")
         return
     ours = next((webhook for webhook in webhooks if webhook.url == url), None)
+    for webhook in webhooks:
+        if webhook.status == "suspended" and webhook != ours:
+            yield wrong(
+                "webhook",
+                f"{webhook.id} is suspended: {webhook.url or 'its job'} failed time and again, and "
+                "what happens waits",
+                f"mend the receiver, then: pipeline webhooks enable {webhook.id}",
+            )
     if ours is None:
         yield wrong("webhook", f"the hub has none for {url}", "pipeline down, then pipeline up")
     elif ours.status != "enabled":
         yield wrong(
             "webhook",
-            f"{ours.id} is {ours.status}: pushes start no jobs",
+            f"{ours.id} is {ours.status}: pushes to {url} start no jobs",
             f"pipeline webhooks enable {ours.id}",
         )
     else:
         watched = {item.name for item in ours.watched}
-        missing = {pipeline.dataset for pipeline in settings.pipelines} - watched
+        missing = set(settings.datasets_on_hub) - watched
         if missing:
             yield wrong(
                 "webhook",
@@ -238,14 +263,22 @@ def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
                 return
             for pipeline in settings.pipelines:
                 jobs = store.list(pipeline=pipeline.name, limit=20)
-                last = next((job for job in jobs if job.outcome is not None), None)
-                if last is None or last.outcome is None:
+                last = next((job for job in jobs if job.has_ended), None)
+                if last is None:
                     yield ok("jobs", f"{pipeline.name}: none has ended yet")
+                elif last.outcome is None:
+                    yield ok("jobs", f"{pipeline.name}: {last.id} {last.state.lower()}")
                 elif last.outcome.result in ("failed", "rejected"):
                     yield wrong(
                         "jobs",
                         f"{pipeline.name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
-                        f"pipeline jobs logs {last.id}; then push again, or: pipeline jobs run",
+                        f"pipeline jobs logs {last.id}; then "
+                        + (
+                            "push better rows, or accept these: pipeline jobs run --force --reason "
+                            '"…"'
+                            if last.outcome.result == "rejected"
+                            else "push again, or: pipeline jobs run"
+                        ),
                     )
                 else:
                     yield ok("jobs", f"{pipeline.name}: {last.id} {last.outcome.result}")
@@ -299,6 +332,7 @@ CHECKS: tuple[Check, ...] = (
     _programs,
     _state_folder,
     _schemas,
+    _base_models,
     _services,
     _webhook,
     _deliveries,

@@ -3,7 +3,7 @@
 from jobs.spec import Resources
 from pipeline.paths import Home
 from pipeline.retrain.settings import RetrainSettings
-from pipeline.settings import PipelineSettings, Settings
+from pipeline.settings import PipelineSettings, Settings, settings_file
 from receiver.retrain import RetrainRule
 
 
@@ -20,7 +20,7 @@ def retrain_rule(
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
         ref=ref,
-        base_model=pipeline.base_model,
+        base_model=str(pipeline.base_folder() or pipeline.base_model),
         base_model_endpoint=pipeline.base_model_endpoint,
         releases_dir=home.releases_dir,
         bases_dir=home.bases_dir,
@@ -29,7 +29,9 @@ def retrain_rule(
         gate=pipeline.gate,
         force_reason=force_reason,
     )
+    own = {} if pipeline.command is None else {"command": _program(*pipeline.command)}
     return RetrainRule(
+        **own,
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
         ref=ref,
@@ -41,3 +43,8 @@ def retrain_rule(
             num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
         ),
     )
+
+
+def _program(name: str, *arguments: str) -> tuple[str, ...]:
+    """A job runs in a folder of its own: a relative path means one beside the settings."""
+    return (str(settings_file().parent / name) if "/" in name else name, *arguments)

@@ -5,12 +5,22 @@ owns the meaning of its own table and is given it; only the `[[pipelines]]` are 
 """
 
 import difflib
+import hashlib
+import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -22,6 +32,7 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
 from pipeline.logs import LogSettings
+from pipeline.retrain.base_model import PRESETS
 from pipeline.retrain.settings import (
     HUGGING_FACE,
     BaseModelEndpoint,
@@ -48,7 +59,8 @@ class PipelineSettings(BaseModel):
     ref: str = "main"
     """The branch that it follows. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
-    """What the first release is trained from: `preset:tiny`, a checkpoint folder, or a hub id."""
+    """What the first release is trained from: `preset:tiny`, a checkpoint folder (beside this file,
+    where its path is relative), or a hub id."""
     base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
     """The hub that such an id is looked up on, with your own token (`HF_TOKEN` where the stack was
     started, or `hf auth login`); `hub` for the stack's own."""
@@ -61,11 +73,43 @@ class PipelineSettings(BaseModel):
     """… and at the latest this long after its first commit."""
     keep: int = Field(default=5, ge=2)
     """Releases to keep, so that there is one to go back to; the served one is never pruned."""
+    command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """A trainer of your own, run for each commit in place of the retraining: a program (beside this
+    file, where it is a relative path) and its arguments. It runs in its job's folder, and ends in
+    `pipeline releases publish`."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Who is told how each job ended: a URL, which gets the outcome as JSON by POST, or a command
     and its arguments, which gets it on standard input."""
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
+
+    @field_validator("base_model")
+    @classmethod
+    def _preset_is_known(cls, base_model: str) -> str:
+        if base_model.startswith("preset:") and base_model not in PRESETS:
+            raise ValueError(f"there is no such preset, only {', '.join(PRESETS)}")
+        return base_model
+
+    def base_folder(self) -> Path | None:
+        """That `base_model` names; None for a preset or a hub id."""
+        if self.base_model in PRESETS:
+            return None
+        folder = settings_file().parent / Path(self.base_model).expanduser()
+        is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.base_model)
+        return None if is_id and not folder.is_dir() else folder
+
+    def missing_base(self) -> str | None:
+        """Why nothing can be trained from `base_model`; None where that is there, or a hub's to
+        say."""
+        folder = self.base_folder()
+        if folder is None or (folder / "config.json").is_file():
+            return None
+        return (
+            f"base_model of {self.name}: {folder} is "
+            + ("no checkpoint: it has no config.json" if folder.is_dir() else "not there")
+            + f"; set it in {settings_file()} to a checkpoint folder, a hub id (OWNER/NAME) or "
+            + ", ".join(PRESETS)
+        )
 
 
 class Settings(BaseSettings):
@@ -149,6 +193,15 @@ def settings_file() -> Path:
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
 
 
+def settings_digest() -> str | None:
+    """Of what the file says, whatever its comments; None where there is none to read."""
+    try:
+        told = tomllib.loads(settings_file().read_text())
+    except (OSError, ValueError):
+        return None
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def load_settings() -> Settings:
     """Read the settings; without a file, the defaults and no pipeline.
 
@@ -160,11 +213,21 @@ def load_settings() -> Settings:
     except tomllib.TOMLDecodeError as error:
         raise PipelineError(f"{file} is not TOML: {error}") from None
     except ValidationError as error:
-        lines = [
-            _explain(problem["loc"], problem["type"], problem["msg"], problem["input"])
-            for problem in error.errors()
-        ]
-        raise PipelineError(f"{file}: " + "; ".join(lines)) from None
+        lines: dict[str, list[str]] = {}
+        for problem in error.errors():
+            location = problem["loc"]
+            source = _variable(location) or str(file)
+            line = _explain(location, problem["type"], problem["msg"], problem["input"])
+            lines.setdefault(source, []).append(line)
+        raise PipelineError(
+            "; ".join(f"{source}: {'; '.join(faults)}" for source, faults in lines.items())
+        ) from None
+
+
+def _variable(location: tuple[int | str, ...]) -> str | None:
+    """The environment's variable that overruled the file there."""
+    wanted = "PIPELINE_" + "__".join(map(str, location))
+    return next((name for name in os.environ if name.upper() == wanted.upper()), None)
 
 
 def _explain(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
@@ -177,12 +240,28 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, given: An
     place = " ".join([table, *numbered])
     if kind != "extra_forbidden":
         got = f", got {given!r}" if _is_shown(key, given) else ""
-        hint = "; write it as OWNER/NAME, or as a git URL" if key == "dataset" and got else ""
-        return f"{key!r} in {place}: {message[0].lower()}{message[1:]}{got}{hint}"
+        return f"{key!r} in {place}: {in_words(key, kind, message)}{got}"
     known = list(_fields_at(tables))
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
     return f"unknown key {key!r} in {place}; {hint}"
+
+
+_SPELLING = {
+    "name": "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit",
+    "dataset": "write it as OWNER/NAME, or as a git URL",
+    "base_model_endpoint": "write `hub`, or a URL",
+    "public_url": "write it as http://HOST or https://HOST",
+}
+"""What the patterns of these keys ask for."""
+
+
+def in_words(key: str, kind: str, message: str) -> str:
+    """What pydantic has against a value, without its regular expressions."""
+    if kind == "string_pattern_mismatch" and key in _SPELLING:
+        return _SPELLING[key]
+    words = message.removeprefix("Value error, ")
+    return words[0].lower() + words[1:]
 
 
 def _is_shown(key: str, given: Any) -> bool:

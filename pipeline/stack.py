@@ -9,12 +9,10 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -24,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
-from pipeline.settings import Settings
+from pipeline.services import Service, check_port
+from pipeline.settings import settings_digest, settings_file
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +33,6 @@ RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Wait before each restart of a child that keeps dying; the last one repeats."""
 STEADY_SECONDS = 60.0
 """A child that lived this long starts again from the shortest wait."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Service:
-    name: str
-    arguments: tuple[str, ...]
-    """Of the `pipeline` command."""
-    url: str | None = None
-    port_option: str | None = None
-    """Where its port is set, for the person whose port is busy."""
 
 
 class Child(BaseModel):
@@ -68,51 +57,9 @@ class StackRecord(BaseModel):
     """Seconds since the epoch."""
     is_ready: bool
     """Whether every child has answered and the hub knows where to deliver."""
+    settings_digest: str | None = None
+    """Of the settings that the children were started with."""
     children: tuple[Child, ...] = ()
-
-
-def services_of(settings: Settings) -> tuple[Service, ...]:
-    """Everything that `pipeline up` runs.
-
-    It is stopped in reverse order: the receiver first, so that nothing new comes in, and the hub
-    last, so that a job can still read from it. Raises PipelineError for a port that only a service
-    on its own can have: the others could not find it.
-    """
-    for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
-        if port == 0:
-            raise PipelineError(
-                f"port = 0 under [{table}]: the parts of a stack find each other by their ports; "
-                "give it one from 1 to 65535"
-            )
-    servers = tuple(
-        Service(
-            name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
-            arguments=("serve", "--pipeline", pipeline.name),
-            url=settings.server_url(pipeline),
-            port_option="port under [serving]",
-        )
-        for pipeline in settings.pipelines
-    )
-    return (
-        hub_service(settings),
-        *servers,
-        RUNNER,
-        Service(
-            name="receiver",
-            arguments=("receiver",),
-            url=settings.receiver_url,
-            port_option="port under [receiver]",
-        ),
-    )
-
-
-def hub_service(settings: Settings) -> Service:
-    return Service(
-        name="hub", arguments=("hub",), url=settings.hub_url, port_option="port under [hub]"
-    )
-
-
-RUNNER = Service(name="runner", arguments=("jobs", "runner"))
 
 
 class Stack:
@@ -128,6 +75,7 @@ class Stack:
         self._restart_at: dict[str, float] = {}
         self._children: dict[str, Child] = {}
         self._since = time.time()
+        self._settings_digest = settings_digest()
         self._is_ready = False
         self._lock = filelock.FileLock(home.stack_lock)
 
@@ -147,7 +95,7 @@ class Stack:
         _end_leftovers(self._home)
         try:
             for service in self._services:
-                _check_port(service)
+                check_port(service)
             for service in self._services:
                 self._spawn(service)
             for service in self._services:
@@ -267,6 +215,7 @@ class Stack:
             process=me,
             started_at=self._since,
             is_ready=self._is_ready,
+            settings_digest=self._settings_digest,
             children=tuple(self._children.values()),
         )
         draft = self._home.stack_file.with_suffix(".draft")
@@ -281,6 +230,17 @@ def read_stack(home: Home) -> StackRecord | None:
     except (FileNotFoundError, ValidationError, json.JSONDecodeError):
         return None
     return record if is_alive(record.process) else None
+
+
+def stale_settings(home: Home) -> str | None:
+    """What to tell a person whose stack runs with other settings than the file has now."""
+    record = read_stack(home)
+    if record is None or settings_digest() in (None, record.settings_digest):
+        return None
+    return (
+        f"{settings_file()} has changed since the stack was started, which goes on with what it "
+        "said then; to restart it: pipeline down && pipeline up --detach"
+    )
 
 
 def _end_leftovers(home: Home) -> None:
@@ -312,22 +272,6 @@ def _end_with_parent(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return ask
-
-
-def _check_port(service: Service) -> None:
-    if service.url is None:
-        return
-    url = httpx.URL(service.url)
-    what = "completion server" if service.arguments[0] == "serve" else service.name
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((url.host, url.port or 80))
-        except OSError as error:
-            raise PipelineError(
-                f"port {url.port} for the {what} cannot be used ({error.strerror}); free it, or "
-                f"move the {what}: {service.port_option} in pipeline.toml"
-            ) from None
 
 
 def _answers(url: str) -> bool:

@@ -5,7 +5,9 @@ fail with "cannot schedule new futures after interpreter shutdown". So the start
 script's module code is about to return (Python 3.12+), or before any exit handler (3.11).
 """
 
+import atexit
 import concurrent.futures.thread  # noqa: F401  (its exit handler must be registered before ours)
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from receiver.errors import ReceiverError
 
 def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     """Call `start` when the main script ends, without an exception or with `sys.exit()`; returns
-    what calls that off.
+    what calls that off. A `ReceiverError` of `start` is one line on the terminal, and exit code 1.
 
     On Python 3.11 nothing tells `sys.exit(1)` from `sys.exit()` then: both start.
 
@@ -61,14 +63,19 @@ if sys.version_info >= (3, 12):
                 monitoring.register_callback(tool, events.PY_UNWIND, None)
                 monitoring.free_tool_id(tool)
 
-        def on_return(_code: CodeType, _offset: int, _value: object) -> None:
+        def begin() -> None:
             cancel()
-            start()
+            try:
+                start()
+            except ReceiverError as error:
+                sys.exit(str(error))
+
+        def on_return(_code: CodeType, _offset: int, _value: object) -> None:
+            begin()
 
         def on_unwind(unwound: CodeType, _offset: int, error: BaseException) -> None:
             if unwound is code and isinstance(error, SystemExit) and not error.code:
-                cancel()
-                start()
+                begin()
 
         monitoring.use_tool_id(tool, __name__)
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
@@ -99,8 +106,16 @@ else:
 
         def on_exit() -> None:
             ended_in_error = hasattr(sys, "last_value")
-            if is_wanted and not ended_in_error:
+            if not is_wanted or ended_in_error:
+                return
+            try:
                 start()
+            except ReceiverError as error:
+                # Too late for an exit code but by force, which skips the exit handlers.
+                print(error, file=sys.stderr)
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                os._exit(1)
 
         # Called before concurrent.futures closes its executors: the last registered comes first.
         # Private, and settled: 3.11 gets security fixes only.

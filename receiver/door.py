@@ -28,7 +28,7 @@ from receiver.verify import Proof
 
 _logger = logging.getLogger(__name__)
 
-_ID_HEADERS = ("webhook-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
+_ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
 
 Inner = Callable[[Request], Coroutine[Any, Any, Response]]
 

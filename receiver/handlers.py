@@ -29,6 +29,8 @@ class RegisteredWebhook:
     path: str
     handler: Callable[..., Any]
     proof: Proof
+    secret_in_shell: str
+    """How whoever creates a webhook for it writes the secret."""
     is_durable: bool
 
 

@@ -40,7 +40,8 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise AddressUnavailable(
                 f"Port {port} on {host} is in use by another program: stop that, or take another"
-                " with `launch(server_port=...)` or the receiver's `port` setting (0 finds one)."
+                f" (0 finds one). For a script: `GRADIO_SERVER_PORT={port + 1} python app.py`, or"
+                " `launch(server_port=...)`; for the stack's receiver: `port` under [receiver]."
             ) from error
         raise AddressUnavailable(
             f"Cannot listen on {host}:{port}: {error.strerror}. Give another `server_name` or"

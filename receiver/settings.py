@@ -1,11 +1,13 @@
 """What can be set on a receiver. It is given to the server; nothing here reads a file."""
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from receiver.errors import AddressUnavailable
 from receiver.verify import ProofScheme
 
 
@@ -45,3 +47,16 @@ class ReceiverSettings(BaseModel):
     """How long a stopping server waits for handlers that are at work."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
     """For so many delivery ids a repeated delivery gets the first answer, without a second call."""
+
+
+def settings_of_the_environment() -> ReceiverSettings:
+    """For a script that names none: the defaults, but listening where Gradio's variables say, as
+    the receivers of `huggingface_hub` do. Raises `AddressUnavailable`."""
+    variables = {"host": "GRADIO_SERVER_NAME", "port": "GRADIO_SERVER_PORT"}
+    given = {key: os.environ[name] for key, name in variables.items() if os.environ.get(name)}
+    try:
+        return ReceiverSettings.model_validate(given)
+    except ValidationError:
+        raise AddressUnavailable(
+            f"GRADIO_SERVER_PORT={given['port']} is no port from 0 to 65535."
+        ) from None

@@ -58,11 +58,14 @@ def _check_secret(secrets: Sequence[str], headers: Mapping[str, str], _body: byt
 def _check_standard(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:
     """https://www.standardwebhooks.com: HMAC-SHA256 over `id.timestamp.body`, at most 5 min old.
 
-    The key is the base64 part of a `whsec_` secret, else the secret's own bytes.
+    The key is the base64 part of a `whsec_` secret, else the secret's own bytes. Svix, which the
+    standard comes from, calls the headers `svix-…`: https://docs.svix.com/receiving/verifying-payloads/how-manual
     """
+    is_svix = "svix-signature" in headers and "webhook-signature" not in headers
+    prefix = "svix" if is_svix else "webhook"
     signed = {
-        name: _required(headers, name)
-        for name in ("webhook-id", "webhook-timestamp", "webhook-signature")
+        f"webhook-{name}": _required(headers, f"{prefix}-{name}")
+        for name in ("id", "timestamp", "signature")
     }
     reasons = []
     for secret in secrets:

@@ -9,7 +9,7 @@ each other, `NotAllowed`, `WebhookNotFound`, or `WebhookApiError` for whatever e
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -139,8 +139,8 @@ def update_webhook(
         if watched is None
         else _items(watched)
     )
-    with _translated(webhook_id):
-        _api(endpoint, token).update_webhook(
+    return _changed(
+        lambda api: api.update_webhook(
             webhook_id,
             url=url,
             job_id=job_id,
@@ -148,26 +148,25 @@ def update_webhook(
             domains=None if domains is None else list(domains),
             secret=secret,
             secrets=None if secrets is None else dict(secrets),
-        )
-    return get_webhook(webhook_id, endpoint=endpoint, token=token)
+        ),
+        webhook_id,
+        endpoint,
+        token,
+    )
 
 
 def enable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
     """Deliver again, also after a suspension."""
-    with _translated(webhook_id):
-        _api(endpoint, token).enable_webhook(webhook_id)
-    return get_webhook(webhook_id, endpoint=endpoint, token=token)
+    return _changed(lambda api: api.enable_webhook(webhook_id), webhook_id, endpoint, token)
 
 
 def disable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
     """Keep the webhook, and deliver nothing until it is enabled."""
-    with _translated(webhook_id):
-        _api(endpoint, token).disable_webhook(webhook_id)
-    return get_webhook(webhook_id, endpoint=endpoint, token=token)
+    return _changed(lambda api: api.disable_webhook(webhook_id), webhook_id, endpoint, token)
 
 
 def delete_webhook(
@@ -176,6 +175,14 @@ def delete_webhook(
     """Remove it for good."""
     with _translated(webhook_id):
         _api(endpoint, token).delete_webhook(webhook_id)
+
+
+def _changed(
+    change: Callable[["HfApi"], object], webhook_id: str, endpoint: str | None, token: str | None
+) -> WebhookRecord:
+    with _translated(webhook_id):
+        change(_api(endpoint, token))
+    return get_webhook(webhook_id, endpoint=endpoint, token=token)
 
 
 def _api(endpoint: str | None, token: str | None) -> "HfApi":

@@ -30,7 +30,7 @@ from receiver.handlers import (
 from receiver.history import History
 from receiver.landing import landing_page
 from receiver.moved_webhooks import Hub
-from receiver.settings import ReceiverSettings
+from receiver.settings import ReceiverSettings, settings_of_the_environment
 from receiver.share import open_tunnel, tunnel_to_open
 from receiver.tunnel import Tunnel
 from receiver.ui import application_of
@@ -51,8 +51,10 @@ class WebhooksServer:
         webhook_secret: What a delivery must prove to know, or several while one is being rotated;
             else the environment's `WEBHOOK_SECRET`. Without one, everyone who reaches the server
             is let in, and it listens on this machine only.
-        settings: Where to listen, and the limits.
+        settings: Where to listen, and the limits; else the defaults, on the environment's
+            `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT`.
         hubs: Where webhooks that point to a public URL of this server are kept up to date.
+        secret_in_shell: How the page's commands write `webhook_secret`.
     """
 
     def __init__(
@@ -62,9 +64,11 @@ class WebhooksServer:
         *,
         settings: ReceiverSettings | None = None,
         hubs: Sequence[Hub] = (Hub(),),
+        secret_in_shell: str = '"$WEBHOOK_SECRET"',
     ) -> None:
-        self.settings = settings or ReceiverSettings()
+        self.settings = settings or settings_of_the_environment()
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
+        self._secret_in_shell = secret_in_shell
         self._secrets = as_secrets(webhook_secret or os.environ.get("WEBHOOK_SECRET"))
         self._history = History()
         self._answers = Answers(self.settings.remembered_deliveries)
@@ -137,6 +141,9 @@ class WebhooksServer:
                 path=route,
                 handler=handler,
                 proof=Proof(scheme=proof or self.settings.proof, secrets=secrets),
+                secret_in_shell="SECRET-OF-THIS-HANDLER"
+                if as_secrets(webhook_secret)
+                else self._secret_in_shell,
                 is_durable=durable,
             )
             if self._host is not None and not secrets:

@@ -48,9 +48,5 @@ def free_port() -> int:
 
 
 def on_port(code: str, port: int) -> str:
-    """The script with a default port of its own: several tests may run on one machine."""
-    return (
-        "import receiver.webhooks_server, receiver.settings\n"
-        "receiver.webhooks_server.ReceiverSettings = lambda: receiver.settings.ReceiverSettings("
-        f"port={port})\n" + code
-    )
+    """The script with a port of its own: several tests may run on one machine."""
+    return f"import os\nos.environ['GRADIO_SERVER_PORT'] = '{port}'\n" + code

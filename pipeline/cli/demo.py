@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import typer
 
 from pipeline.cli.up import up
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
 
 NAME = "facts"
 DATASET = "demo/facts"
@@ -43,12 +45,18 @@ def demo(
     os.environ["PIPELINE_SETTINGS"] = str(folder / "pipeline.toml")
     os.environ["PIPELINE_SERVING__ENGINE"] = engine
     began = time.time()
-    _run([sys.executable, "-m", "pipeline", "init", "--name", NAME, "--dataset", DATASET])
+    init = ("init", "--name", NAME, "--dataset", DATASET)
+    _run([sys.executable, "-m", "pipeline", *init], cwd=folder)
     console.print("Starting hub, receiver, job runner and completion server …")
     # Whoever ends the demo early, by Ctrl-C or with SIGTERM, ends what it started too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.redirect_stdout(io.StringIO()):
-        up(detach=True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            up(detach=True)
+    except PipelineError:
+        if not Home.find().log_file("hub").exists():  # nothing was started: nothing to look at
+            shutil.rmtree(folder)
+        raise
     is_whole = False
     try:
         report = _Demo(folder / "facts", console).run()
@@ -63,6 +71,11 @@ def demo(
         console.print(_what_next(folder), markup=False, soft_wrap=True)
     else:
         console.print(f"\nEverything is stopped. What it made: {folder}", soft_wrap=True)
+        console.print(
+            "Next: `Five minutes on data of your own` in README.md; or keep such a stack up and "
+            "play with it: pipeline demo --keep",
+            soft_wrap=True,
+        )
     if not report["ok"]:
         raise typer.Exit(1)
 
@@ -79,7 +92,6 @@ class _Demo:
     def __init__(self, checkout: Path, console: Any) -> None:
         from pipeline.cli.env import environment
         from pipeline.job_store import open_job_store
-        from pipeline.paths import Home
         from pipeline.settings import load_settings
         from pipeline.tokens import load_tokens
 
@@ -213,6 +225,7 @@ class _Demo:
         for table in (times, releases):
             self._console.print()
             self._console.print(table)
+        self._console.print("A release is an immutable set of weights, with where they come from.")
 
 
 def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
@@ -241,9 +254,11 @@ def _run(
 
 
 def _what_next(folder: Path) -> str:
+    activate = Path(sys.prefix) / "bin" / "activate"
     return f"""
-The stack is still up. In another shell:
+The stack is still up. Go on here, or in any other shell after the first line:
 
+  source {activate}
   cd {folder}
   pipeline status
   eval "$(pipeline env)"

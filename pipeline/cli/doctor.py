@@ -1,15 +1,15 @@
 """`pipeline doctor`: what is wrong, and what to do."""
 
 import json
-from typing import Annotated
 
 import typer
 
+from pipeline.cli.options import JsonOption
 from pipeline.paths import Home
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Look for what is wrong and say what to do; exit code 1 for any finding."""
     from pipeline.doctor import examine

@@ -3,6 +3,7 @@
 import os
 import shlex
 
+from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 
@@ -36,6 +37,11 @@ def env() -> None:
     from pipeline.tokens import load_tokens
 
     home = Home.find()
+    if not (settings_file().exists() or home.tokens_file.exists()):
+        raise PipelineError(
+            f"there is no {settings_file().name} in {settings_file().parent}; change to the folder "
+            "of your project, or begin one there: pipeline init --name NAME --dataset OWNER/NAME"
+        )
     exports = environment(load_settings().hub_url, load_tokens(home.tokens_file).hub, home)
     if "PIPELINE_SETTINGS" in os.environ or settings_file().exists():
         exports["PIPELINE_SETTINGS"] = str(settings_file())

@@ -1,9 +1,10 @@
 """`pipeline init`: writes `pipeline.toml`, with a comment on every key."""
 
 import json
+import os
 import textwrap
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Any
 
 import typer
@@ -20,12 +21,12 @@ def init(
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file.")] = False,
 ) -> None:
-    """Write pipeline.toml, every key commented with its default."""
+    """Write pipeline.toml into this folder, every key commented with its default."""
     from pydantic import ValidationError
 
-    from pipeline.settings import PipelineSettings, settings_file
+    from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file
 
-    file = settings_file()
+    file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:
         raise PipelineError(f"{file} exists; edit it, or overwrite it with --force")
     try:
@@ -33,9 +34,14 @@ def init(
     except ValidationError as error:
         problem = error.errors()[0]
         option = str(problem["loc"][0]).replace("_", "-")
-        raise PipelineError(f"--{option} {problem['input']!r}: {problem['msg']}") from None
+        words = in_words(str(problem["loc"][0]), problem["type"], problem["msg"])
+        raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
     file.write_text(settings_text(pipeline))
-    print(f"{file} is written. Start the stack with: pipeline up")
+    elsewhere = settings_file() != file or Path(os.environ.get("PIPELINE_HOME", file)).parent != (
+        file.parent
+    )
+    leave = "unset PIPELINE_HOME PIPELINE_SETTINGS && " if elsewhere else ""
+    print(f"{file} is written. Start the stack with: {leave}pipeline up")
 
 
 def settings_text(*pipelines: BaseModel) -> str:

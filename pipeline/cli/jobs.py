@@ -1,13 +1,17 @@
 """`pipeline jobs`: run one by hand, and see, follow, cancel or wait for any."""
 
 import json
+import shutil
 import sys
 import time
+from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -31,10 +35,6 @@ EXIT_CODES = {
 }
 """Of `run` and `wait`, by outcome. 2 is a command line that cannot be understood."""
 
-PipelineOption = Annotated[
-    str | None, typer.Option("--pipeline", help="Which one, where several are configured.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls` shows it.")]
 LatestOption = Annotated[bool, typer.Option("--latest", help="The newest job.")]
 
@@ -70,13 +70,20 @@ def run(
     """
     from pipeline.by_hand import submit, submit_bare, with_runner
     from pipeline.settings import load_settings
+    from pipeline.stack import stale_settings
 
     home, settings = Home.find(), load_settings()
     if command and force:
         raise PipelineError("--force belongs to the retraining job, not to a command")
     if force is not bool(reason):
         raise PipelineError("--force and --reason belong together: --force --reason 'why'")
+    if command and shutil.which(command[0]) is None:
+        raise PipelineError(
+            f"there is no program {command[0]!r} on PATH; a command of your own stands after `--`"
+        )
     asked = _read_payload(payload)
+    if (changed := stale_settings(home)) is not None:
+        print(f"pipeline: {changed}", file=sys.stderr)
     with with_runner(home, settings, detach=detach) as hub_url, _open_store(home) as store:
         try:
             job = submit(
@@ -135,13 +142,17 @@ def ls(
 
 @app.command()
 def inspect(
-    job: JobArgument = None,
-    latest: LatestOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
+    job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
-    """Print everything that is known of a job, as JSON."""
-    with _reading(Home.find()) as store:
-        print(json.dumps(as_record(_find(store, job, latest)[1]), indent=2))
+    """Show how a job stands and what it is about; with --json everything that is known of it."""
+    home = Home.find()
+    with _reading(home) as store:
+        found = _find(store, job, latest)[1]
+    if as_json:
+        print(json.dumps(as_record(found), indent=2))
+        return
+    for name, text in _facts(found, home):
+        print(f"{name:12}  {text}")
 
 
 @app.command()
@@ -178,7 +189,10 @@ def cancel(
         if found.has_ended:
             raise PipelineError(f"{found.id} has ended already: {found.state}")
         state = store.cancel(found.id).state
-    print(json.dumps({"job": found.id, "state": state}) if as_json else f"{found.id} {state}")
+    if as_json:
+        print(json.dumps({"job": found.id, "state": state}))
+    else:
+        print(f"{found.id} {'is cancelled' if state == 'CANCELED' else 'was asked to stop'}")
 
 
 @app.command()
@@ -214,6 +228,40 @@ def as_record(job: "Job") -> dict[str, Any]:
         "spec": job.spec.model_dump(mode="json"),
         "outcome": job.outcome.model_dump(mode="json") if job.outcome else None,
     }
+
+
+def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
+    """What a person asks about a job first, as names and values."""
+    from pipeline.journal import subject
+
+    outcome, revisions = job.outcome, job.spec.revisions
+    yield "job", job.id
+    yield "state", job.state
+    if outcome is not None:
+        where = f" in {outcome.stage}" if outcome.stage else ""
+        yield "outcome", f"{outcome.result}{where}"
+        told = {
+            "reason": outcome.reason,
+            "release": outcome.release,
+            "parent": outcome.parent_release,
+            "serves now": outcome.served_release,
+        }
+        yield from ((name, text) for name, text in told.items() if text)
+    yield "answers for", subject(job)
+    if revisions is not None:
+        yield "commits", f"{revisions.old_sha or 'the first'} → {revisions.new_sha}"
+        if revisions.delivery_ids:
+            yield "deliveries", " ".join(revisions.delivery_ids)
+    yield "command", " ".join(job.spec.command)
+    yield "created", _moment(job.created_at)
+    if job.started_at is not None:
+        attempts = f", attempt {job.attempt}" if job.attempt > 1 else ""
+        yield "started", f"{_moment(job.started_at)}, {_seconds(job)} s{attempts}"
+    yield "folder", str(home.jobs_dir / job.id)
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def _open_store(home: Home) -> "JobStore":

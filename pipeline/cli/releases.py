@@ -1,31 +1,36 @@
 """`pipeline releases`: see what can be served, and choose what is."""
 
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.swap import served_before, swap_in
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
+    from pipeline.settings import PipelineSettings
     from serving.weights.release import Release
 
 app = typer.Typer(help="List, show, swap, roll back, publish and prune.", no_args_is_help=True)
 
-PipelineOption = Annotated[
-    str | None, typer.Option("--pipeline", help="Which one, where several are configured.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReleaseArgument = Annotated[str, typer.Argument(help="A release id, as `releases ls` shows it.")]
 
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List releases, newest first."""
+    """List releases, newest first.
+
+    Losses are those of held-out rows, in nats per token; in brackets, what was served before had
+    them at. `-` is what was not measured, as where a commit brought no row that could be held out.
+    """
     from serving.weights.releases import (
         list_releases,
         pending_release,
@@ -54,7 +59,8 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    headings = ("release", "", "held-out loss", "before", "dataset revision", "parent", "mode")
+    losses = ("loss on new rows (before)", "on known rows (before)")
+    headings = ("release", "", *losses, "dataset revision", "parent", "mode")
     columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
     print_table(
         (*headings, "job", "created"),
@@ -86,12 +92,13 @@ def swap(
     release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
     """Serve this release; without a server, leave it for the next one to start."""
-    _swap(pipeline, _load(pipeline, release), as_json)
+    swap_in(_configured(pipeline), _load(pipeline, release).id, as_json=as_json)
 
 
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Serve the release that the served one was trained from, or else the one before it."""
+    """Serve what the server answered from before, where that is older; else the release that the
+    served one was trained from, or the one before it."""
     from serving.errors import ReleaseError
     from serving.weights.releases import (
         list_releases,
@@ -105,7 +112,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     if served is None:
         raise PipelineError("nothing is served yet, so there is nothing to go back from")
     number = release_number(served.name)
-    older = [release for release in list_releases(folder) if release_number(release.id) < number]
+    older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
     if not older:
         raise PipelineError(
             f"{served.name} is the oldest release there is; `releases ls` shows all"
@@ -116,8 +123,10 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         # A damaged release is a reason to go back, and none to stay.
         print(f"pipeline: {error}; going back to the one before it", file=sys.stderr)
         parent = None
-    parents = [release for release in older if release.id == parent]
-    _swap(pipeline, (parents or older)[-1], as_json)
+    # Never a newer one: going back twice is not going forth.
+    choices = (served_before(_configured(pipeline), served.name), parent, older[-1])
+    chosen = next(choice for choice in choices if choice in older)
+    swap_in(_configured(pipeline), chosen, as_json=as_json)
 
 
 @app.command()
@@ -128,13 +137,31 @@ def publish(
         Literal["safetensors", "bin"] | None,
         typer.Option(help="Write the shards so; by default they stay as they are."),
     ] = None,
+    parent: Annotated[
+        str | None,
+        typer.Option(help="The release it was trained from; in a job, the served one by default."),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="The commit whose rows it has seen; in a job, the job's by default."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a folder, give it a manifest and an id, and keep it among the releases."""
-    from serving.weights.publish import publish_folder
+    """Check a folder, give it a manifest and an id, and keep it among the releases.
 
-    target = _folder(pipeline)
-    release = publish_folder(target, folder, format=format)
+    In a job, the manifest names the job and its dataset too.
+    """
+    from pipeline.lineage import lineage, told_by_job
+    from serving.weights.publish import publish_folder
+    from serving.weights.releases import served_release
+
+    told = told_by_job(os.environ)
+    target = _folder(pipeline or told.pipeline)
+    if parent is not None:
+        _load(pipeline or told.pipeline, parent)
+    served = served_release(target)
+    origin = lineage(told, parent=parent, served=served.name if served else None, revision=revision)
+    release = publish_folder(target, folder, lineage=origin, format=format)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
 
@@ -197,78 +224,36 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     print(f"{release} is pruned when its time comes")
 
 
-def _losses(evaluation: Any) -> tuple[str, str]:
-    """Of the held-out rows of the new range: the release's, and that of the one it was measured
-    against, in nats per token. What was published by hand may have any evaluation, or none."""
-    new = evaluation.get("new") if isinstance(evaluation, dict) else None
-    found = [new.get(key) if isinstance(new, dict) else None for key in ("loss", "served_loss")]
-    own, before = (f"{loss:.4f}" if isinstance(loss, float) else "-" for loss in found)
-    return own, before
+def _losses(evaluation: Any) -> Iterator[str]:
+    """On the rows of the new range, and on those known before. What was published by hand may have
+    any evaluation, or none."""
+    for rows in ("new", "known"):
+        found = evaluation.get(rows) if isinstance(evaluation, dict) else None
+        told = found if isinstance(found, dict) else {}
+        own, before = (
+            f"{told[key]:.4f}" if isinstance(told.get(key), float) else None
+            for key in ("loss", "served_loss")
+        )
+        yield "-" if own is None else own if before is None else f"{own} ({before})"
+
+
+def _configured(pipeline: str | None) -> "PipelineSettings":
+    from pipeline.settings import load_settings
+
+    return load_settings().pipeline(pipeline)
 
 
 def _folder(pipeline: str | None) -> Path:
-    from pipeline.settings import load_settings
-
-    return Home.find().releases_dir / load_settings().pipeline(pipeline).name
+    return Home.find().releases_dir / _configured(pipeline).name
 
 
 def _load(pipeline: str | None, release_id: str) -> "Release":
     from serving.weights.releases import load_release, release_number
 
     release_number(release_id)
-    return load_release(_folder(pipeline) / release_id)
-
-
-def _swap(pipeline: str | None, release: "Release", as_json: bool) -> None:
-    import httpx
-    from pydantic import ValidationError
-
-    from pipeline.settings import load_settings
-    from pipeline.tokens import load_tokens
-    from serving.swap_schemas import SwapRequest, SwapResult
-    from serving.weights.releases import clear_pending, set_pending
-
-    settings, folder = load_settings(), _folder(pipeline)
-    url = settings.server_url(settings.pipeline(pipeline))
-    # The marker comes first: a server that starts after the attempt finds the release by it.
-    set_pending(folder, release.id)
-    try:
-        response = httpx.post(
-            f"{url}/admin/swap",
-            json=SwapRequest(release=release.id).model_dump(),
-            headers={"Authorization": f"Bearer {load_tokens(Home.find().tokens_file).admin}"},
-            timeout=600,
-            trust_env=False,
-        )
-    except httpx.ConnectError:
-        answer: dict[str, Any] = {"result": "pending", "release": release.id}
-        print(
-            json.dumps(answer)
-            if as_json
-            else f"no server is up on {url}; the next one to start will serve {release.id}"
-        )
-        return
-    except httpx.TransportError as error:
+    folder = _folder(pipeline) / release_id
+    if not folder.exists():
         raise PipelineError(
-            f"{url} gave no answer ({error!r}); it serves {release.id} at its next start"
-        ) from None
-    # Whatever the answer: nobody expects another release of a later restart.
-    clear_pending(folder, release.id)
-    try:
-        result = SwapResult.model_validate_json(response.content)
-    except ValidationError:
-        raise PipelineError(
-            f"{url} is not the server of this state folder: it answered {response.status_code}, "
-            f"{response.text[:300].strip() or '(nothing)'}"
-        ) from None
-    if as_json:
-        print(result.model_dump_json())
-    elif result.result == "live":
-        total = sum(result.seconds.values())
-        print(
-            f"{result.release} is served, instead of {result.previous or 'nothing'} ({total:.2f} s)"
+            f"there is no release {release_id}; `pipeline releases ls` lists those there are"
         )
-    else:
-        print(f"{result.result} in {result.phase}: {'; '.join(result.reasons)}")
-    if result.result != "live":
-        raise typer.Exit(1)
+    return load_release(folder)

@@ -3,15 +3,14 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from pipeline.cli.options import JsonOption
 from pipeline.paths import Home
 
 
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what runs, what is served, which commit it has seen, and what is queued."""
     from pipeline.settings import load_settings
@@ -36,22 +35,26 @@ def status(
             service["url"] or "-",
         )
     console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
+    for notice in report["notices"]:
+        console.print(f"[bold]![/] {notice}")
     for pipeline in report["pipelines"]:
         served, head = pipeline["served"], pipeline["dataset_head"]
         console.print(f"\n[bold]{pipeline['name']}[/] follows {pipeline['dataset']}", end="")
         console.print(f" ({pipeline['ref']}), whose head is {(head or 'unknown')[:12]}")
         if served is None:
-            console.print("  serves   nothing yet")
+            console.print("  serves       nothing yet")
         else:
             # The server's own word where it gave one, else what `current` says.
-            verb = "serves   " if served["is_live"] else "served last "
-            console.print(f"  {verb}{served['release']}, {_seen(served, head)}")
+            verb = "serves     " if served["is_live"] else "served last"
+            seen = _seen(served, head, pipeline["head_changes_no_row"])
+            console.print(f"  {verb}  {served['release']}, {seen}")
         if pipeline["pending_release"]:
-            console.print(f"  pending  {pipeline['pending_release']}, for the next server to start")
+            pending = pipeline["pending_release"]
+            console.print(f"  pending      {pending}, for the next server to start")
         for job in pipeline["queue"]:
-            console.print(f"  queue    {job['line']}")
+            console.print(f"  queue        {job['line']}")
         if pipeline["last_job"]:
-            console.print(f"  last     {pipeline['last_job']['line']}")
+            console.print(f"  last job     {pipeline['last_job']['line']}")
 
 
 def gather(home: Home, settings: Any) -> dict[str, Any]:
@@ -59,15 +62,26 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
     from jobs.launchers.process import is_alive
     from pipeline.job_store import reading_jobs
     from pipeline.journal import describe
-    from pipeline.stack import read_stack
+    from pipeline.stack import read_stack, stale_settings
     from pipeline.versions import installed_versions
     from serving.weights.releases import pending_release
 
     record = read_stack(home)
     children = record.children if record else ()
     now = time.time()
+    changed = stale_settings(home)
+    suspended = _suspended_webhooks(home, settings) if record else []
     report: dict[str, Any] = {
         "home": str(home.root),
+        "notices": [
+            *([changed] if changed else []),
+            *(
+                f"webhook {webhook['id']} is suspended after repeated failure, and what happens "
+                f"waits; to deliver it: pipeline webhooks enable {webhook['id']}"
+                for webhook in suspended
+            ),
+        ],
+        "suspended_webhooks": suspended,
         "versions": installed_versions(),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [
@@ -87,15 +101,25 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
         for pipeline in settings.pipelines:
             folder = home.releases_dir / pipeline.name
             jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
+            head = (
+                _head(home, settings, pipeline)
+                if record and pipeline.dataset in settings.datasets_on_hub
+                else None
+            )
             lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]
             report["pipelines"].append(
                 {
                     "name": pipeline.name,
                     "dataset": pipeline.dataset,
                     "ref": pipeline.ref,
-                    "dataset_head": _head(home, settings, pipeline)
-                    if record and pipeline.dataset in settings.datasets_on_hub
-                    else None,
+                    "dataset_head": head,
+                    "head_changes_no_row": any(
+                        job.outcome is not None
+                        and job.outcome.result == "unchanged"
+                        and job.spec.revisions is not None
+                        and job.spec.revisions.new_sha == head
+                        for job in jobs
+                    ),
                     "served": _served(folder, settings.server_url(pipeline)),
                     "pending_release": pending_release(folder),
                     "queue_age_seconds": max(
@@ -114,12 +138,16 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
     return report
 
 
-def _seen(served: dict[str, Any], head: str | None) -> str:
+def _seen(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
     if served["unreadable"]:
         return f"unreadable: {served['unreadable']}"
     seen = served["dataset_revision"] or "no dataset"
-    newest = "the head" if head and head == seen else "not the head" if head else ""
-    return f"which has seen {seen[:12]} {newest}".rstrip()
+    if head is None:
+        return f"which has seen {seen[:12]}"
+    if head == seen:
+        return f"which has seen {seen[:12]}, the head"
+    which = ", which changes no row" if head_changes_no_row else ""
+    return f"which has seen {seen[:12]}, behind the head {head[:12]}{which}"
 
 
 def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
@@ -161,7 +189,25 @@ def _live(url: str) -> dict[str, Any] | None:
         answer = response.json()
     except ValueError:  # something else listens there
         return None
-    return answer if isinstance(answer, dict) and answer.get("status") == "ok" else None
+    return answer if isinstance(answer, dict) and answer.get("release") else None
+
+
+def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
+    """Of the hub that is up; none where it does not say."""
+    from pipeline.tokens import load_tokens
+    from receiver.errors import ReceiverError
+    from receiver.webhooks import list_webhooks
+
+    try:
+        token = load_tokens(home.tokens_file).hub
+        webhooks = list_webhooks(endpoint=settings.hub_url, token=token)
+    except ReceiverError:
+        return []
+    return [
+        {"id": webhook.id, "url": webhook.url}
+        for webhook in webhooks
+        if webhook.status == "suspended"
+    ]
 
 
 def _head(home: Home, settings: Any, pipeline: Any) -> str | None:

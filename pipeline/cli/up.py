@@ -5,12 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from pipeline.settings import Settings
 
 
 def up(
@@ -20,37 +23,37 @@ def up(
 ) -> None:
     """Start hub, receiver, runner and server, and keep them up until Ctrl-C."""
     from pipeline.job_store import check_schemas
+    from pipeline.services import services_of
     from pipeline.settings import load_settings
 
     home = Home.find()
     settings = load_settings()
     settings.pipeline(settings.pipelines[0].name if settings.pipelines else None)
     check_schemas(settings, home)
+    if missing := [fault for each in settings.pipelines if (fault := each.missing_base())]:
+        raise PipelineError("; ".join(missing))
+    services = services_of(settings)
     if detach:
         _detach(home)
+        _say_where_to_push(settings)
         return
 
     from jobs.errors import StoreError
     from pipeline.job_store import open_job_store
     from pipeline.journal import Journal
-    from pipeline.stack import Stack, services_of
+    from pipeline.stack import Stack
     from pipeline.subscriptions import subscribe
     from pipeline.tokens import load_tokens
 
     # Ctrl-C and `down` end the same way.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
-    stack = Stack(home, services_of(settings))
+    stack = Stack(home, services)
     try:
         stack.start(on_ready=lambda service: print(f"{service.name:10} {service.url or 'ready'}"))
         subscribe(settings, tokens)
         stack.mark_ready()
-        for pipeline in settings.pipelines:
-            if pipeline.dataset not in settings.datasets_on_hub:
-                print(f"{pipeline.name}: push to {pipeline.dataset}")
-                continue
-            remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
-            print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
+        _say_where_to_push(settings)
         journal = Journal(open_job_store(settings, home))
         trouble = None
         while True:
@@ -91,6 +94,15 @@ def down() -> None:
             )
         time.sleep(0.05)
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
+
+
+def _say_where_to_push(settings: "Settings") -> None:
+    for pipeline in settings.pipelines:
+        if pipeline.dataset not in settings.datasets_on_hub:
+            print(f"{pipeline.name}: push to {pipeline.dataset}")
+            continue
+        remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
+        print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
 
 
 def _detach(home: Home) -> None:

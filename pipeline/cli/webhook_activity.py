@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.tables import print_table
-from pipeline.cli.webhooks import EndpointOption, JsonOption, QuietOption, WebhookArgument, hub
+from pipeline.cli.webhooks import EndpointOption, WebhookArgument, hub
 from pipeline.errors import PipelineError
 
 WAIT_SECONDS = 30.0
@@ -57,12 +58,13 @@ def deliveries(
                 str(one["attempt"]),
                 "" if one["milliseconds"] is None else f"{one['milliseconds']:.0f}",
                 one["next_attempt_at"] or "",
-                _answer(one)[:80],
+                _answer(one),
             )
             for one in found
         ]
         headings = ("delivery", "status", "event", "attempts", "ms", "next attempt", "answer")
-        print_table(headings, rows, empty="Nothing was sent yet.")
+        empty = "Nothing was sent yet." if status is None else f"No {status} delivery."
+        print_table(headings, rows, empty=empty)
 
 
 def replay(

@@ -1,18 +1,24 @@
 """`pipeline webhooks`: create, list, show, change, enable, disable and delete them on a hub."""
 
+import io
 import json
 import os
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 import typer
 
+from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
-    from receiver.webhooks import WebhookRecord
+    from receiver.webhooks import Domain, WebhookRecord
 
 app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 
@@ -20,8 +26,6 @@ WebhookArgument = Annotated[str, typer.Argument(help="A webhook's id, as `webhoo
 EndpointOption = Annotated[
     str | None, typer.Option(help="Another hub, as https://huggingface.co; its token is HF_TOKEN.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")]
 UrlOption = Annotated[str | None, typer.Option(help="Where to post payloads.")]
 JobOption = Annotated[str | None, typer.Option("--job-id", help="A job to start a copy of.")]
 WatchOption = Annotated[
@@ -42,6 +46,10 @@ SecretsOption = Annotated[
         metavar="NAME[=VALUE]",
         help="A variable of the job, kept encrypted; without a value, this environment's. Repeat.",
     ),
+]
+SecretsFileOption = Annotated[
+    str | None,
+    typer.Option(help="A file of such lines, as docker's --env-file; - is standard input."),
 ]
 SecretOption = Annotated[str | None, typer.Option(help="What each delivery must prove to know.")]
 
@@ -78,11 +86,13 @@ def info(
     webhook_id: WebhookArgument,
     endpoint: EndpointOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
     """Print one webhook as JSON."""
     from receiver.webhooks import get_webhook
 
-    print(json.dumps(_as_json(get_webhook(webhook_id, **hub(endpoint))), indent=2))
+    webhook = get_webhook(webhook_id, **hub(endpoint))
+    print(webhook.id if quiet else json.dumps(_as_json(webhook), indent=2))
 
 
 @app.command()
@@ -93,6 +103,7 @@ def create(
     domain: DomainOption = None,
     secret: SecretOption = None,
     secrets: SecretsOption = None,
+    secrets_file: SecretsFileOption = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -100,17 +111,9 @@ def create(
     """Create a webhook that posts to --url, or starts a copy of --job-id."""
     from receiver.webhooks import create_webhook
 
-    webhook = _checked(
-        lambda: create_webhook(
-            url=url,
-            job_id=job_id,
-            watched=watch or (),
-            domains=_domains(domain),
-            secret=secret,
-            secrets=_secrets(secrets),
-            **hub(endpoint),
-        )
-    )
+    given = _given(url, job_id, domain, secret, secrets, secrets_file)
+    with _in_options():
+        webhook = create_webhook(watched=watch or (), **given, **hub(endpoint))
     _report("created", webhook, as_json, quiet)
 
 
@@ -123,6 +126,7 @@ def update(
     domain: DomainOption = None,
     secret: SecretOption = None,
     secrets: SecretsOption = None,
+    secrets_file: SecretsFileOption = None,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -130,18 +134,9 @@ def update(
     """Change what is given, leave the rest."""
     from receiver.webhooks import update_webhook
 
-    webhook = _checked(
-        lambda: update_webhook(
-            webhook_id,
-            url=url,
-            job_id=job_id,
-            watched=watch,
-            domains=_domains(domain),
-            secret=secret,
-            secrets=_secrets(secrets),
-            **hub(endpoint),
-        )
-    )
+    given = _given(url, job_id, domain, secret, secrets, secrets_file)
+    with _in_options():
+        webhook = update_webhook(webhook_id, watched=watch, **given, **hub(endpoint))
     _report("updated", webhook, as_json, quiet)
 
 
@@ -209,6 +204,33 @@ def hub(endpoint: str | None) -> Hub:
     return {"endpoint": load_settings().hub_url, "token": token}
 
 
+class _Given(TypedDict):
+    """What `create` and `update` are told alike."""
+
+    url: str | None
+    job_id: str | None
+    domains: "list[Domain] | None"
+    secret: str | None
+    secrets: dict[str, str] | None
+
+
+def _given(
+    url: str | None,
+    job_id: str | None,
+    domain: list[str] | None,
+    secret: str | None,
+    secrets: list[str] | None,
+    secrets_file: str | None,
+) -> _Given:
+    return {
+        "url": url,
+        "job_id": job_id,
+        "domains": _domains(domain),
+        "secret": secret,
+        "secrets": _secrets(secrets, secrets_file),
+    }
+
+
 def _domains(given: list[str] | None) -> Any:
     from typing import get_args
 
@@ -221,24 +243,51 @@ def _domains(given: list[str] | None) -> Any:
     return given
 
 
-def _secrets(given: list[str] | None) -> dict[str, str] | None:
-    if given is None:
+def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
+    """Of both, where an option overrules the file; None where neither is given."""
+    if given is None and file is None:
         return None
-    found = {}
-    for text in given:
+    named = {} if file is None else _lines_of(file)
+    for text in given or ():
         name, equals, value = text.partition("=")
-        if not equals and name not in os.environ:
-            raise PipelineError(f"--secrets {name} has no value here: export it, or give {name}=…")
-        found[name] = value if equals else os.environ[name]
+        named[name] = value if equals else None
+    found = {}
+    for name, told in named.items():
+        secret = os.environ.get(name) if told is None else told
+        if secret is None:
+            raise PipelineError(f"the secret {name} has no value here: export it, or give {name}=…")
+        found[name] = secret
     return found
 
 
-def _checked(call: "Callable[[], WebhookRecord]") -> "WebhookRecord":
+def _lines_of(file: str) -> dict[str, str | None]:
+    """Names and values; None for a name alone."""
+    from dotenv.parser import parse_stream
+
     try:
-        return call()
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PipelineError(f"--secrets-file {file} cannot be read: {error}") from None
+    found = {}
+    for line in parse_stream(io.StringIO(text)):
+        if line.error:
+            raise PipelineError(
+                f"--secrets-file {file}: line {line.original.line} is neither NAME=VALUE nor NAME"
+            )
+        if line.key is not None:
+            found[line.key] = line.value
+    return found
+
+
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """Arguments that contradict each other, by the names that they have here."""
+    options = {"url": "--url", "job_id": "--job-id", "watched": "--watch", "secrets": "--secrets"}
+    try:
+        yield
     except ValueError as error:
-        # Arguments that contradict each other; the message names them.
-        raise PipelineError(str(error)) from None
+        words = re.sub(r"`(\w+)`", lambda name: options.get(name[1], name[0]), str(error))
+        raise PipelineError(words) from None
 
 
 def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.main import app
+from pipeline.cli.webhooks import _secrets
 from pipeline.errors import PipelineError
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
 
@@ -85,6 +86,7 @@ def test_a_webhook_from_its_creation_to_its_end(webhooks: Command) -> None:
     changed = webhooks.json("update", id, "--url", f"{NOWHERE}new")
     assert changed == created | {"url": f"{NOWHERE}new"}
     assert json.loads(webhooks("info", id)) == changed
+    assert webhooks("info", id, "--quiet") == id
     assert webhooks("disable", id) == f"Webhook {id} is disabled"
     assert webhooks.json("ls")[0]["status"] == "disabled"
     assert webhooks("enable", id, "--quiet") == id
@@ -107,15 +109,19 @@ def test_a_deletion_is_confirmed(webhooks: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--url", NOWHERE), "needs something to watch"),
+        (("--url", NOWHERE), "needs something to watch: give --watch"),
         (("--url", NOWHERE, "--watch", "planet:x"), "Invalid type 'planet'"),
         (("--url", NOWHERE, "--watch", "dataset"), "Expected format 'type:name'"),
         (("--url", NOWHERE, "--watch", "dataset:"), "Expected format 'type:name'"),
-        (("--watch", "user:x"), "`url` or `job_id`"),
+        (("--watch", "user:x"), "--url or --job-id"),
         (("--watch", "user:x", "--url", NOWHERE, "--job-id", "j1"), "not both"),
         (("--watch", "user:x", "--url", NOWHERE, "--domain", "moon"), "--domain 'moon'"),
-        (("--watch", "user:x", "--url", NOWHERE, "--secrets", "A=b"), "`secrets` can only"),
+        (
+            ("--watch", "user:x", "--url", NOWHERE, "--secrets", "A=b"),
+            "--secrets can only be set together with --job-id",
+        ),
         (("--watch", "user:x", "--job-id", "j1", "--secrets", "UNSET_HERE"), "has no value"),
+        (("--watch", "user:x", "--job-id", "j1", "--secrets-file", "/none"), "cannot be read"),
         (("--watch", "user:x", "--job-id", "j999999"), "no job 'j999999'"),
         (("--watch", "user:x", "--url", "ftp://x/"), "http://"),
         (("--watch", "user:x", "--url", "http://169.254.169.254/"), "no webhook may call"),
@@ -141,6 +147,30 @@ def test_a_webhook_of_a_job_takes_secrets_from_the_environment(
     assert created["job"]["sourceId"] == job
     assert "k3y" not in webhooks("info", created["id"])
     assert "(job)" in webhooks("ls")
+
+
+def test_secrets_come_from_a_file_as_well_and_from_standard_input(
+    webhooks: Command, store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = store.submit(JobSpec(command=("true",))).job.id
+    create = ("create", "--watch", "user:local", "--job-id", job, "--secrets-file")
+    file = tmp_path / "secrets.env"
+    monkeypatch.setenv("EXPORTED", "here")
+    file.write_text("# keys\nAPI_KEY='k3y'\nexport OTHER=two words  # of it\nEXPORTED\n")
+    assert _secrets(["OTHER=nearer"], str(file)) == {
+        "API_KEY": "k3y",
+        "OTHER": "nearer",
+        "EXPORTED": "here",
+    }
+    for typed, given in (("", str(file)), ("API_KEY=k3y\n", "-")):
+        created = json.loads(webhooks(*create, given, "--json", typed=typed))
+        assert created["job"]["sourceId"] == job and "k3y" not in json.dumps(created)
+    for text, reason in (
+        ("NOT_EXPORTED\n", "NOT_EXPORTED has no value"),
+        ("A=b\ntwo words\n", "line 2 is neither NAME=VALUE nor NAME"),
+    ):
+        file.write_text(text)
+        assert reason in webhooks.refused(*create, str(file))
 
 
 def test_an_unknown_webhook_is_named(webhooks: Command) -> None:
@@ -173,6 +203,7 @@ def test_deliveries_are_listed_replayed_and_tested(
     assert (ping["scope"], ping["status"], ping["attempt"]) == ("ping", "delivered", 1)
     assert webhooks("deliveries", id, "--quiet", "--status", "delivered") == ping["id"]
     assert webhooks.json("deliveries", id, "--status", "dead") == []
+    assert webhooks("deliveries", id, "--status", "dead") == "No dead delivery."
     assert all(word in webhooks("deliveries", id) for word in (ping["id"], "delivered", "200"))
     assert ping["id"] in [one["id"] for one in webhooks.json("deliveries", "--limit", "1")]
 

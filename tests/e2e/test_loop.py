@@ -137,7 +137,7 @@ def test_a_running_job_is_cancelled(loop: tuple[Workplace, Checkout]) -> None:
     job_id = workplace.run("jobs", "run", "--detach", "--", "sleep", "600").strip()
     workplace.run("jobs", "cancel", job_id)
     workplace.run("jobs", "wait", job_id, code=5)
-    job = json.loads(workplace.run("jobs", "inspect", job_id))
+    job = json.loads(workplace.run("jobs", "inspect", job_id, "--json"))
     assert (job["state"], job["outcome"]["result"]) == ("CANCELED", "cancelled")
 
 

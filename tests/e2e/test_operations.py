@@ -48,7 +48,7 @@ def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
     for port, name in ports.items():
         script = script.replace(f":{port}/", f":{workplace.env[f'PIPELINE_{name}']}/")
 
-    workplace.run("up", "--detach")
+    assert "\nnotes: push to http://127.0.0.1:" in workplace.run("up", "--detach")
     try:
         checkout = clone(workplace, "notes")
         job = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 60)}))
@@ -71,6 +71,25 @@ def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
     assert {"delivery_id": job["outcome"]["delivery_ids"][0], "job_id": job["id"]}.items() <= next(
         line for line in received if "job_id" in line
     ).items()
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd on this machine")
+    (unit,) = blocks("ini")
+    assert "\nExecStart=%h/hotpush/.venv/bin/pipeline up\n" in unit
+    file = tmp_path / "notes.service"
+    file.write_text(unit.replace("%h/hotpush/.venv/bin/pipeline", sys.executable))
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [analyze, "--user", "verify", str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def log_lines(workplace: Workplace, service: str) -> list[str]:

@@ -30,7 +30,7 @@ from tests.ssh_fixtures import Sshd, sshd
 __all__ = ["sshd"]
 
 PAGE = (ROOT / "docs" / "webhooks.md").read_text()
-PORT = "7860"
+PORT = "7861"
 SECRET = {"X-Webhook-Secret": "my-secret"}
 
 
@@ -110,7 +110,7 @@ def test_a_webhooks_life_in_the_shell(hub: RunningHub) -> None:
 def test_a_webhooks_life_in_python(hub: RunningHub) -> None:
     [code] = BLOCKS["From Python"]
     printed = run(sys.executable, "-c", code).splitlines()
-    assert printed[0].endswith(" enabled http://127.0.0.1:7860/webhooks/trigger_training")
+    assert printed[0].endswith(" enabled http://127.0.0.1:7861/webhooks/trigger_training")
     assert printed[1] == "disabled"
     assert hub.api.list_webhooks() == []
 

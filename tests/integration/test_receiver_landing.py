@@ -3,6 +3,7 @@
 Screenshots go to the folder that `SCREENSHOTS_DIR` names, else to the test's own.
 """
 
+import html
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi.responses import HTMLResponse
+from fastapi.testclient import TestClient
 
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
@@ -109,3 +111,18 @@ def test_it_reads_well_without_a_style_sheet(url: str) -> None:
     ):
         assert expected in text, text
     assert "<script" not in page and "http://" not in page.replace(url, ""), "nothing is loaded"
+
+
+def test_each_command_names_the_secret_that_the_handler_asks_for() -> None:
+    def commands(server: WebhooksServer) -> list[str]:
+        server.add_webhook("/shared")(lambda payload: None)
+        server.add_webhook("/own", webhook_secret="another")(lambda payload: None)
+        page = html.unescape(TestClient(server.app).get("/").text)
+        return re.findall(r"--secret ([^<]+)</pre>", page)
+
+    assert commands(WebhooksServer(webhook_secret="s3cret")) == [
+        '"$WEBHOOK_SECRET"',
+        "SECRET-OF-THIS-HANDLER",
+    ]
+    stack = WebhooksServer(webhook_secret="s3cret", secret_in_shell="$(cat tokens.json)")
+    assert commands(stack) == ["$(cat tokens.json)", "SECRET-OF-THIS-HANDLER"]

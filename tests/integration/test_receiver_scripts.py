@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from receiver.errors import AddressUnavailable
+from receiver.server import WebhooksServer
 from tests.receiver_payloads import body_of, dataset_update
 from tests.receiver_scripts import ROOT, free_port, on_port, running
 
@@ -209,21 +211,32 @@ def test_a_script_that_fails_starts_nothing(tmp_path: Path, python: str) -> None
     assert "Webhooks are correctly setup" not in done.stdout
 
 
-def test_a_busy_port_is_said_at_the_end_of_the_script(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["", "import sys\nsys.exit()\n"])
+def test_a_busy_port_is_said_at_the_end_of_the_script(
+    tmp_path: Path, python: str, ending: str
+) -> None:
     from receiver.listen import bind
 
     script = tmp_path / "app.py"
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        script.write_text(on_port(ASYNC_SCRIPT, port))
+        script.write_text(ASYNC_SCRIPT + ending)
         done = subprocess.run(
-            [sys.executable, str(script)],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            [python, str(script)],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "GRADIO_SERVER_PORT": str(port)},
             capture_output=True,
             text=True,
             timeout=60,
         )
-    assert f"Port {port} on 127.0.0.1 is in use" in done.stderr
+    assert done.stderr.startswith(f"Port {port} on 127.0.0.1 is in use"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.returncode == 1
+
+
+def test_a_port_that_is_none_is_said_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADIO_SERVER_PORT", "many")
+    with pytest.raises(AddressUnavailable, match="GRADIO_SERVER_PORT=many is no port"):
+        WebhooksServer()
 
 
 NOTEBOOK = """

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from typer.testing import CliRunner, Result
 
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec, RevisionRange
 from pipeline.by_hand import submit_bare
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
@@ -23,8 +27,9 @@ from serving.engines.echo_engine import EchoEngine
 from serving.errors import ReleaseError
 from serving.settings import ServingSettings
 from serving.weights import releases
-from serving.weights.release import RELEASE_FILE
+from serving.weights.release import RELEASE_FILE, Lineage
 from serving.weights.verify import verify_release
+from tests.receiver_payloads import dataset_update
 from tests.serving_fixtures import echo_app, echo_release, running
 from tests.stack_fixtures import free_ports
 
@@ -103,7 +108,10 @@ def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_losses(
     folder = configure(1)
     first, second = echo_release(folder, 1), echo_release(folder, 2)
     releases.set_current(folder, first.id)
-    measured = {"new": {"rows": 9, "tokens": 99, "loss": 0.25, "served_loss": 1.5}}
+    measured = {
+        "new": {"rows": 0, "tokens": 0, "loss": None, "served_loss": None},
+        "known": {"rows": 9, "tokens": 99, "loss": 0.25, "served_loss": 1.5},
+    }
     manifest = second.model_copy(update={"evaluation": measured})
     (folder / second.id / RELEASE_FILE).write_text(manifest.model_dump_json())
     done = subprocess.run(
@@ -115,8 +123,8 @@ def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_losses(
         check=True,
     )
     headings, newest, oldest = done.stdout.splitlines()
-    assert "held-out loss" in headings
-    assert newest.split()[:3] == [second.id, "0.2500", "1.5000"]
+    assert "loss on new rows (before)  on known rows (before)" in headings
+    assert newest.split()[:4] == [second.id, "-", "0.2500", "(1.5000)"]
     assert oldest.split()[:4] == [first.id, "served", "-", "-"]
     for release, line in ((first, oldest), (second, newest)):
         assert release.lineage.dataset_revision in line.split()
@@ -133,8 +141,114 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
         job = submit_bare(store, ("sleep", "1"))
     assert job.id in pipeline("jobs", "ls").output
     assert json.loads(pipeline("jobs", "inspect", "--latest", "--json").output)["id"] == job.id
+    inspected = dict(
+        line.split(maxsplit=1) for line in pipeline("jobs", "inspect", job.id).output.splitlines()
+    )
+    assert (inspected["state"], inspected["command"]) == ("SCHEDULING", "sleep 1")
     cancelled = json.loads(pipeline("jobs", "cancel", job.id, "--json").output)
     assert cancelled == {"job": job.id, "state": "CANCELED"}
+
+
+def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so(
+    configure: Configure,
+) -> None:
+    configure(1)
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = submit_bare(store, ("sleep", "1"))
+        assert store.claim("me", 60) is not None
+        stopping = pipeline("jobs", "cancel", job.id).output
+        assert stopping == f"{job.id} was asked to stop\n"
+        outcome = JobOutcome(result="rejected", stage="evaluate", reason="worse by 9 %")
+        store.finish(job.id, "me", outcome)
+    shown = pipeline("jobs", "inspect", "--latest").output
+    for line in ("state         COMPLETED", "outcome       rejected in evaluate", "worse by 9 %"):
+        assert line in shown
+
+
+def test_a_command_that_is_no_program_becomes_no_job(configure: Configure) -> None:
+    configure(1)
+    refused = pipeline("jobs", "run", "nosuchcommand")
+    assert "no program 'nosuchcommand' on PATH" in str(refused.exception)
+    assert pipeline("jobs", "ls").output == "No job yet.\n"
+
+
+def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Configure) -> None:
+    folder = configure(*free_ports(1))
+    ids = [echo_release(folder, seed).id for seed in (1, 2, 3, 4)]
+    releases.set_current(folder, ids[1])
+    with running(with_own_token(folder)) as url:
+        configure(int(url.rpartition(":")[2]))
+        # A server that is still starting takes a swap's marker for its own.
+        assert httpx.get(f"{url}/health").json()["release"] == ids[1]
+        for command, served in (
+            (("swap", ids[3]), ids[3]),
+            (("rollback",), ids[1]),  # ids[2] was published, and never served
+            (("rollback",), ids[0]),
+        ):
+            result = pipeline("releases", *command)
+            assert result.output.startswith(f"{served} is served, instead of"), result.output
+        again = pipeline("releases", "swap", ids[0])
+        assert again.output == f"{ids[0]} is served already\n"
+
+
+def test_a_release_that_is_not_there_is_told_with_where_to_look(configure: Configure) -> None:
+    configure(1)
+    refused = pipeline("releases", "swap", "r000009-00000000")
+    assert "no release r000009-00000000; `pipeline releases ls`" in str(refused.exception)
+
+
+def test_a_trainer_of_ones_own_publishes_with_the_lineage_of_its_job(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = configure(1)
+    served = echo_release(folder, 1)
+    releases.set_current(folder, served.id)
+
+    def published(*options: str) -> Lineage:
+        answer = pipeline("releases", "publish", str(folder / served.id), *options, "--json")
+        return releases.load_release(Path(json.loads(answer.output)["path"])).lineage
+
+    assert published() == Lineage()
+    by_hand = published("--parent", served.id, "--revision", "abc")
+    assert by_hand == Lineage(parent=served.id, dataset_revision="abc")
+
+    range = RevisionRange(
+        repo="me/facts", ref="refs/heads/main", new_sha="f00", delivery_ids=("d",)
+    )
+    spec = JobSpec(command=("true",), pipeline="answers", revisions=range)
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    monkeypatch.setenv("JOB_ID", "j000007")
+    monkeypatch.setenv("JOB_DIR", str(tmp_path))
+    of_job = Lineage(
+        parent=served.id,
+        dataset="me/facts",
+        dataset_ref="refs/heads/main",
+        dataset_revision="f00",
+        job_id="j000007",
+        delivery_ids=("d",),
+    )
+    assert published() == of_job
+    # A command on its own, started for an event: the payload tells.
+    (tmp_path / "spec.json").write_text(JobSpec(command=("true",)).model_dump_json())
+    payload = tmp_path / "payload.json"
+    payload.write_text(json.dumps(dataset_update(name="me/facts")))
+    monkeypatch.setenv("WEBHOOK_PAYLOAD_FILE", str(payload))
+    assert published().dataset == "me/facts"
+    assert published().dataset_revision is not None
+    (tmp_path / "spec.json").unlink()
+    refused = pipeline("releases", "publish", str(folder / served.id))
+    assert "unset JOB_ID and JOB_DIR" in str(refused.exception)
+
+
+def with_own_token(folder: Path) -> FastAPI:
+    """The echo server, under the token of this state folder."""
+    return create_app(
+        engine=EchoEngine(),
+        settings=ServingSettings(),
+        releases_dir=folder,
+        pipeline="answers",
+        admin_token=load_tokens(Home.find().tokens_file).admin,
+    )
 
 
 def test_the_way_back_from_a_damaged_release(configure: Configure) -> None:
@@ -185,10 +299,10 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
     folder = configure(*free_ports(1))
     first = echo_release(folder, 1)
     releases.set_current(folder, first.id)
-    assert f"served last {first.id}, which has seen" in pipeline("status").output
+    assert f"served last  {first.id}, which has seen" in pipeline("status").output
     with running(echo_app(folder)) as url:
         configure(int(url.rpartition(":")[2]))
-        assert f"serves   {first.id}, which has seen" in pipeline("status").output
+        assert f"serves       {first.id}, which has seen" in pipeline("status").output
         (served,) = [each["served"] for each in status_as_json()["pipelines"]]
     assert served["is_live"] and served["dataset_revision"] == first.lineage.dataset_revision
 

@@ -19,16 +19,16 @@ from tests.stack_fixtures import free_ports
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "serving.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", DOCS, re.S)
+SERVER, ASKING, PUBLISHING = re.findall(r"```python\n(.*?)```", DOCS, re.S)
 COMMANDS = re.findall(r"```sh\n(.*?)```", DOCS, re.S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def test_the_server_block_serves(tmp_path: Path) -> None:
+def test_the_server_block_serves_and_the_client_block_asks(tmp_path: Path) -> None:
     pipeline_dir = tmp_path / ".pipeline" / "releases" / "answers"
     release = echo_release(pipeline_dir, 1)
     set_current(pipeline_dir, release.id)
-    code = BLOCKS[0].replace("port=8000", "port=0")  # whatever else runs on this machine
+    code = SERVER.replace("port=8000", "port=0")  # whatever else runs on this machine
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -41,6 +41,10 @@ def test_the_server_block_serves(tmp_path: Path) -> None:
         url = process.stdout.readline().split()[-1]
         health = httpx.get(f"{url}/health", timeout=30).json()
         assert health["release"] == release.id
+        assert process.stdout.readline().startswith(f"engine echo; answers: {release.id}")
+        asking = [sys.executable, "-c", ASKING.replace("http://127.0.0.1:8000", url)]
+        done = subprocess.run(asking, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+        assert done.stdout.endswith(f" by {release.id}\n")
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate()
@@ -48,7 +52,7 @@ def test_the_server_block_serves(tmp_path: Path) -> None:
 
 def test_the_publishing_block_publishes(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "my-checkpoint")
-    subprocess.run([sys.executable, "-c", BLOCKS[1]], cwd=tmp_path, env=ENVIRONMENT, check=True)
+    subprocess.run([sys.executable, "-c", PUBLISHING], cwd=tmp_path, env=ENVIRONMENT, check=True)
     assert len(list_releases(tmp_path / ".pipeline" / "releases" / "answers")) == 1
 
 

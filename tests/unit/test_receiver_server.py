@@ -430,7 +430,7 @@ def test_the_landing_page_says_what_is_registered_and_how_to_call_it(
         "<pre>pipeline webhooks create \\\n"
         "  --url http://testserver/webhooks/first \\\n"
         "  --watch dataset:OWNER/NAME --domain repo \\\n"
-        '  --secret "$WEBHOOK_SECRET"</pre>' in page
+        "  --secret &#34;$WEBHOOK_SECRET&#34;</pre>" in page
     )
     assert "Secret: set" in page
     assert "s3cret" not in page

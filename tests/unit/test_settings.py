@@ -73,7 +73,15 @@ def test_the_environment_overrules_the_file(file: Path, monkeypatch: pytest.Monk
         ),
         (
             '[[pipelines]]\nname = "a"\ndataset = "d"\n',
-            ["'dataset'", "got 'd'; write it as OWNER/NAME"],
+            ["'dataset'", "write it as OWNER/NAME, or as a git URL, got 'd'"],
+        ),
+        (
+            '[receiver]\npublic_url = "here"\n',
+            ["'public_url' in [receiver]: write it as http://HOST or https://HOST, got 'here'"],
+        ),
+        (
+            '[[pipelines]]\nname = "a"\ndataset = "o/d"\nbase_model = "preset:big"\n',
+            ["'base_model'", "there is no such preset, only preset:tiny"],
         ),
         (
             2 * '[[pipelines]]\nname = "a"\ndataset = "o/d"\n',
@@ -94,6 +102,31 @@ def test_a_fault_names_the_key_its_place_and_the_likely_spelling(
         load_settings()
     for word in [str(file), *words]:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("PIPELINE_HUB__PORT", "valid integer"), ("PIPELINE_HUB__PROT", "did you mean 'port'?")],
+)
+def test_a_fault_of_the_environment_is_not_blamed_on_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    file.write_text("[hub]\nport = 9001\n")
+    monkeypatch.setenv(name, "x")
+    with pytest.raises(PipelineError) as error:
+        load_settings()
+    assert str(error.value).startswith(f"{name}: ") and words in str(error.value)
+    assert str(file) not in str(error.value)
+
+
+def test_a_base_model_that_is_not_there_is_known_before_it_is_needed(tmp_path: Path) -> None:
+    def missing(base_model: str) -> str | None:
+        return FACTS.model_copy(update={"base_model": base_model}).missing_base()
+
+    (tmp_path / "config.json").write_text("{}")
+    assert [missing(each) for each in ("preset:tiny", "me/base", str(tmp_path))] == [None] * 3
+    assert "/nonexistent is not there" in str(missing("/nonexistent"))
+    assert "no config.json" in str(missing(str(tmp_path.parent)))
 
 
 def test_each_pipeline_has_a_server_port_of_its_own(file: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import PipelineError
+from pipeline.services import Service, check_port, services_of
 from pipeline.settings import load_settings
-from pipeline.stack import Service, _check_port, services_of
 
 
 @pytest.mark.parametrize("table", ["serving", "receiver"])
@@ -24,7 +24,47 @@ def test_a_busy_port_is_told_with_the_service_by_its_words() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         service = Service(
-            name="serve", arguments=("serve",), url=f"http://127.0.0.1:{port}", port_option="port"
+            name="serve",
+            arguments=("serve",),
+            url=f"http://127.0.0.1:{port}",
+            port_setting="this or that",
         )
-        with pytest.raises(PipelineError, match=f"port {port} for the completion server cannot"):
-            _check_port(service)
+        with pytest.raises(PipelineError) as refused:
+            check_port(service)
+    assert f"port {port} for the completion server cannot" in str(refused.value)
+    assert "move the completion server: this or that" in str(refused.value)
+
+
+def test_each_port_is_told_with_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    own = '[[pipelines]]\nname = "b"\ndataset = "o/d"\nport = 9000\n'
+    file.write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + own)
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    assert {each.name: each.port_setting for each in services_of(load_settings())} == {
+        "hub": "PIPELINE_HUB__PORT=…, or `port` under [hub]",
+        "serve-a": "PIPELINE_SERVING__PORT=…, or `port` under [serving]",
+        "serve-b": "`port` of b under [[pipelines]]",
+        "runner": None,
+        "receiver": "PIPELINE_RECEIVER__PORT=…, or `port` under [receiver]",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[hub]\nport = 8000\n", ("that of the hub", "that of the completion server")),
+        ("[receiver]\nport = 8070\n", ("that of the hub", "that of the receiver")),
+        ("[hub]\nport = 8071\n", ("metrics_port under [jobs]", "that of the hub")),
+    ],
+)
+def test_one_port_is_not_given_to_two(
+    text: str, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    file.write_text(text + '[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    with pytest.raises(PipelineError) as refused:
+        services_of(load_settings())
+    assert all(word in str(refused.value) for word in words), refused.value

@@ -1,0 +1,11 @@
+"""Options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+PipelineOption = Annotated[
+    str | None, typer.Option("--pipeline", help="Which one, where several are configured.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print ids only.")]

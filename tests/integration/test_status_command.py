@@ -1,0 +1,149 @@
+"""What `pipeline status` and `pipeline doctor` say of a stack that is up, with a real hub."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jobs.launchers.process import identify
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec, RevisionRange
+from pipeline.by_hand import submit
+from pipeline.cli.main import app
+from pipeline.errors import PipelineError
+from pipeline.job_store import open_job_store
+from pipeline.paths import Home
+from pipeline.settings import load_settings, settings_digest
+from pipeline.stack import StackRecord
+from serving.weights import releases
+from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
+from tests.serving_fixtures import echo_release
+from tests.stack_fixtures import free_ports
+
+pytest_plugins = ["tests.hub_plugin"]
+
+PIPELINE = '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]:
+    """The hub of a stack that this process stands for."""
+    failing: dict[str, Any] = {"delivery_schedule_seconds": (0,), "suspend_after_failures": 1}
+    with running_hub(tmp_path / "hub", **failing, probe_min_seconds=60) as hub:
+        settings, home = tmp_path / "pipeline.toml", Home(tmp_path / ".pipeline")
+        settings.write_text(PIPELINE)
+        home.root.mkdir()
+        tokens = {"hub": hub.token, "admin": "a", "webhook": "w", "key": "k"}
+        home.tokens_file.write_text(json.dumps(tokens))
+        for name, value in {
+            "PIPELINE_HOME": str(home.root),
+            "PIPELINE_SETTINGS": str(settings),
+            "PIPELINE_HUB__PORT": str(hub.settings.port),
+            "PIPELINE_SERVING__PORT": str(*free_ports(1)),
+        }.items():
+            monkeypatch.setenv(name, value)
+        me = identify(os.getpid())
+        assert me is not None
+        record = StackRecord(
+            process=me, started_at=0.0, is_ready=True, settings_digest=settings_digest()
+        )
+        home.stack_file.write_text(record.model_dump_json())
+        yield hub
+
+
+def pipeline(*arguments: str) -> str:
+    return CliRunner().invoke(app, list(arguments)).output
+
+
+def wrong() -> list[tuple[str, str]]:
+    found = json.loads(pipeline("doctor", "--json"))
+    return [(each["message"], each["next_step"]) for each in found if each["level"] == "wrong"]
+
+
+def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> None:
+    hub.create_dataset("local/facts")
+    receiver.answers = [(503, {})] * 100
+    id = hub.api.create_webhook(
+        url=receiver.url, watched=[{"type": "dataset", "name": "local/facts"}]
+    ).id
+    assert json.loads(pipeline("status", "--json"))["suspended_webhooks"] == []
+    hub.request("POST", f"/api/settings/webhooks/{id}/test")
+
+    def suspended() -> Any:
+        return json.loads(pipeline("status", "--json"))["suspended_webhooks"]
+
+    wait_until(lambda: suspended() == [{"id": id, "url": receiver.url}])
+    assert f"! webhook {id} is suspended" in pipeline("status")
+    assert any(f"{id} is suspended" in message for message, _ in wrong())
+
+
+def test_settings_that_changed_are_loud_and_comments_are_none(hub: RunningHub) -> None:
+    hub.create_dataset("local/facts")
+    file = Path(os.environ["PIPELINE_SETTINGS"])
+    file.write_text("# a comment\n" + PIPELINE)
+    assert json.loads(pipeline("status", "--json"))["notices"] == []
+    file.write_text(PIPELINE + "keep = 9\n")
+    assert f"! {file} has changed since the stack was started" in pipeline("status")
+    (advice,) = [next_step for message, next_step in wrong() if "has changed" in message]
+    assert advice == "pipeline down && pipeline up --detach"
+
+
+def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    remote, worktree = hub.create_dataset("local/facts"), tmp_path / "facts"
+    hub.git("clone", "--quiet", remote, str(worktree), cwd=tmp_path)
+    (worktree / "README.md").write_text("about the rows\n")
+    hub.git("add", ".", cwd=worktree)
+    hub.git("commit", "--quiet", "-m", "words", cwd=worktree)
+    hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
+    head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
+    folder = Home.find().releases_dir / "facts"
+    releases.set_current(folder, echo_release(folder, 1).id)
+
+    assert f"behind the head {head[:12]}\n" in pipeline("status")
+    range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
+    with open_job_store(load_settings(), Home.find()) as store:
+        store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
+        job = store.claim("me", 60)
+        assert job is not None
+        store.finish(job.id, "me", JobOutcome(result="unchanged"))
+    assert f"behind the head {head[:12]}, which changes no row\n" in pipeline("status")
+
+
+def test_another_service_on_the_servers_port_serves_nothing(
+    hub: RunningHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.create_dataset("local/facts")
+    monkeypatch.setenv("PIPELINE_SERVING__PORT", str(hub.settings.port))
+    assert "  serves       nothing yet\n" in pipeline("status")
+
+
+def test_doctor_tells_how_to_accept_what_the_gate_refused(hub: RunningHub) -> None:
+    with open_job_store(load_settings(), Home.find()) as store:
+        store.submit(JobSpec(command=("true",), pipeline="facts"))
+        job = store.claim("me", 60)
+        assert job is not None
+        store.finish(job.id, "me", JobOutcome(result="rejected", reason="worse"))
+    (advice,) = [next_step for message, next_step in wrong() if "worse" in message]
+    assert 'pipeline jobs run --force --reason "…"' in advice
+
+
+def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
+    hub: RunningHub,
+) -> None:
+    hub.create_dataset("local/facts")
+    home, settings = Home.find(), load_settings()
+
+    def refused(revision: str | None) -> str:
+        with open_job_store(settings, home) as store, pytest.raises(PipelineError) as error:
+            facts = settings.pipeline(None)
+            submit(store, home, settings, hub_url=hub.url, pipeline=facts, revision=revision)
+        return str(error.value)
+
+    assert "has no commit 'deadbeef'; push it, or leave --revision out" in refused("deadbeef")
+    assert "push" in refused(None) and "--revision" not in refused(None)

@@ -1,0 +1,90 @@
+"""`pipeline init` and `pipeline env`: which folder they mean; what `pipeline up` refuses."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli.main import app
+from pipeline.errors import PipelineError
+
+INIT = ("init", "--name", "notes", "--dataset", "local/notes")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("PIPELINE_HOME", raising=False)
+    monkeypatch.delenv("PIPELINE_SETTINGS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_init_writes_into_the_current_folder_whatever_the_shell_is_set_to(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = CliRunner().invoke(app, INIT)
+    assert first.output.endswith("with: pipeline up\n")
+    written = (folder / "pipeline.toml").read_text()
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(folder / "pipeline.toml"))
+    monkeypatch.setenv("PIPELINE_HOME", str(folder / ".pipeline"))
+    assert CliRunner().invoke(app, [*INIT, "--force"]).output.endswith("with: pipeline up\n")
+
+    (folder / "two").mkdir()
+    monkeypatch.chdir(folder / "two")
+    second = CliRunner().invoke(app, ["init", "--name", "two", "--dataset", "local/two"])
+    assert 'name = "two"' in (folder / "two" / "pipeline.toml").read_text()
+    assert (folder / "pipeline.toml").read_text() == written
+    assert second.output.endswith("unset PIPELINE_HOME PIPELINE_SETTINGS && pipeline up\n")
+
+
+def test_init_overwrites_on_request_only(folder: Path) -> None:
+    CliRunner().invoke(app, INIT)
+    refused = CliRunner().invoke(app, INIT)
+    assert isinstance(refused.exception, PipelineError)
+    assert "overwrite it with --force" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("--name", "my notes", "--dataset", "local/notes"),
+            "--name 'my notes': a name has letters",
+        ),
+        (("--name", "notes", "--dataset", "notes"), "--dataset 'notes': write it as OWNER/NAME"),
+        ((*INIT[1:], "--base-model", "preset:big"), "--base-model 'preset:big': there is no such"),
+    ],
+)
+def test_init_says_in_words_what_is_wrong(
+    folder: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    refused = CliRunner().invoke(app, ["init", *arguments])
+    assert words in str(refused.exception)
+    assert "^" not in str(refused.exception)
+
+
+def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
+    refused = CliRunner().invoke(app, ["env"])
+    assert isinstance(refused.exception, PipelineError)
+    assert f"no pipeline.toml in {folder}" in str(refused.exception)
+    assert list(folder.iterdir()) == []
+    CliRunner().invoke(app, INIT)
+    assert f"export PIPELINE_HOME={folder}/.pipeline\n" in CliRunner().invoke(app, ["env"]).output
+
+
+@pytest.mark.parametrize("detach", [(), ("--detach",)])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('base_model = "/nonexistent"\n', "/nonexistent is not there"),
+        ("port = 7860\n", "port 7860 is both that of the completion server and"),
+    ],
+)
+def test_up_refuses_what_cannot_go_well_and_starts_nothing(
+    folder: Path, text: str, words: str, detach: tuple[str, ...]
+) -> None:
+    (folder / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + text)
+    refused = CliRunner().invoke(app, ["up", *detach])
+    assert isinstance(refused.exception, PipelineError)
+    assert words in str(refused.exception)
+    assert [each.name for each in folder.iterdir()] == ["pipeline.toml"]

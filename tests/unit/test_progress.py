@@ -1,0 +1,67 @@
+"""Following a job: what is shown of it, and for how long each part of it took."""
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jobs.spec import JobSpec
+from jobs.store import JobStore
+from pipeline.cli.progress import follow
+from pipeline.paths import Home
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    home = Home(tmp_path)
+    home.jobs_dir.mkdir()
+    return home
+
+
+def shown(store: JobStore, job_id: str, home: Home, *, terminal: bool) -> list[str]:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=80, highlight=False)
+    follow(store, job_id, home, console, deadline=time.monotonic())
+    return [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
+
+
+def claim(store: JobStore) -> str:
+    store.submit(JobSpec(command=("sleep", "100")))
+    job = store.claim("me", 60)
+    assert job is not None
+    return job.id
+
+
+def test_a_command_that_runs_does_not_wait(home: Home) -> None:
+    with JobStore.open(home.jobs_database) as store:
+        job_id = claim(store)
+        lines = shown(store, job_id, home, terminal=True)
+    assert any(re.search(r"\brunning\b", line) for line in lines), lines
+    assert not any("train" in line for line in lines)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_stages_have_the_times_of_the_job_and_not_of_who_looks(home: Home, terminal: bool) -> None:
+    with JobStore.open(home.jobs_database) as store:
+        job_id = claim(store)
+        now = time.time()
+        folder = home.jobs_dir / job_id
+        folder.mkdir()
+        events = (
+            {"time": now, "stage": "train", "event": "start"},
+            {"time": now, "stage": "train", "event": "step", "step": 2, "steps": 4, "loss": 1.5},
+            {"time": now + 83.0, "stage": "train", "event": "end", "seconds": 83.0},
+        )
+        text = "".join(json.dumps(event) + "\n" for event in events)
+        (folder / "metrics.jsonl").write_text(text)
+        store.finish(job_id, "me", None)
+        lines = shown(store, job_id, home, terminal=terminal)
+    (train,) = [line for line in lines if "train" in line][-1:]
+    assert ("0:01:23" if terminal else "83.0 s") in train
+    assert "loss 1.500" in train
+    if not terminal:
+        assert [line.split()[0] for line in lines] == ["waiting", "train"]

@@ -1,0 +1,41 @@
+"""From the settings of a pipeline to the jobs of its commits."""
+
+from pathlib import Path
+
+import pytest
+
+from jobs.spec import RevisionRange
+from pipeline.paths import Home
+from pipeline.rules import retrain_rule
+from pipeline.settings import PipelineSettings, Settings
+
+
+@pytest.fixture(autouse=True)
+def settings_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+
+
+def test_a_trainer_of_ones_own_runs_in_place_of_the_retraining(tmp_path: Path) -> None:
+    range = RevisionRange(repo="o/d", ref="refs/heads/main", new_sha="f" * 40)
+
+    def command(own: tuple[str, ...] | None) -> tuple[str, ...]:
+        pipeline = PipelineSettings(name="a", dataset="o/d", command=own)
+        settings = Settings.model_construct(pipelines=(pipeline,))
+        return retrain_rule(settings, Home(tmp_path), pipeline).job_spec(range).command
+
+    assert command(("./train.sh", "fast")) == (f"{tmp_path}/train.sh", "fast")
+    assert command(("/bin/sh", "x/y")) == ("/bin/sh", "x/y")
+    assert command(("sh", "x/y")) == ("sh", "x/y")
+    assert command(None)[1:] == ("-m", "pipeline.retrain")
+
+
+def test_a_relative_base_model_is_beside_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "own" / "base").mkdir(parents=True)
+
+    def told(base_model: str) -> object:
+        pipeline = PipelineSettings(name="a", dataset="o/d", base_model=base_model)
+        settings = Settings.model_construct(pipelines=(pipeline,))
+        return retrain_rule(settings, Home(tmp_path), pipeline).settings["base_model"]
+
+    assert told("own/base") == told("./own/base") == f"{tmp_path}/own/base"
+    assert [told(each) for each in ("me/base", "preset:tiny")] == ["me/base", "preset:tiny"]
