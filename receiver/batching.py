@@ -18,15 +18,20 @@ class Batches(Generic[Item, Result]):
         self._write = write
         self._arrived: list[tuple[Item, asyncio.Future[Result]]] = []
         self._writing: asyncio.Task[None] | None = None
+        self._added_at = 0.0
 
-    async def written(self, *, within_seconds: float) -> None:
-        """Return when nothing waits to be written, or after that time."""
-        if self._writing is not None:
-            await asyncio.wait({self._writing}, timeout=within_seconds)
+    async def quiet(self, *, for_seconds: float, within_seconds: float) -> None:
+        """Return when nothing was added for so long, or after the second time in any case."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within_seconds
+        while (wait := min(self._added_at + for_seconds, deadline) - loop.time()) > 0:
+            await asyncio.sleep(wait)
 
     async def add(self, item: Item) -> Result:
         """Its result, when the batch that it went into is written."""
-        result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Result] = loop.create_future()
+        self._added_at = loop.time()
         self._arrived.append((item, result))
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write_all())

@@ -27,8 +27,9 @@ _logger = logging.getLogger(__name__)
 MAX_AT_WORK = 8
 LONGEST_PAUSE_SECONDS = 600.0
 FORGET_SECONDS = 3600.0
-YIELD_SECONDS = 0.1
-"""Senders that wait for their answer go before handlers that wait for their call, so long."""
+QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
+"""Senders that wait for their answer go before handlers that wait for their call: these begin when
+nothing arrived for the first time, or after the second."""
 
 
 class DurableDeliveries:
@@ -128,7 +129,7 @@ class DurableDeliveries:
             if log is None:  # until there is a durable handler
                 await self._wake.wait()
                 continue
-            await self._batches.written(within_seconds=YIELD_SECONDS)
+            await self._batches.quiet(for_seconds=QUIET_SECONDS, within_seconds=YIELD_SECONDS)
             now = time.time()
             if now >= forget_at:
                 await self._in_thread(log.forget, now)
