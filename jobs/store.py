@@ -278,6 +278,23 @@ class JobStore:
         with reading(self._engine) as connection:
             return fetch(connection, number_of(job_id))
 
+    def list_ended(self, since: float, *, among: int) -> list[Job]:
+        """Those of the newest `among` jobs that ended at `since` or later, in that order."""
+        newest = select(func.max(JOBS.c.number)).scalar_subquery()
+        query = (
+            select(JOBS)
+            .where(JOBS.c.number > newest - among, JOBS.c.ended_at >= since)
+            .order_by(JOBS.c.ended_at, JOBS.c.number)
+        )
+        with reading(self._engine) as connection:
+            return [record(row) for row in connection.execute(query)]
+
+    def ids_ended_before(self, moment: float) -> list[str]:
+        """Oldest first. The jobs themselves are not read: there may be any number of them."""
+        query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)
+        with reading(self._engine) as connection:
+            return [job_id_of(number) for number in connection.scalars(query)]
+
     def list(
         self,
         pipeline: str | None = None,

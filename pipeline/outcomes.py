@@ -50,10 +50,10 @@ class Outcomes:
         told = self._told()
         ended = [
             job
-            for job in self._store.list(limit=NUM_WATCHED)
-            if job.ended_at is not None and (job.ended_at, job.id) > (told.ended_at, told.job_id)
+            for job in self._store.list_ended(told.ended_at, among=NUM_WATCHED)
+            if (job.ended_at, job.id) > (told.ended_at, told.job_id)
         ]
-        for job in sorted(ended, key=lambda job: (job.ended_at, job.id)):
+        for job in ended:
             for follower in self._followers:
                 try:
                     follower(job)

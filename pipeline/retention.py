@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from jobs.folder import STALE
-from jobs.record import Job
 from jobs.store import JobStore
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 
@@ -31,10 +30,10 @@ def prune_job_folders(
     """
     before = time.time() - 86400 * keep_days
     removed = []
-    for job in store.list():
-        if _ended_before(job, before) and job.id not in kept and (jobs_dir / job.id).is_dir():
-            shutil.rmtree(jobs_dir / job.id)
-            removed.append(job.id)
+    for job_id in store.ids_ended_before(before):
+        if job_id not in kept and (jobs_dir / job_id).is_dir():
+            shutil.rmtree(jobs_dir / job_id)
+            removed.append(job_id)
     for folder in jobs_dir.glob(f"j*{STALE}*"):
         if folder.stat().st_mtime < before:
             shutil.rmtree(folder)
@@ -42,7 +41,3 @@ def prune_job_folders(
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
     return removed
-
-
-def _ended_before(job: Job, moment: float) -> bool:
-    return job.ended_at is not None and job.ended_at < moment

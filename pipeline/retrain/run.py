@@ -6,6 +6,7 @@ again skips what its records show to be done.
 
 import logging
 import shutil
+from pathlib import Path
 
 from jobs.outcome import JobOutcome
 from pipeline.retrain import job_folder
@@ -17,8 +18,9 @@ from pipeline.retrain.parent import Parent, find_parent, load_parent
 from pipeline.retrain.promote import promote
 from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
+from serving.errors import ReleaseError
 from serving.weights.release import Lineage, Release
-from serving.weights.releases import list_releases, prune
+from serving.weights.releases import load_release, prune, release_ids
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +64,29 @@ def _published_before(job: Job) -> Release | None:
     snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
     if snapshot is None:
         return None  # the releases of this id are of another database's job
-    mine = [
-        release
-        for release in list_releases(job.pipeline_dir)
-        if release.lineage.job_id == job.id
-        and release.lineage.dataset_revision == snapshot.revision.sha
-    ]
-    if not mine:
+    mine = _newest_of_a_job(job.pipeline_dir)
+    if (
+        mine is None
+        or mine.lineage.job_id != job.id
+        or mine.lineage.dataset_revision != snapshot.revision.sha
+    ):
         return None
-    job_folder.write_record(job.dir / job_folder.RELEASE, mine[-1])
-    job.learned(
-        dataset_revision=mine[-1].lineage.dataset_revision, parent_release=mine[-1].lineage.parent
-    )
-    return mine[-1]
+    job_folder.write_record(job.dir / job_folder.RELEASE, mine)
+    job.learned(dataset_revision=mine.lineage.dataset_revision, parent_release=mine.lineage.parent)
+    return mine
+
+
+def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
+    """Jobs of a pipeline run one after another, so all others are of earlier jobs or of none."""
+    for release_id in reversed(release_ids(pipeline_dir)):
+        try:
+            release = load_release(pipeline_dir / release_id)
+        except ReleaseError as error:
+            logger.warning("passed over: %s", error)
+            continue
+        if release.lineage.job_id is not None:
+            return release
+    return None
 
 
 def _snapshot(job: Job) -> tuple[DatasetSnapshot, Parent | None]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import httpx
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.retrain import job_folder
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.parent import Parent
 from pipeline.retrain.reading import SUFFIXES, is_data_file
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 60.0
 """How long a hub that does not answer is asked again: one that was killed is back by then."""
 RETRY_SECONDS = 1.0
+FOLLOWED = "followed.json"
+"""In the cache of the pipeline: a `Followed`."""
 
 
 class Revision(BaseModel):
@@ -52,6 +55,15 @@ class DatasetSnapshot(BaseModel):
         return all(
             (revision.folder / file).is_file() for revision in revisions for file in revision.files
         )
+
+
+class Followed(BaseModel):
+    """How far the history has been followed: one of its commits, and a later one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ancestor: str
+    descendant: str
 
 
 class DatasetHub:
@@ -102,9 +114,22 @@ class DatasetHub:
         return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, found))))
 
     def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether `old` is in the history of `new`; asks for older commits until it is found."""
+        """Whether `old` is in the history of `new`; asks for older commits until it is found.
+
+        A commit that an earlier call found to come after `old` is as good, and much nearer where
+        many commits have changed no row.
+        """
+        followed_file = self._cache_dir / FOLLOWED
+        followed = job_folder.read_record(followed_file, Followed)
+        ends = {old}
+        if followed is not None and followed.ancestor == old:
+            ends.add(followed.descendant)
         with _translated(f"the history of {new} in {self.dataset}", self._endpoint):
-            return any(sha == old for sha in self._history(new))
+            found = not ends.isdisjoint(self._history(new))
+        if found:
+            self._cache_dir.mkdir(parents=True, exist_ok=True)
+            job_folder.write_record(followed_file, Followed(ancestor=old, descendant=new))
+        return found
 
     def forget_others(self, *shas: str) -> None:
         """Remove all downloaded revisions but these."""

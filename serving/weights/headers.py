@@ -8,11 +8,13 @@ import hashlib
 import json
 import math
 import mmap
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from serving.errors import ReleaseError
+from serving.weights.digests import ShardDigests
 from serving.weights.release import FileEntry, TensorEntry
 
 DTYPE_BYTES = {
@@ -58,25 +60,25 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
     """Size and sha256 of a safetensors file and of each tensor in it. Raises ReleaseError."""
     header = read_header(path)
-    tensors = {}
-    whole = hashlib.sha256()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        data = memoryview(mapped)
-        try:
-            first = min((entry.begin for entry in header.values()), default=len(data))
-            whole.update(data[:first])
-            for name, entry in header.items():
-                with data[entry.begin : entry.end] as content:
-                    whole.update(content)
-                    tensors[name] = TensorEntry(
-                        file=path.name,
-                        dtype=entry.dtype,
-                        shape=entry.shape,
-                        sha256=hashlib.sha256(content).hexdigest(),
-                    )
-        finally:
-            data.release()
-    return FileEntry(size=path.stat().st_size, sha256=whole.hexdigest()), tensors
+    with path.open("rb") as file, ExitStack() as stack:
+        # Left in the opposite order: nothing may look into a mapping that closes.
+        mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        data = stack.enter_context(memoryview(mapped))
+        parts = {
+            name: stack.enter_context(data[entry.begin : entry.end])
+            for name, entry in header.items()
+        }
+        first = min((entry.begin for entry in header.values()), default=len(data))
+        start = stack.enter_context(data[:first])
+        with ShardDigests() as digests:
+            digests.add(start)
+            for name, content in parts.items():
+                digests.add_tensor(name, content)
+            whole, sha256 = digests.finish()
+    return whole, {
+        name: TensorEntry(file=path.name, dtype=entry.dtype, shape=entry.shape, sha256=sha256[name])
+        for name, entry in header.items()
+    }
 
 
 def digest_file(path: Path) -> FileEntry:

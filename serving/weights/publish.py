@@ -55,7 +55,8 @@ def publish_state_dict(
     """Publish weights from memory with the config and tokenizer files of `files_dir`.
 
     `pipeline_dir` is `<home>/releases/<pipeline>`, made if need be; the release's folder is
-    `pipeline_dir / release.id`. Memory: `tensors` and no more (one shard more for `bin`).
+    `pipeline_dir / release.id`. Memory: `tensors`, and at most one shard of copies: of tensors that
+    are not contiguous or not on the CPU, or for `bin`.
     Raises ReleaseError, and NotEnoughSpace before or while writing; then nothing is left behind.
     """
     from serving.weights import shards
@@ -185,15 +186,19 @@ def _copy_weights(source: Path, weight_map: dict[str, str], folder: Path) -> Sto
         format: WeightsFormat = "bin" if sources[0].endswith(".bin") else "safetensors"
         renamed[sources[0]] = shard_name(1, 1, format)
     for shard, name in renamed.items():
-        _copy(source / shard, folder / name)
+        _copy_bytes(source / shard, folder / name)
     return digest_weights(folder, {name: renamed[shard] for name, shard in weight_map.items()})
 
 
 def _copy(source: Path, target: Path) -> FileEntry:
+    _copy_bytes(source, target)
+    return digest_file(target)
+
+
+def _copy_bytes(source: Path, target: Path) -> None:
     shutil.copyfile(source, target)
     with target.open("rb") as file:
         os.fsync(file.fileno())
-    return digest_file(target)
 
 
 def _write(path: Path, text: str) -> FileEntry:

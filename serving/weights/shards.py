@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serving.errors import ReleaseError
+from serving.weights.digests import ShardDigests
 from serving.weights.index import (
     IndexMetadata,
     StoredWeights,
@@ -82,16 +83,10 @@ def write_shards(
     entries: dict[str, TensorEntry] = {}
     for number, names in enumerate(groups, start=1):
         file = shard_name(number, len(groups), format)
-        with (folder / file).open("wb") as raw:
-            out = _HashingFile(raw)
-            shard = {name: stored[name].detach() for name in names}
-            if format == "safetensors":
-                digests = _write_safetensors(shard, out)
-            else:
-                digests = _write_bin(shard, out)
-            raw.flush()
-            os.fsync(raw.fileno())
-        files[file] = FileEntry(size=out.size, sha256=out.hash.hexdigest())
+        shard = {name: stored[name].detach() for name in names}
+        write = _write_safetensors if format == "safetensors" else _write_bin
+        with (folder / file).open("wb") as out:
+            files[file], digests = write(shard, out)
         for name in names:
             entries[name] = TensorEntry(
                 file=file,
@@ -163,7 +158,9 @@ def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list
     yield names
 
 
-def _write_safetensors(tensors: dict[str, torch.Tensor], out: "_HashingFile") -> dict[str, str]:
+def _write_safetensors(
+    tensors: dict[str, torch.Tensor], out: BinaryIO
+) -> tuple[FileEntry, dict[str, str]]:
     # Widest dtype first: then every tensor is aligned to its own element size, as readers expect.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -178,26 +175,35 @@ def _write_safetensors(tensors: dict[str, torch.Tensor], out: "_HashingFile") ->
         position += tensor.nbytes
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    out.write(len(encoded).to_bytes(8, "little"))
-    out.write(encoded)
-    digests = {}
-    for name in names:
-        content = tensor_bytes(tensors[name])
-        out.write(content)
-        digests[name] = hashlib.sha256(content).hexdigest()
-    return digests
+    start = len(encoded).to_bytes(8, "little") + encoded
+    with ShardDigests() as digests:
+        digests.add(start)
+        out.write(start)
+        for name in names:
+            content = tensor_bytes(tensors[name])
+            digests.add_tensor(name, content)
+            out.write(content)
+        _fsync(out)
+        return digests.finish()
 
 
-def _write_bin(tensors: dict[str, torch.Tensor], out: "_HashingFile") -> dict[str, str]:
+def _write_bin(tensors: dict[str, torch.Tensor], out: BinaryIO) -> tuple[FileEntry, dict[str, str]]:
     # torch.save writes the whole storage behind a view, so a view is copied first.
     whole = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    torch.save(whole, cast(IO[bytes], out))
-    return {
+    hashing = _HashingFile(out)
+    torch.save(whole, cast(IO[bytes], hashing))
+    _fsync(out)
+    return FileEntry(size=hashing.size, sha256=hashing.hash.hexdigest()), {
         name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in whole.items()
     }
+
+
+def _fsync(out: BinaryIO) -> None:
+    out.flush()
+    os.fsync(out.fileno())
 
 
 def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
@@ -245,7 +251,7 @@ class _SafetensorsShard(Mapping[str, torch.Tensor]):
 
 
 class _HashingFile:
-    """Hashes what is written, in the same pass."""
+    """Hashes what is written, in the same pass: torch.save frees it as soon as it is written."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw

@@ -58,16 +58,13 @@ class LiveStack:
         return {folder.name for folder in (self.workplace.home / "jobs").glob("j[0-9]*")}
 
     def first_line(self, known: set[str]) -> tuple[Path, float]:
-        """The folder of the job that is not `known`, and when its log got its first line."""
+        """The folder of the job after all that are `known`, and when its log got its first line."""
         deadline = time.perf_counter() + LIMIT_SECONDS
-        jobs_dir = self.workplace.home / "jobs"
-        folder = None
+        # Jobs count up. To list their folders again and again would cost more the more there are.
+        last = max((int(name[1:]) for name in known if name[1:].isdigit()), default=0)
+        folder = self.workplace.home / "jobs" / f"j{last + 1:06d}"
         while time.perf_counter() < deadline:
-            if folder is None:
-                names = set(os.listdir(jobs_dir)) - known
-                found = [name for name in names if name[0] == "j" and name[1:].isdigit()]
-                folder = jobs_dir / found[0] if found else None
-            if folder is not None and _size(folder / "log.txt"):
+            if _size(folder / "log.txt"):
                 return folder, time.perf_counter()
             time.sleep(POLL_SECONDS)
         raise RuntimeError(f"no job has written a line\n{self.workplace.logs()}")

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights import publish, shards
+from serving.weights import publish
 from serving.weights.index import WeightsFormat, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release
@@ -248,14 +248,14 @@ def test_too_small_a_disk_is_seen_before_writing(
 def test_a_disk_that_fills_up_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = shards._HashingFile.write
+    real = os.fsync
 
-    def full(self: shards._HashingFile, content: bytes) -> int:
-        if self.size > 4_000:
+    def full(descriptor: int) -> None:
+        if os.fstat(descriptor).st_size > 4_000:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, content)
+        real(descriptor)
 
-    monkeypatch.setattr(shards._HashingFile, "write", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NotEnoughSpace, match="filled up"):
         published(tmp_path)
     assert [p.name for p in (tmp_path / "releases" / "answers").iterdir()] == [".lock"]

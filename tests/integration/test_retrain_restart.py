@@ -14,6 +14,7 @@ from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import read_record
 from pipeline.retrain.metrics import read_metrics
 from pipeline.retrain.rows import Row
+from serving.weights.publish import publish_folder
 from serving.weights.releases import load_release, release_ids
 from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
 
@@ -74,6 +75,19 @@ def test_a_job_that_had_published_only_promotes(tmp_path: Path, lost: tuple[str,
     assert release_ids(pipeline.dir) == [first.release]
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     assert {metric.stage for metric in metrics} == {"promote"}
+
+
+def test_it_finds_its_release_below_those_that_no_job_made(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500})
+    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
+    first = pipeline.run(folder)
+    assert first.release is not None
+    publish_folder(pipeline.dir, pipeline.dir / first.release)
+    (pipeline.dir / "r000003-00000000").mkdir()
+    for name in ("outcome.json", "release.json"):
+        (folder / name).unlink()
+    assert pipeline.run(folder).release == first.release
+    assert len(release_ids(pipeline.dir)) == 3
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,24 @@ def test_a_delivery_that_was_absorbed_answers_with_the_job_that_absorbed_it(
     assert store.submit(spec("c", "b"), delivery=delivery("d2")).job.id == first.job.id
 
 
+def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Clock) -> None:
+    ids = []
+    for number, seconds in enumerate((0, 5, 5)):
+        job = store.submit(spec(f"{number}")).job
+        clock.now += seconds
+        store.claim("me", 60)
+        store.finish(job.id, "me", DONE)
+        ids.append(job.id)
+    store.submit(spec("runs"))
+    began = clock.now - 10
+    assert [job.id for job in store.list_ended(began, among=100)] == ids
+    assert [job.id for job in store.list_ended(began + 5, among=100)] == ids[1:]
+    assert [job.id for job in store.list_ended(began, among=2)] == ids[2:]
+    assert store.list_ended(clock.now + 1, among=100) == []
+    assert store.ids_ended_before(clock.now) == ids[:2]
+    assert store.ids_ended_before(began) == []
+
+
 def test_an_ignored_delivery_is_remembered_with_its_reason(store: JobStore) -> None:
     store.ignore(delivery("d1"), "A tag is not trained on.")
     store.ignore(delivery("d1"), "another reason")
