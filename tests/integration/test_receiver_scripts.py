@@ -179,9 +179,11 @@ def slow(payload: WebhookPayload):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 0)]
+)
 def test_a_signal_lets_a_handler_that_is_at_work_finish(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     with (
         running(tmp_path, on_port(SLOW_SCRIPT, free_port())) as (url, _, process),
@@ -192,7 +194,7 @@ def test_a_signal_lets_a_handler_that_is_at_work_finish(
         assert "at work" in (line.strip() for line in process.stdout)
         process.send_signal(number)
         assert answer.result().json() == "done"
-        assert process.wait(30) == 0
+        assert process.wait(30) == code
         with pytest.raises(httpx.ConnectError):
             httpx.get(url)
 

@@ -115,7 +115,8 @@ def test_up_in_a_read_only_folder_says_so(tmp_path: Path) -> None:
     try:
         workplace.run("env")  # makes the tokens
         mount("-o", "remount,ro", str(workplace.home))
-        for command in (["up"], ["up", "--detach"], ["jobs", "ls"]):
+        assert workplace.run("jobs", "ls") == "No job yet.\n", "who only reads needs no more"
+        for command in (["up"], ["up", "--detach"]):
             done = subprocess.run(
                 [sys.executable, "-m", "pipeline", *command],
                 env=workplace.env,
