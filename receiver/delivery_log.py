@@ -5,7 +5,7 @@ A row is on disk before its sender is answered. Headers that carry a proof are n
 
 import json
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -127,12 +127,13 @@ class DeliveryLog:
         )
         return set(found)
 
-    def due(self, now: float) -> list[StoredDelivery]:
-        """The deliveries whose handler is to be called, longest waiting first."""
+    def due(self, now: float, paths: Collection[str]) -> list[StoredDelivery]:
+        """The deliveries to these paths whose handler is to be called, longest waiting first."""
         rows = self._connection.execute(
             "SELECT path, id, headers, body, attempts FROM deliveries"
-            " WHERE due_at <= ? ORDER BY due_at, received_at LIMIT 100",
-            (now,),
+            f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))})"
+            " ORDER BY due_at, received_at LIMIT 100",
+            (now, *paths),
         )
         return [
             StoredDelivery(

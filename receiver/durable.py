@@ -159,8 +159,8 @@ class DurableDeliveries:
     async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
         found = [
             delivery
-            for delivery in await self._in_thread(log.due, now)
-            if (delivery.path, delivery.id) not in self._known and delivery.path in self._handlers
+            for delivery in await self._in_thread(log.due, now, list(self._handlers))
+            if (delivery.path, delivery.id) not in self._known
         ]
         self._known.update((delivery.path, delivery.id) for delivery in found)
         return found

@@ -9,7 +9,6 @@ from typing import Any
 import anyio.to_thread
 from fastapi import Request
 
-from jobs.errors import StoreError
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobRequest, JobStore
 from receiver.batching import Batches
@@ -93,13 +92,7 @@ class _Event:
 
 
 def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
-    try:
-        jobs = iter(store.submit_all([one for event in events for one in event.requests()]))
-    except StoreError:
-        if len(events) == 1:
-            raise
-        # It may be one of them that the database does not take: the others must not go with it.
-        return [answer for event in events for answer in _store_events(store, [event])]
+    jobs = iter(store.submit_all([one for event in events for one in event.requests()]))
     answers: list[Answer] = []
     for event in events:
         if isinstance(event.decision, str):

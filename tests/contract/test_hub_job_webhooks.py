@@ -199,10 +199,11 @@ def test_what_nobody_foresaw_holds_a_delivery_up_and_loses_none(
     hub: RunningHub, store: JobStore, worktree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(store)
-    hub.api.create_webhook(job_id=source, watched=WATCHED)
+    created = hub.api.create_webhook(job_id=source, watched=WATCHED)
     with monkeypatch.context() as broken:
         calls: list[object] = []
         broken.setattr(store, "submit", lambda *args, **kwargs: calls.append(args))
         push(hub, worktree, "one")
         wait_until(lambda: calls)
-    wait_until(lambda: len(copies(store, source)) == 1)
+    wait_until(lambda: [one["status"] for one in hub.deliveries(created.id)] == ["delivered"])
+    assert len(copies(store, source)) == 1

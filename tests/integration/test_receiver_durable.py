@@ -221,11 +221,12 @@ def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> 
         headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1"}
         delivery = NewDelivery(path="/x", id="d1", headers=headers, body=b"private")
         assert log.add([delivery, delivery], now=1000.0) == [True, False]
-        (delivery,) = log.due(1000.0)
+        (delivery,) = log.due(1000.0, ["/x"])
         assert delivery.headers == {"webhook-id": "d1"}
+        assert log.due(1000.0, ["/y"]) == [], "of another handler, or of none yet"
         log.settle([EndedCall(path="/x", id="d1", due_at=1010.0)])
-        assert (log.due(1009.0), log.next_due_at(1009.0)) == ([], 1010.0)
-        (again,) = log.due(1010.0)
+        assert (log.due(1009.0, ["/x"]), log.next_due_at(1009.0)) == ([], 1010.0)
+        (again,) = log.due(1010.0, ["/x"])
         assert again.attempts == 1
         log.settle([EndedCall(path="/x", id="d1", due_at=None)])
         assert log.next_due_at(1010.0) is None

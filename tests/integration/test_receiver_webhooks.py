@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 
 from receiver import webhooks
 from receiver.errors import NotAllowed, WebhookApiError, WebhookNotFound
-from receiver.webhooks import WatchedItem
 from tests.receiver_fixtures import serve  # noqa: F401
 
 URL = "http://127.0.0.1:7860/webhooks/retrain"
@@ -84,38 +83,6 @@ def hub() -> FastAPI:
 @pytest.fixture
 def at(hub: FastAPI, serve: Callable[[ASGIApp], str]) -> dict[str, str]:
     return {"endpoint": serve(hub), "token": "hub-token"}
-
-
-def test_a_webhooks_life(at: dict[str, str]) -> None:
-    made = webhooks.create_webhook(
-        url=URL,
-        watched=["dataset:acme/answers", {"type": "org", "name": "acme"}],
-        domains=["repo"],
-        secret="s3cret",
-        **at,
-    )
-    assert (made.url, made.status, made.secret) == (URL, "enabled", "s3cret")
-    assert made.watched == (
-        WatchedItem(type="dataset", name="acme/answers"),
-        WatchedItem(type="org", name="acme"),
-    )
-    assert made.domains == ("repo",)
-    assert "s3cret" not in repr(made)
-
-    kept = made.model_copy(update={"secret": None})
-    assert webhooks.list_webhooks(**at) == (kept,)
-    assert webhooks.get_webhook(made.id, **at) == kept
-
-    moved = webhooks.update_webhook(made.id, url=URL + "2", **at)
-    assert moved == kept.model_copy(update={"url": URL + "2"}), "the rest is left alone"
-    watching = webhooks.update_webhook(made.id, watched=["user:ann"], **at)
-    assert [str(item) for item in watching.watched] == ["user:ann"]
-
-    assert webhooks.disable_webhook(made.id, **at).status == "disabled"
-    assert webhooks.get_webhook(made.id, **at).status == "disabled"
-    assert webhooks.enable_webhook(made.id, **at).status == "enabled"
-    webhooks.delete_webhook(made.id, **at)
-    assert webhooks.list_webhooks(**at) == ()
 
 
 def test_a_suspension_is_told_apart_from_a_disabled_webhook(
