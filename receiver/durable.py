@@ -6,6 +6,7 @@ At least once: a handler that was at work when the process died is called again.
 import asyncio
 import contextlib
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -51,6 +52,7 @@ class DurableDeliveries:
         self._batches = Batches(self._store)
         self._known: set[tuple[str, str]] = set()
         """Deliveries that wait for their call, are at work, or whose end is not written yet."""
+        self._waiting: deque[StoredDelivery] = deque()
         self._at_work: set[asyncio.Task[None]] = set()
         self._ended: list[EndedCall] = []
 
@@ -108,12 +110,15 @@ class DurableDeliveries:
                 if late:
                     await asyncio.wait(late)
             self._known.clear()
+            self._waiting.clear()
             self._loop = None
             if self._log is not None:
-                self._log.settle(self._ended)
-                self._ended = []
-                self._log.close()
-                self._log = None
+                try:
+                    self._log.settle(self._ended)
+                finally:
+                    self._ended = []
+                    self._log.close()
+                    self._log = None
 
     def _opened(self) -> DeliveryLog:
         if self._log is None:
@@ -121,8 +126,17 @@ class DurableDeliveries:
         return self._log
 
     async def _work(self) -> None:
+        while not self._is_stopping:
+            try:
+                await self._work_off()
+            except sqlite3.Error as error:
+                # A full disk, mostly. What is stored stays; an end that was not written is kept.
+                _logger.error("%s cannot be used, trying again in 1 s: %s", self._path, error)
+                await asyncio.sleep(1)
+
+    async def _work_off(self) -> None:
         forget_at = 0.0
-        waiting: deque[StoredDelivery] = deque()
+        waiting = self._waiting
         while not self._is_stopping:
             self._wake.clear()
             log = self._log
@@ -152,8 +166,9 @@ class DurableDeliveries:
 
     async def _settle(self, log: DeliveryLog) -> None:
         if self._ended:
-            ended, self._ended = self._ended, []
+            ended = list(self._ended)
             await self._in_thread(log.settle, ended)
+            del self._ended[: len(ended)]
             self._known.difference_update((call.path, call.id) for call in ended)
 
     async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:

@@ -85,6 +85,29 @@ def test_a_handler_that_fails_is_called_until_it_succeeds(server: WebhooksServer
     assert pauses[1] >= 1.9
 
 
+def test_a_disk_that_is_full_for_a_while_ends_nothing(
+    server: WebhooksServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+
+    @server.add_webhook(durable=True)
+    async def x(payload: WebhookPayload, request: Request) -> None:
+        calls.append(request.state.delivery_id)
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with TestClient(server.app, headers=SECRET) as client:
+        with monkeypatch.context() as disk:
+            disk.setattr(DeliveryLog, "settle", full)
+            client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d1"})
+            await_that(lambda: "database or disk is full" in caplog.text)
+        client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d2"})
+        await_that(lambda: calls == ["d1", "d2"])
+    with contextlib.closing(DeliveryLog(server.settings.deliveries_path)) as log:
+        assert log.due(time.time(), ["/webhooks/x"]) == [], "both ends are written"
+
+
 def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> None:
     server.add_webhook("/x", durable=True)(lambda payload: None)
     with TestClient(server.app, headers=SECRET) as client:
