@@ -4,11 +4,12 @@ However many submissions there are, a pipeline's row is read once and written on
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, tuple_, update
+from sqlalchemy import Connection, insert, select, update
 
 from jobs.errors import PendingJob
 from jobs.record import Delivery, Job, JobRequest, Submission
@@ -58,16 +59,18 @@ def place_all(
 
 def _seen(connection: Connection, requests: Sequence[JobRequest]) -> Mapping[Key, int | None]:
     """The job of each delivery that came before; None for one that was ignored."""
-    deliveries = [request.delivery for request in requests if request.delivery is not None]
-    if not deliveries:
-        return {}
-    keys = [(delivery.source, delivery.id) for delivery in deliveries]
-    rows = connection.execute(
-        select(DELIVERIES.c.source, DELIVERIES.c.id, DELIVERIES.c.job_number).where(
-            tuple_(DELIVERIES.c.source, DELIVERIES.c.id).in_(keys)
-        )
-    )
-    return {(row.source, row.id): row.job_number for row in rows}
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+    for request in requests:
+        if request.delivery is not None:
+            ids[request.delivery.source].append(request.delivery.id)
+    seen = {}
+    # One query per source: of pairs, SQLite would compare each with every row.
+    for source in ids:
+        query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
+        known = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
+        for row in connection.execute(query.where(*known)):
+            seen[source, row.id] = row.job_number
+    return seen
 
 
 def _write_answers(

@@ -121,8 +121,10 @@ class DeliveryLog:
 
     def _known(self, keys: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
         places = ", ".join(["(?, ?)"] * len(keys))
+        # A cross join keeps this order of the loops: `(path, id) IN (VALUES …)` reads all rows.
         found = self._connection.execute(
-            f"SELECT path, id FROM deliveries WHERE (path, id) IN (VALUES {places})",
+            f"WITH asked (path, id) AS (VALUES {places})"
+            " SELECT path, id FROM asked CROSS JOIN deliveries USING (path, id)",
             [part for key in keys for part in key],
         )
         return set(found)

@@ -168,7 +168,7 @@ class Swapper:
             logger.exception("swap to %s", swap.release_id)
             unforeseen = SwapStopped("failed", f"{type(error).__name__}: {error}")
             return swap.stopped(unforeseen, self._live_id())
-        return swap.succeeded(previous.id if previous else self._live_id())
+        return swap.succeeded(previous.id if previous else None)
 
     def _shut_down(self, swap: SwapAttempt) -> SwapResult:
         return swap.stopped(SwapStopped("failed", "the server is shutting down"), self._live_id())

@@ -57,18 +57,18 @@ class SwapPhases:
         self._current.close()
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
-        """What was live before; None too where it is live already.
+        """What was live before, which may be the same release.
 
         Raises SwapStopped: what was live still is.
         """
         previous = self._admission.live
         if previous is not None and previous.folder == swap.folder:
             swap.phase = "live"
-            return None
+            return previous
         candidate = await self._preflight(swap)
         if previous is not None and previous.id == candidate.id:
             swap.phase = "live"
-            return None
+            return previous
         await self._stage(swap, candidate)
         try:
             if self._engine.holds_two:

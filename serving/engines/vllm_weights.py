@@ -6,7 +6,6 @@ exchanges what differs, and nothing else. `ReloadedWeights` leaves all of it to 
 from memory. Both run inside the worker's process and know nothing of requests.
 """
 
-import copy
 import hashlib
 import os
 import sys
@@ -18,26 +17,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode, set_current_vllm_config
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 
+from serving.engines.vllm_shadow import (
+    CannotCopy,
+    build_shadow,
+    check_plain,
+    check_same_ties,
+    load_and_trace,
+    pack,
+)
 from serving.weights.shards import read_tensors, tensor_bytes
-
-# Whatever else vLLM does to weights after it loaded them is left to vLLM.
-_PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 Changed = Mapping[str, tuple[str, str]]
 """Tensor name → (shard, sha256 of the tensor)."""
 
 _STAGING_NICENESS = 5
 _PIECE = 1 << 22
-
-
-class CannotCopy(Exception):
-    """Weights of this model cannot be exchanged by copying; the message says why."""
 
 
 class StagingFailed(Exception):
@@ -77,12 +74,12 @@ class CopiedWeights:
 
     def __init__(self, worker: Any, release_id: str, folder: Path, weight_map: Mapping[str, str]):
         """Raises CannotCopy. Call it on the worker's thread, while no request runs."""
-        _check_plain(worker)
+        check_plain(worker)
         self._live_model: nn.Module = worker.model_runner.get_model()
         self._is_cpu = worker.device.type == "cpu"
-        self._shadow = _build_shadow(worker.vllm_config)
-        _check_same_ties(self._shadow, self._live_model)
-        self._targets = _load_and_trace(self._shadow, read_tensors(folder, weight_map))
+        self._shadow = build_shadow(worker.vllm_config)
+        check_same_ties(self._shadow, self._live_model)
+        self._targets = load_and_trace(self._shadow, read_tensors(folder, weight_map))
         params = {name: param.data for name, param in self._shadow.named_parameters()}
         self._images = {
             release_id: _Image(
@@ -159,7 +156,7 @@ class CopiedWeights:
         packed = {}
         for name, module in self._shadow.named_modules():
             if name in packable and any(id(p) in changed for p in module.parameters(recurse=False)):
-                packed[name] = _pack(module)
+                packed[name] = pack(module)
         return packed
 
     def _check_equal_to_live(self) -> None:
@@ -231,76 +228,6 @@ def yield_the_cores() -> None:
     if sys.platform == "linux":
         # On Linux a nice value is a thread's own; 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)
-
-
-def _check_plain(worker: Any) -> None:
-    config = worker.vllm_config
-    model = worker.model_runner.get_model()
-    is_special = {
-        "it is quantised": config.model_config.quantization is not None,
-        "it has latent attention (MLA)": config.model_config.use_mla,
-        "it has state-space layers": config.model_config.is_hybrid,
-        "adapters are on": config.lora_config is not None,
-        "speculative decoding is on": config.speculative_config is not None,
-        "keys and values are quantised": config.cache_config.cache_dtype.startswith("fp8"),
-        "its class transforms weights after loading": hasattr(
-            model, "process_weights_after_loading"
-        ),
-    }
-    if reasons := [reason for reason, holds in is_special.items() if holds]:
-        raise CannotCopy("; ".join(reasons))
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is not None and type(method) not in _PLAIN_METHODS:
-            raise CannotCopy(f"{name}: {type(method).__name__} transforms its weights")
-
-
-def _build_shadow(vllm_config: Any) -> nn.Module:
-    """The same model once more, in host memory, registered nowhere and never run."""
-    config = copy.copy(vllm_config)
-    config.compilation_config = copy.copy(vllm_config.compilation_config)
-    config.compilation_config.mode = CompilationMode.NONE
-    # Layers enter themselves here by name, and a name must not come twice.
-    config.compilation_config.static_forward_context = {}
-    with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
-        shadow: nn.Module = initialize_model(config)
-    return shadow
-
-
-def _load_and_trace(
-    shadow: nn.Module, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[str, ...]]:
-    """Load all of a checkpoint, one tensor after the other; which parameters each one goes to."""
-    names = {name for name, _ in shadow.named_parameters()}
-    targets = {}
-    for name, tensor in tensors.items():
-        loaded = shadow.load_weights([(name, tensor)])  # type: ignore[operator]
-        if loaded is None or not set(loaded) <= names:
-            raise CannotCopy(f"{name}: vLLM does not tell where it goes")
-        targets[name] = tuple(loaded)
-    if missed := names - {target for each in targets.values() for target in each}:
-        raise CannotCopy(f"{', '.join(sorted(missed)[:3])}: not in the checkpoint")
-    return targets
-
-
-def _check_same_ties(shadow: nn.Module, live: nn.Module) -> None:
-    """vLLM ties a head to the embedding when the two happen to be equal in a checkpoint. In the
-    next one they need not be."""
-    heads = {name for name, _ in shadow.named_parameters()}
-    if merged := heads - {name for name, _ in live.named_parameters()}:
-        raise CannotCopy(f"{', '.join(sorted(merged))}: tied by vLLM, since equal in this release")
-
-
-def _pack(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """What vLLM computes this module's product with. Leaves the module as it was."""
-    weight, bias = module.weight, getattr(module, "bias", None)
-    bias_data = None if bias is None else bias.data
-    module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]
-    packed: Callable[..., torch.Tensor] = module.cpu_linear  # type: ignore[assignment]
-    module.weight = weight
-    if bias is not None:
-        bias.data = bias_data
-    return packed
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

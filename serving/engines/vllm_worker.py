@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from serving.engines.vllm_shadow import CannotCopy
 from serving.engines.vllm_weights import (
-    CannotCopy,
     CopiedWeights,
     ReloadedWeights,
     StagingFailed,

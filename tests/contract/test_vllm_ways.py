@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from serving.engines.vllm_weights import CannotCopy, _check_plain
+from serving.engines.vllm_shadow import CannotCopy, check_plain
 
 pytestmark = pytest.mark.vllm
 
@@ -51,7 +51,7 @@ def worker(model: nn.Module, **special: Any) -> Any:
 
 
 def test_a_model_whose_weights_vllm_leaves_alone_is_copied() -> None:
-    _check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod()))))
+    check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod()))))
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,12 @@ def test_a_special_model_is_left_to_vllm_and_the_reason_is_told(
     special: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(CannotCopy, match=said):
-        _check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod())), **special))
+        check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod())), **special))
 
 
 def test_a_layer_that_transforms_its_weights_is_named() -> None:
     with pytest.raises(CannotCopy, match="1: PackingMethod transforms its weights"):
-        _check_plain(
-            worker(nn.Sequential(layer(UnquantizedLinearMethod()), layer(PackingMethod())))
-        )
+        check_plain(worker(nn.Sequential(layer(UnquantizedLinearMethod()), layer(PackingMethod()))))
 
 
 def test_a_class_that_transforms_its_weights_is_left_to_vllm() -> None:
@@ -84,4 +82,4 @@ def test_a_class_that_transforms_its_weights_is_left_to_vllm() -> None:
         def process_weights_after_loading(self) -> None: ...
 
     with pytest.raises(CannotCopy, match="its class transforms"):
-        _check_plain(worker(Transforming()))
+        check_plain(worker(Transforming()))

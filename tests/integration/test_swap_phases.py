@@ -435,6 +435,21 @@ def test_one_may_wait_while_one_commits(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
+def test_the_first_release_comes_after_none(tmp_path: Path) -> None:
+    async def story() -> None:
+        house = House(tmp_path)
+        await house.swapper.start()  # nothing is served yet
+        try:
+            first = await house.swapper.swap(house.old.id)
+            again = await house.swapper.swap(house.old.id)
+        finally:
+            await house.swapper.close()
+        assert (first.result, first.previous) == ("live", None)
+        assert (again.result, again.previous) == ("live", house.old.id)
+
+    asyncio.run(story())
+
+
 def test_a_swap_goes_on_when_who_asked_hangs_up(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         gate = house.engine.hang["stage"] = asyncio.Event()
