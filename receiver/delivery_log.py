@@ -132,7 +132,8 @@ class DeliveryLog:
     def due(self, now: float, paths: Collection[str]) -> list[StoredDelivery]:
         """The deliveries to these paths whose handler is to be called, longest waiting first."""
         rows = self._connection.execute(
-            "SELECT path, id, headers, body, attempts FROM deliveries"
+            # Told which index: by that of the paths, all that was ever handled would be read.
+            "SELECT path, id, headers, body, attempts FROM deliveries INDEXED BY deliveries_due"
             f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))})"
             " ORDER BY due_at, received_at LIMIT 100",
             (now, *paths),

@@ -1,7 +1,7 @@
 """What a delivery costs does not grow with those that were stored before it."""
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import pytest
 from jobs.record import Delivery, JobRequest
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from receiver.delivery_log import DeliveryLog, NewDelivery
+from receiver.delivery_log import DeliveryLog, EndedCall, NewDelivery
 
 BATCH, HISTORY = 16, 4_000
 
@@ -35,26 +35,49 @@ def num_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: steps
 
 
-def cost(num_steps: Callable[[], int], store_batch: Callable[[int], object], first: int) -> int:
+def cost(num_steps: Callable[[], int], work: Callable[[], object]) -> int:
     before = num_steps()
-    store_batch(first)
+    work()
     return num_steps() - before
 
 
-def test_of_a_durable_handler(tmp_path: Path, num_steps: Callable[[], int]) -> None:
-    def store(first: int, number: int = BATCH) -> list[bool]:
-        ids = [f"delivery-{first + place}" for place in range(number)]
-        return log.add([NewDelivery(path="/x", id=id, headers={}, body=b"{}") for id in ids], 0.0)
-
+@pytest.fixture
+def log(tmp_path: Path, num_steps: Callable[[], int]) -> Iterator[DeliveryLog]:
     log = DeliveryLog(tmp_path / "receiver.db")
-    try:
-        early = cost(num_steps, store, 0)
-        for first in range(BATCH, HISTORY, 100):
-            store(first, 100)
-        late = cost(num_steps, store, 2 * HISTORY)
-        assert store(2 * HISTORY) == [False] * BATCH
-    finally:
-        log.close()
+    yield log
+    log.close()
+
+
+def arrive(log: DeliveryLog, first: int, number: int = BATCH) -> list[bool]:
+    ids = [f"delivery-{first + place}" for place in range(number)]
+    return log.add([NewDelivery(path="/x", id=id, headers={}, body=b"{}") for id in ids], 0.0)
+
+
+def handle(log: DeliveryLog) -> int:
+    """How many were due."""
+    due = log.due(1.0, ["/x", "/y"])
+    log.settle([EndedCall(path=each.path, id=each.id, due_at=None) for each in due])
+    return len(due)
+
+
+def test_of_a_durable_handler(log: DeliveryLog, num_steps: Callable[[], int]) -> None:
+    early = cost(num_steps, lambda: arrive(log, 0))
+    for first in range(BATCH, HISTORY, 100):
+        arrive(log, first, 100)
+    late = cost(num_steps, lambda: arrive(log, 2 * HISTORY))
+    assert arrive(log, 2 * HISTORY) == [False] * BATCH
+    assert 0 < late < 1.5 * early
+
+
+def test_of_its_call(log: DeliveryLog, num_steps: Callable[[], int]) -> None:
+    arrive(log, 0)
+    early = cost(num_steps, lambda: handle(log))
+    for first in range(BATCH, HISTORY, 100):
+        arrive(log, first, 100)
+        assert handle(log) == 100
+    arrive(log, 2 * HISTORY)
+    late = cost(num_steps, lambda: handle(log))
+    assert handle(log) == 0
     assert 0 < late < 1.5 * early
 
 
@@ -75,8 +98,8 @@ def test_of_a_job(tmp_path: Path, num_steps: Callable[[], int]) -> None:
         ]
 
     with JobStore.open(tmp_path / "jobs.db") as jobs:
-        early = cost(num_steps, store, 0)
+        early = cost(num_steps, lambda: store(0))
         store(BATCH, HISTORY)
-        late = cost(num_steps, store, 2 * HISTORY)
+        late = cost(num_steps, lambda: store(2 * HISTORY))
         assert store(2 * HISTORY) == ["duplicate"] * BATCH
     assert 0 < late < 1.5 * early
