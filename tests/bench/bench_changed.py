@@ -3,7 +3,8 @@
 Three releases follow each other: the second differs from the first in every tenth tensor, all over
 the layers and shards, the third from the second in a tenth of them in a row. Bytes are those that
 the server's processes read by system calls (`rchar` of proc(5)), taken apart by the time at which
-the preflight ended, and those that the engine says it staged: a mapped file is read without a call.
+the preflight ended, and beside them those that the engine says it staged: a mapped file is read
+without a call.
 """
 
 import re
@@ -44,7 +45,7 @@ class Read:
 
     @property
     def staging(self) -> int:
-        return max(self.later_calls, self.staged)
+        return self.later_calls + self.staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,8 @@ def measure(size: Size) -> Result:
         detail[engine] = {which: asdict(read) for which, read in reads.items()}
     return Result(
         figures=tuple(figures),
-        bounded_by="the preflight's sha256 of whole files; staging reads the tensors whose digest "
-        "is another, with those that they are fused with",
+        bounded_by="the tensors whose digest is another; beside them the preflight reads headers, "
+        "tokenizer and manifest",
         detail=detail,
     )
 
