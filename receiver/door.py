@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
@@ -24,7 +25,7 @@ from receiver.errors import BodyTooLarge, NotWorking, ReceiverError
 from receiver.history import History, Received
 from receiver.payload import WebhookPayload
 from receiver.senders import NotAPush, read_event
-from receiver.verify import Proof
+from receiver.verify import Proof, is_svix
 
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +59,9 @@ class Door:
             return answer
         except RequestValidationError:
             status = 422
+            raise
+        except HTTPException as refusal:
+            status = refusal.status_code
             raise
         finally:
             sent_id = sent_delivery_id(request.headers)
@@ -146,6 +150,8 @@ def guarded(door: Door) -> type[APIRoute]:
 
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
     """The id under which a sender repeats a delivery, None when it sends none."""
+    if is_svix(headers):
+        return headers.get("svix-id") or None  # the one that is signed
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 
@@ -163,6 +169,7 @@ def _headers_of(body: bytes) -> dict[str, str]:
 class _Proven(Request):
     async def json(self) -> Any:
         try:
+            (await self.body()).decode()  # the standard library would take UTF-16 as well
             return await super().json()
         except (UnicodeDecodeError, RecursionError) as error:
             # FastAPI answers 422 to this one and 400 to all others.

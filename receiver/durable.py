@@ -189,7 +189,8 @@ class DurableDeliveries:
             status = 500
         due_at = None
         if status >= 300:
-            pause = min(2.0**delivery.attempts, LONGEST_PAUSE_SECONDS)
+            # The exponent is bounded too: a power of some thousand is no float.
+            pause = min(2.0 ** min(delivery.attempts, 30), LONGEST_PAUSE_SECONDS)
             due_at = time.time() + pause
             _logger.warning(
                 "%s answered %d to delivery %s; next call in %.0f s",

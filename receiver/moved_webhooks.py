@@ -26,16 +26,24 @@ class Hub:
 def move_webhooks(url: str, remembered: Path, hubs: Sequence[Hub]) -> bool:
     """Point the webhooks at `url` that point at a URL which `remembered` lists.
 
-    Whether that is settled; a hub that cannot be asked is logged, and asked at the next call.
+    Whether that is settled; a hub that cannot be asked, and a file that cannot be used, is logged,
+    and tried at the next call.
     """
-    former = [known for known in _read(remembered) if known != url]
-    _write(remembered, [url, *former])
-    if not former:
-        return True
-    are_moved = [_move(hub, former, url) for hub in hubs]
-    if not all(are_moved):
+    try:
+        former = [known for known in _read(remembered) if known != url]
+        _write(remembered, [url, *former])
+        if not former:
+            return True
+        are_moved = [_move(hub, former, url) for hub in hubs]
+        if not all(are_moved):
+            return False
+        _write(remembered, [url])
+    except OSError as error:
+        _logger.warning(
+            "%s cannot be used (%s): webhooks that post to a former public URL are not moved yet.",
+            *(remembered, error),
+        )
         return False
-    _write(remembered, [url])
     return True
 
 

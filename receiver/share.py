@@ -1,11 +1,13 @@
-"""Whether and how a receiver gets a public URL: from what was asked for to an open tunnel."""
+"""Whether and how a receiver gets a public URL: from what was asked for to a way in."""
 
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from receiver.errors import TunnelFailed
 from receiver.moved_webhooks import Hub, move_webhooks
 from receiver.settings import ReceiverSettings
-from receiver.tunnel import Tunnel
+from receiver.tunnel import LONGEST_PAUSE_SECONDS, PublicUrl, Tunnel
 from receiver.tunnel_command import tunnel_command
 
 
@@ -28,7 +30,7 @@ def open_tunnel(
 ) -> Tunnel:
     """Make `address` (`host:port`) public, and keep the webhooks on `hubs` that point to it up to
     date. Raises `TunnelFailed`."""
-    remembered = settings.deliveries_path.with_name("receiver-urls.json")
+    remembered = _remembered(settings)
     opened = Tunnel(
         lambda former: tunnel_command(
             tunnel, address, url_pattern=settings.tunnel_url_pattern, former_url=former
@@ -38,3 +40,37 @@ def open_tunnel(
     )
     opened.open()
     return opened
+
+
+class FixedUrl:
+    """The settings' `public_url`, which is kept up elsewhere, as a tunnel that is open already.
+
+    The webhooks on `hubs` that point to a former one are moved in a thread, until that is settled.
+    """
+
+    public: PublicUrl | None = None
+    """Nothing is known of its lifetime."""
+
+    def __init__(self, url: str, settings: ReceiverSettings, hubs: Sequence[Hub]) -> None:
+        self._url = url.rstrip("/")
+        self._remembered = _remembered(settings)
+        self._hubs = hubs
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._move, name="public-url", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give up what is not settled. Idempotent."""
+        self._is_closing.set()
+        self._thread.join()
+
+    def _move(self) -> None:
+        pause = 1.0
+        while not move_webhooks(self._url, self._remembered, self._hubs):
+            if self._is_closing.wait(pause):
+                return
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+
+def _remembered(settings: ReceiverSettings) -> Path:
+    return settings.deliveries_path.with_name("receiver-urls.json")

@@ -61,8 +61,7 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str], body: by
     The key is the base64 part of a `whsec_` secret, else the secret's own bytes. Svix, which the
     standard comes from, calls the headers `svix-…`: https://docs.svix.com/receiving/verifying-payloads/how-manual
     """
-    is_svix = "svix-signature" in headers and "webhook-signature" not in headers
-    prefix = "svix" if is_svix else "webhook"
+    prefix = "svix" if is_svix(headers) else "webhook"
     signed = {
         f"webhook-{name}": _required(headers, f"{prefix}-{name}")
         for name in ("id", "timestamp", "signature")
@@ -76,6 +75,11 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str], body: by
             # ValueError: a signature that is no base64, a body that is no UTF-8.
             reasons.append(str(error))
     raise ProofWrong(f"Invalid webhook signature: {reasons[0]}.")
+
+
+def is_svix(headers: Mapping[str, str]) -> bool:
+    """Whether a Standard Webhooks signature stands under Svix's names, and covers `svix-id`."""
+    return "svix-signature" in headers and "webhook-signature" not in headers
 
 
 def _check_github(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:

@@ -31,7 +31,7 @@ from receiver.history import History
 from receiver.landing import landing_page
 from receiver.moved_webhooks import Hub
 from receiver.settings import ReceiverSettings, settings_of_the_environment
-from receiver.share import open_tunnel, tunnel_to_open
+from receiver.share import FixedUrl, open_tunnel, tunnel_to_open
 from receiver.tunnel import Tunnel
 from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
@@ -75,7 +75,7 @@ class WebhooksServer:
         self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
         self._hubs = hubs
-        self._tunnel: Tunnel | None = None
+        self._way_in: Tunnel | FixedUrl | None = None
         self._durable = DurableDeliveries(
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
         )
@@ -147,7 +147,7 @@ class WebhooksServer:
                 is_durable=durable,
             )
             if self._host is not None and not secrets:
-                self._refuse_unproven(self._host, [route], is_public=self._tunnel is not None)
+                self._refuse_unproven(self._host, [route], is_public=self._way_in is not None)
             self._add_route(webhook)
             self.registered_webhooks[route] = webhook
             return handler
@@ -202,12 +202,14 @@ class WebhooksServer:
         if tunnel is not None:
             try:
                 address = listen.address_of(listening, host)
-                self._tunnel = open_tunnel(tunnel, address, self.settings, self._hubs)
+                self._way_in = open_tunnel(tunnel, address, self.settings, self._hubs)
             except BaseException:
                 listening.close()
                 raise
+        elif self.settings.public_url is not None:
+            self._way_in = FixedUrl(self.settings.public_url, self.settings, self._hubs)
         url = self._public_url() or listen.url_of(listening, host)
-        public = None if self._tunnel is None else self._tunnel.public
+        public = None if self._way_in is None else self._way_in.public
         print(greeting(url, self.registered_webhooks, unproven, public), flush=True)
 
         config = uvicorn.Config(
@@ -225,13 +227,13 @@ class WebhooksServer:
             try:
                 listen.serve(server, listening)
             finally:
-                self._close_tunnel()
+                self._close_way_in()
             self._host = None
         return url
 
     def close(self) -> None:
         """Stop the server that serves from a thread, once its handlers are done. Idempotent."""
-        self._close_tunnel()
+        self._close_way_in()
         if self._running is not None:
             server, thread = self._running
             server.should_exit = True
@@ -248,14 +250,14 @@ class WebhooksServer:
                 await stack.enter_async_context(self._ui.router.lifespan_context(self._ui))
             yield
 
-    def _close_tunnel(self) -> None:
-        if self._tunnel is not None:
-            self._tunnel.close()
-            self._tunnel = None
+    def _close_way_in(self) -> None:
+        if self._way_in is not None:
+            self._way_in.close()
+            self._way_in = None
 
     def _public_url(self) -> str | None:
-        if self._tunnel is not None and self._tunnel.public is not None:
-            return self._tunnel.public.url
+        if self._way_in is not None and self._way_in.public is not None:
+            return self._way_in.public.url
         return self.settings.public_url and self.settings.public_url.rstrip("/")
 
     @staticmethod
@@ -293,7 +295,9 @@ class WebhooksServer:
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        url = self._public_url() or str(request.base_url)
+        # Where it is mounted, `base_url` is that of the outermost application.
+        here = request.base_url.replace(path=request.scope.get("root_path", ""))
+        url = self._public_url() or str(here)
         return HTMLResponse(
             landing_page(
                 url.rstrip("/"), list(self.registered_webhooks.values()), self._history.latest()

@@ -29,6 +29,7 @@ from tests.receiver_payloads import GITHUB_PUSH, body_of, dataset_update, hmac_h
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"X-Webhook-Secret": "s3cret"}
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -83,6 +84,64 @@ def test_a_handler_that_fails_is_called_until_it_succeeds(server: WebhooksServer
     pauses = [later - earlier for earlier, later in itertools.pairwise(calls)]
     assert pauses[0] >= 0.9
     assert pauses[1] >= 1.9
+
+
+def test_a_handler_that_failed_for_weeks_is_called_once_more(server: WebhooksServer) -> None:
+    path = server.settings.deliveries_path
+    body = body_of(dataset_update())
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([NewDelivery(path="/webhooks/x", id="d1", headers=JSON, body=body)], time.time())
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE deliveries SET attempts = 5000")
+    calls: list[str] = []
+
+    @server.add_webhook(durable=True)
+    async def x(payload: WebhookPayload, request: Request) -> None:
+        calls.append(request.state.delivery_id)
+        raise RuntimeError("not yet")
+
+    with TestClient(server.app):
+        await_that(lambda: calls)
+    with contextlib.closing(DeliveryLog(path)) as log:
+        assert log.due(time.time(), ["/webhooks/x"]) == []
+        pause = (log.next_due_at(time.time()) or 0) - time.time()
+    assert 500 < pause <= 600
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False])
+def test_a_stop_waits_for_a_handler_at_work_and_not_for_ever(
+    tmp_path: Path, ends_in_time: bool
+) -> None:
+    settings = ReceiverSettings(
+        deliveries_path=tmp_path / "receiver.db", shutdown_seconds=20 if ends_in_time else 1
+    )
+    calls: list[str] = []
+    is_at_work, may_end = threading.Event(), threading.Event()
+
+    def served() -> WebhooksServer:
+        server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+
+        @server.add_webhook(durable=True)
+        async def x(payload: WebhookPayload, request: Request) -> None:
+            if not calls:
+                is_at_work.set()
+                while not may_end.is_set():
+                    await asyncio.sleep(0.01)
+            calls.append(request.state.delivery_id)
+
+        return server
+
+    with TestClient(served().app, headers=SECRET) as client:
+        client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d1"})
+        assert is_at_work.wait(20)
+        if ends_in_time:
+            threading.Timer(0.3, may_end.set).start()  # mostly after the stop has begun
+    assert calls == (["d1"] if ends_in_time else [])
+    calls.append("stopped")
+    with TestClient(served().app, headers=SECRET) as client:
+        client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d2"})
+        await_that(lambda: "d2" in calls)
+    assert calls == (["d1", "stopped", "d2"] if ends_in_time else ["stopped", "d1", "d2"])
 
 
 def test_a_disk_that_is_full_for_a_while_ends_nothing(
@@ -314,6 +373,7 @@ def test_an_application_that_is_mounted_needs_the_lifespan(tmp_path: Path) -> No
     with TestClient(entered, headers=SECRET) as client:
         assert client.post("/hooks/webhooks/x", json=dataset_update()).status_code == 202
         assert handled.get(timeout=10) == "acme/answers"
+        assert "<pre>http://testserver/hooks/webhooks/x</pre>" in client.get("/hooks/").text
 
 
 def test_a_burst_is_stored_together(server: WebhooksServer) -> None:

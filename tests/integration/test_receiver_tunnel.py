@@ -151,6 +151,33 @@ def test_when_the_url_changes_webhooks_are_moved(
     assert is_at("https://n3.relay.example")
 
 
+def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
+    hub: RunningHub, tmp_path: Path, closing: list[WebhooksServer]
+) -> None:
+    at = {"endpoint": hub.url, "token": hub.token}
+    ours = create_webhook(url="https://a.example/webhooks/hello", watched=["user:local"], **at)
+    for public_url in ("https://a.example/", "https://b.example"):
+        server = server_in(tmp_path, hub=hub, public_url=public_url)
+        closing.append(server)
+        assert server.launch(prevent_thread_lock=True) == public_url.rstrip("/")
+        expected = f"{public_url.rstrip('/')}/webhooks/hello"
+        wait_until(lambda: get_webhook(ours.id, **at).url == expected)  # noqa: B023
+        server.close()
+
+
+def test_a_file_that_cannot_be_written_is_tried_again(hub: RunningHub, tmp_path: Path) -> None:
+    at = {"endpoint": hub.url, "token": hub.token}
+    ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
+    remembered = tmp_path / "state" / "urls.json"
+    assert move_webhooks("https://a.example", remembered, [Hub(**at)])
+    draft = remembered.with_suffix(".new")
+    draft.mkdir()
+    assert not move_webhooks("https://b.example", remembered, [Hub(**at)])
+    draft.rmdir()
+    assert move_webhooks("https://b.example", remembered, [Hub(**at)])
+    assert get_webhook(ours.id, **at).url == "https://b.example/webhooks/x"
+
+
 def test_a_link_is_renewed_before_it_ends(
     hub: RunningHub, tmp_path: Path, relay: str, closing: list[WebhooksServer]
 ) -> None:

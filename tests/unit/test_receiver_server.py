@@ -1,6 +1,7 @@
 """Routes and their doors, through the application, without a socket."""
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 from starlette.testclient import TestClient
@@ -469,6 +470,42 @@ def test_the_landing_page_lists_the_latest_deliveries(
     for status in (200, 422, 500):
         assert f"answered <strong>{status}</strong>" in page
     assert "acme" not in page, "who may see the page may not see what was delivered"
+
+
+def test_the_landing_page_shows_what_a_handler_itself_answered(
+    server: WebhooksServer, client: TestClient
+) -> None:
+    @server.add_webhook
+    def x(payload: WebhookPayload) -> None:
+        raise HTTPException(409, "Not now.")
+
+    assert client.post("/webhooks/x", json=dataset_update()).status_code == 409
+    assert "answered <strong>409</strong>" in client.get("/").text
+
+
+def test_a_signature_of_svix_is_repeated_under_the_id_that_it_covers() -> None:
+    server = WebhooksServer(webhook_secret=SIGNING_SECRET)
+    calls = []
+    server.add_webhook("/x", proof="standard-webhooks")(lambda payload: calls.append(payload))
+    body = body_of(dataset_update())
+    headers = {
+        name.replace("webhook-", "svix-"): value for name, value in standard_headers(body).items()
+    }
+    with TestClient(server.app) as client:
+        for unsigned in ("1", "2"):
+            sent = headers | {"Webhook-Id": unsigned}
+            assert client.post("/webhooks/x", content=body, headers=sent).status_code == 200
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_json_is_utf_8(tmp_path: Path, durable: bool) -> None:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
+    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+    server.add_webhook("/x", durable=durable)(lambda payload: None)
+    body = json.dumps(dataset_update()).encode("utf-16")
+    with TestClient(server.app, headers=SECRET) as client:
+        assert client.post("/webhooks/x", content=body).status_code == 422
 
 
 def test_a_ui_of_ones_own_takes_the_place_of_the_landing_page() -> None:
