@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from serving.engine import EngineError, StageError, Step
-from serving.engines.torch_engine import lane
+from serving.engines.torch_engine import lane, llama
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.runner import Batch
 from tests.torch_engine_fixtures import (
@@ -39,6 +40,30 @@ async def until_idle(engine: TorchEngine) -> None:
     async with asyncio.timeout(10):
         while engine._steps.is_busy:
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="there is one core")
+def test_staging_on_one_core_leaves_the_steps_all_of_them(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work: set[int] = set()
+    forward = llama.LlamaRunner.forward
+
+    def counted(runner: llama.LlamaRunner, batch: Batch) -> torch.Tensor:
+        at_work.add(torch.get_num_threads())
+        return forward(runner, batch)
+
+    monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
+
+    async def scenario() -> None:
+        async with engine_with(published, num_threads=None) as engine:
+            await ask(engine, published.id, greedy(prompt(5), 3))
+
+    before = torch.get_num_threads()
+    for _ in range(2):  # the second engine begins after the first one has staged
+        asyncio.run(scenario())
+    assert at_work == {before}
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16])

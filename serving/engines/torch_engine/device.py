@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -76,7 +77,14 @@ _STAGING_NICENESS = 5
 
 def yield_the_cores() -> None:
     """Make the calling thread one that takes little beside the step loop."""
-    torch.set_num_threads(1)
+    num_threads = torch.get_num_threads()
+    if num_threads > 1:
+        torch.set_num_threads(1)
+        # That is this thread's number, and what threads to come begin with, which is set back by
+        # one that has no other use for it.
+        other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
+        other.start()
+        other.join()
     if sys.platform == "linux":
         # On Linux a nice value is a thread's own; 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

@@ -30,8 +30,10 @@ class StepLoop:
         self._leaving: dict[str, Callable[[], None]] = {}
         self._is_stopping = False
         self._death: EngineError | None = None
+        self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
+        self._is_ready.wait()
         # The interpreter must not go away under a thread that computes.
         atexit.register(self._stop_at_exit)
 
@@ -88,8 +90,10 @@ class StepLoop:
     def _run(self) -> None:
         reason = "the engine was closed"
         try:
-            if self._num_threads is not None:
-                torch.set_num_threads(self._num_threads)
+            # A thread that has not asked yet gets its number at its first operation, and that is 1
+            # while another one makes itself small to stage.
+            torch.set_num_threads(self._num_threads or torch.get_num_threads())
+            self._is_ready.set()
             with torch.inference_mode():
                 while self._wait_for_work():
                     self._step_every_lane()
