@@ -91,6 +91,10 @@ class Engine(Protocol):
         Raises StageError, having freed what it took.
         """
 
+    def max_context(self, release_id: str) -> int | None:
+        """Tokens of a sequence at most, prompt included, of a staged release; None for all that
+        the release allows."""
+
     async def commit(self, release_id: str) -> None:
         """Make a release the one that new generations may name: a staged one, or one that was live
         before and is not unloaded (the way back). Fast, and nothing in it can fail for a reason

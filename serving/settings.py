@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from serving.engines.torch_engine.settings import TorchSettings
 from serving.engines.vllm_settings import VllmSettings
 
 
@@ -18,6 +19,8 @@ class ServingSettings(BaseModel):
     engine: Literal["torch", "vllm", "sglang", "echo"] = "torch"
     """`torch` is embedded, `vllm` runs beside, `sglang` stands behind, at `upstream`; `echo` makes
     up tokens from the release's digest, for tests of clients."""
+    torch: TorchSettings = TorchSettings()
+    """How much the embedded engine takes on."""
     vllm: VllmSettings = VllmSettings()
     """How vLLM is started, and how its weights are replaced."""
     upstream: str = "http://127.0.0.1:30000"

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from serving.admission import Admission, LiveRelease
@@ -71,6 +72,7 @@ class SwapPhases:
             return previous
         await self._stage(swap, candidate)
         try:
+            candidate = self._within_the_engine(candidate)
             if self._engine.holds_two:
                 await self._switch_beside(swap, candidate, previous)
             else:
@@ -158,6 +160,12 @@ class SwapPhases:
             except Exception as error:
                 await self._unload(candidate.id)
                 raise SwapStopped("failed", f"stage: {error}") from error
+
+    def _within_the_engine(self, candidate: LiveRelease) -> LiveRelease:
+        tokenizer, limit = candidate.tokenizer, self._engine.max_context(candidate.id)
+        if limit is None or limit >= tokenizer.context_length:
+            return candidate
+        return replace(candidate, tokenizer=replace(tokenizer, context_length=limit))
 
     async def _switch_beside(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None

@@ -171,7 +171,9 @@ def _engine(settings: "ServingSettings") -> "Engine":
             case "torch":
                 from serving.engines.torch_engine import engine as torch_engine
 
-                return torch_engine.create_engine(dtype=settings.dtype)
+                return torch_engine.create_engine(
+                    dtype=settings.dtype, **settings.torch.model_dump()
+                )
     except ModuleNotFoundError as error:
         raise PipelineError(
             f"--engine {settings.engine} needs {error.name}; install it with the extra: "

@@ -44,6 +44,8 @@ class EchoEngine:
         """Raised by that phase as long as it stands here."""
         self.hang: dict[EnginePhase, asyncio.Event] = {}
         """That phase waits for the event."""
+        self.context: int | None = None
+        """Tokens of a sequence at most, whatever the release allows."""
         self.keeps_old_head = False
         """Logprobs of releases staged from now on come from the one that was live."""
         self.num_running: Counter[str] = Counter()
@@ -71,6 +73,9 @@ class EchoEngine:
             key = self._residents[self._live].key
         config = json.loads((folder / "config.json").read_bytes())
         self._residents[release.id] = _Resident(key=key, vocab_size=config["vocab_size"])
+
+    def max_context(self, release_id: str) -> int | None:
+        return self.context
 
     async def commit(self, release_id: str) -> None:
         self.log.append(("commit", release_id))

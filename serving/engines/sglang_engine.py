@@ -64,6 +64,9 @@ class SglangEngine:
         await asyncio.to_thread(_read_once, [folder / name for name in release.files])
         self._folders[release.id] = folder.resolve()
 
+    def max_context(self, release_id: str) -> int | None:
+        return None
+
     async def commit(self, release_id: str) -> None:
         if release_id not in self._folders:
             raise EngineError(f"{release_id} is not staged")

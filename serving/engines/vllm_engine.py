@@ -81,6 +81,9 @@ class VllmEngine:
                     await process.stage(release, folder)
             self._residents[release.id] = _Resident(release=release, folder=folder)
 
+    def max_context(self, release_id: str) -> int | None:
+        return self._settings.max_context
+
     async def commit(self, release_id: str) -> None:
         """The way back succeeds at once, whatever state vLLM is in: it comes back on that."""
         if release_id == self._good:

@@ -356,3 +356,16 @@ def test_a_release_without_a_chat_template_says_so(tmp_path: Path) -> None:
         answer = httpx.post(f"{url}/v1/chat/completions", json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["code"] == "no_chat_template"
+
+
+def test_an_engine_of_a_shorter_context_is_not_asked_for_more(tmp_path: Path) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    engine = EchoEngine()
+    engine.context = 20
+    with running(echo_app(tmp_path, engine)) as url:
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 20
+        ask = {"prompt": "x" * 15, "max_tokens": 5}
+        assert httpx.post(f"{url}/v1/completions", json=ask).status_code == 200
+        answer = httpx.post(f"{url}/v1/completions", json=ask | {"max_tokens": 6})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"

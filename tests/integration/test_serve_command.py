@@ -16,6 +16,8 @@ from pipeline.settings import load_settings
 from serving.api_keys import load_api_keys
 from serving.engines import vllm_engine
 from serving.engines.echo_engine import EchoEngine
+from serving.engines.torch_engine import engine as torch_engine
+from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.errors import ServingError
 from serving.settings import ServingSettings
@@ -150,6 +152,26 @@ def test_vllm_is_told_what_its_table_says(monkeypatch: pytest.MonkeyPatch, tmp_p
         start_seconds=900,
     )
     assert VllmEngineSettings.model_validate(told) == expected
+
+
+def test_torch_is_told_what_its_table_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "pipeline.toml").write_text(
+        '[serving]\ndtype = "bfloat16"\n'
+        "[serving.torch]\nmax_context = 512\nmax_batch = 2\nkv_cache_bytes = 1024\n"
+        'num_threads = 1\ndevice = "cpu"\n'
+    )
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    told: dict[str, object] = {}
+    monkeypatch.setattr(torch_engine, "create_engine", lambda **settings: told.update(settings))
+    services._engine(load_settings().serving)
+    assert TorchEngineSettings.model_validate(told) == TorchEngineSettings(
+        dtype="bfloat16",
+        max_context=512,
+        max_batch=2,
+        kv_cache_bytes=1024,
+        num_threads=1,
+        device="cpu",
+    )
 
 
 def test_another_machine_is_let_in_with_a_key_only(

@@ -349,7 +349,18 @@ def test_too_little_memory_is_found_before_anything_is_read(
     with pytest.raises(StageError, match=r"too little memory.*314572800 are free"):
         asyncio.run(scenario(memory_reserve_bytes=310 << 20))
     with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
-        asyncio.run(scenario(kv_cache_bytes=65535))
+        asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
+
+
+def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:
+    async def scenario(**settings: int) -> int | None:
+        async with engine_with(first, **settings) as engine:
+            return engine.max_context(first.release.id)
+
+    assert asyncio.run(scenario()) == 128
+    assert asyncio.run(scenario(max_context=40)) == 40
+    # 512 bytes a token: there is room for 127, and so for four sequences of 31.
+    assert asyncio.run(scenario(kv_cache_bytes=65535)) == 31
 
 
 def test_a_third_release_waits_until_one_of_two_ends(tmp_path: Path) -> None:

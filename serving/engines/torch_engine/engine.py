@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Self
 
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.torch_engine.device import choose_device
@@ -27,28 +27,9 @@ _MAX_RESIDENT = 2
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 
-def create_engine(
-    *,
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
-    device: str | None = None,
-    num_threads: int | None = None,
-    max_batch: int = 16,
-    max_batch_tokens: int = 512,
-    max_context: int | None = None,
-    kv_cache_bytes: int = 2 << 30,
-) -> "TorchEngine":
+def create_engine(**settings: Any) -> "TorchEngine":
     """An engine with no release yet. `TorchEngineSettings` says what the arguments mean."""
-    return TorchEngine(
-        TorchEngineSettings(
-            dtype=dtype,
-            device=device,
-            num_threads=num_threads,
-            max_batch=max_batch,
-            max_batch_tokens=max_batch_tokens,
-            max_context=max_context,
-            kv_cache_bytes=kv_cache_bytes,
-        )
-    )
+    return TorchEngine(TorchEngineSettings(**settings))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,6 +91,9 @@ class TorchEngine:
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )
+
+    def max_context(self, release_id: str) -> int | None:
+        return self._find(release_id).context
 
     async def commit(self, release_id: str) -> None:
         """Raises EngineError for a release that is not staged."""

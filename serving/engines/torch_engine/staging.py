@@ -20,6 +20,9 @@ from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
 
+SEQUENCES_OF_LESS = 4
+"""That have room where the context is lowered to what there is memory for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
@@ -80,9 +83,8 @@ def _load_llama(
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
     loader.check(units)
-    context = min(shape.context, settings.max_context or shape.context)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize
-    num_slots = _num_slots(settings, context, token_bytes)
+    context, num_slots = _context_and_slots(settings, shape.context, token_bytes)
     _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
     loaded = loader.load(units)
     slots = KeyValueSlots(
@@ -109,10 +111,8 @@ def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner
     network = generic.build_network(loader.folder)
     units = generic.units(network, loader.release.tensors)
     loader.check(units)
-    context = generic.context(network)
-    context = min(context, settings.max_context or context)
     token_bytes = generic.token_bytes(network, loader.dtype)
-    num_slots = _num_slots(settings, context, token_bytes)
+    context, num_slots = _context_and_slots(settings, generic.context(network), token_bytes)
     _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
     loaded = loader.load(units)
     runner = generic.TransformersRunner(
@@ -125,14 +125,27 @@ def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner
     return runner, loaded.read_bytes, loaded.shared_bytes
 
 
-def _num_slots(settings: TorchEngineSettings, context: int, token_bytes: int) -> int:
-    fitting = settings.kv_cache_bytes // (context * token_bytes)
-    if fitting < 1:
+def _context_and_slots(
+    settings: TorchEngineSettings, allowed: int, token_bytes: int
+) -> tuple[int, int]:
+    """Tokens of a sequence at most, and how many such sequences there is room for."""
+    context = min(allowed, settings.max_context or allowed)
+    fitting = settings.kv_cache_bytes // token_bytes
+    if fitting < context and settings.max_context is None and fitting >= SEQUENCES_OF_LESS:
+        # Models of a long context are served with a shorter one, rather than not at all.
+        context = fitting // SEQUENCES_OF_LESS
+        _log.warning(
+            "kv_cache_bytes (%d) holds no sequence of the %d tokens that the release allows: "
+            "max_context is %d",
+            *(settings.kv_cache_bytes, allowed, context),
+        )
+    if fitting < context:
         raise StageError(
             f"one sequence of {context} tokens needs {context * token_bytes} bytes of keys and "
-            f"values, kv_cache_bytes is {settings.kv_cache_bytes}; raise it or lower max_context"
+            f"values, kv_cache_bytes is {settings.kv_cache_bytes}; raise it, or lower max_context, "
+            "under [serving.torch]"
         )
-    return min(settings.max_batch, fitting)
+    return context, min(settings.max_batch, fitting // context)
 
 
 def _check_memory(
@@ -145,5 +158,5 @@ def _check_memory(
             f"too little memory on {loader.device}: {loader.release.id} needs {weight_bytes} bytes "
             f"for weights and {kv_bytes} for keys and values, with "
             f"{settings.memory_reserve_bytes} to spare; {free} are free. "
-            "Lower max_batch, max_context or kv_cache_bytes"
+            "Lower max_batch, max_context or kv_cache_bytes under [serving.torch]"
         )
