@@ -28,7 +28,7 @@ test: $(INSTALLED) check
 
 # Warnings are vLLM's own there, and no errors.
 test-vllm: $(INSTALLED_VLLM)
-	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py tests/e2e/test_vllm_demo.py
+	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py tests/integration/test_bench.py tests/e2e/test_vllm_demo.py
 
 test-clients: $(INSTALLED) $(INSTALLED_CLIENTS)
 	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval $(BIN)/python -m pytest tests/contract/test_lm_eval.py

@@ -51,9 +51,9 @@ def llama_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**settings, **changes})
 
 
-def build(config: PreTrainedConfig, seed: int = 0) -> nn.Module:
+def build(config: PreTrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
-    network: nn.Module = AutoModelForCausalLM.from_config(config).eval()
+    network: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     # Biases and norms start as constants, which would hide that they are applied wrongly.
     with torch.no_grad():
         for name, parameter in network.named_parameters():

@@ -61,6 +61,7 @@ TABLES = {
         ("vllm-swap", "a swap on vLLM, against its own `reload_weights`"),
         ("swaps", "swaps under load, torch"),
         ("changed", "a release in which 10 % of the tensors changed"),
+        ("gpu", "the torch engine on a GPU, 1 B and 8 B parameters in bfloat16"),
     ),
 }
 

@@ -21,6 +21,7 @@ from tests.stack_fixtures import end_with_this_process, free_ports
 ROOT = Path(__file__).parents[2]
 PIPELINE = "answers"
 START_SECONDS, END_SECONDS = 400.0, 60.0
+_NO_LIMITS = httpx.Limits(max_connections=None)
 ServerName = Literal["torch", "vllm", "vllm-own"]
 """Our server with its embedded engine, our server with vLLM, and vLLM's own server."""
 
@@ -34,14 +35,12 @@ class Server:
     log: Path
     start_seconds: float
     """From the start of the process to its first token."""
+    http: httpx.Client
+    """One for all requests, as clients have: to make one costs as much as many a token."""
 
     def ask(self, prompt: list[int], max_tokens: int, **body: Any) -> dict[str, Any]:
         """One greedy answer of exactly so many tokens."""
-        answer = httpx.post(
-            f"{self.url}/v1/completions",
-            json=request_body(prompt, max_tokens, **body),
-            timeout=600,
-        )
+        answer = self.http.post("/v1/completions", json=request_body(prompt, max_tokens, **body))
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         if found["usage"]["completion_tokens"] != max_tokens:
@@ -52,10 +51,7 @@ class Server:
         """The same as a stream; how many events had a text."""
         body = request_body(prompt, max_tokens, stream=True)
         count = 0
-        with (
-            httpx.Client(base_url=self.url, timeout=600) as http,
-            http.stream("POST", "/v1/completions", json=body) as answer,
-        ):
+        with self.http.stream("POST", "/v1/completions", json=body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
@@ -65,11 +61,10 @@ class Server:
 
     def swap(self, release_id: str) -> dict[str, Any]:
         """The swap's result; a RuntimeError unless it is live."""
-        answer = httpx.post(
-            f"{self.url}/admin/swap",
+        answer = self.http.post(
+            "/admin/swap",
             json={"release": release_id},
             headers={"Authorization": f"Bearer {self.admin_token}"},
-            timeout=600,
         )
         found: dict[str, Any] = answer.json()
         if found.get("result") != "live":
@@ -79,10 +74,9 @@ class Server:
     def reload_weights(self, folder: Path) -> float:
         """vLLM's own way, by a route of its development mode; its seconds."""
         started = time.perf_counter()
-        answer = httpx.post(
-            f"{self.url}/collective_rpc",
+        answer = self.http.post(
+            "/collective_rpc",
             json={"method": "reload_weights", "kwargs": {"weights_path": str(folder)}},
-            timeout=600,
         )
         answer.raise_for_status()
         return time.perf_counter() - started
@@ -104,8 +98,11 @@ def request_body(prompt: list[int], max_tokens: int, **body: Any) -> dict[str, A
 
 
 @contextmanager
-def serving(name: ServerName, release: Published, home: Path) -> Iterator[Server]:
-    """A server in a process of its own, once it has answered with a token."""
+def serving(
+    name: ServerName, release: Published, home: Path, settings: str = ""
+) -> Iterator[Server]:
+    """A server in a process of its own, once it has answered with a token. `settings` are tables
+    of ours."""
     (port,) = free_ports(1)
     environment = {
         **os.environ,
@@ -128,7 +125,7 @@ def serving(name: ServerName, release: Published, home: Path) -> Iterator[Server
     else:
         home.mkdir(parents=True, exist_ok=True)
         (home / "pipeline.toml").write_text(
-            f'[[pipelines]]\nname = "{PIPELINE}"\ndataset = "local/{PIPELINE}"\n'
+            f'[[pipelines]]\nname = "{PIPELINE}"\ndataset = "local/{PIPELINE}"\n{settings}'
         )
         command = [
             *(sys.executable, "-m", "pipeline", "serve", release.release_id),
@@ -152,13 +149,16 @@ def serving(name: ServerName, release: Published, home: Path) -> Iterator[Server
             if process.poll() is not None or time.perf_counter() - started > START_SECONDS:
                 raise RuntimeError(f"{name} does not start:\n{log.read_text()[-4000:]}")
             time.sleep(0.02)
-        yield Server(
-            url=url,
-            pid=process.pid,
-            admin_token="" if name == "vllm-own" else json.loads(tokens.read_bytes())["admin"],
-            log=log,
-            start_seconds=time.perf_counter() - started,
-        )
+        seconds = time.perf_counter() - started
+        with httpx.Client(base_url=url, timeout=600, limits=_NO_LIMITS, trust_env=False) as http:
+            yield Server(
+                url=url,
+                pid=process.pid,
+                admin_token="" if name == "vllm-own" else json.loads(tokens.read_bytes())["admin"],
+                log=log,
+                start_seconds=seconds,
+                http=http,
+            )
     finally:
         _end(process)
 

@@ -15,13 +15,21 @@ from tests.bench.report import Report, Row, markdown
 from tests.bench.result import Result, at_least, at_most, reported
 
 ROOT = Path(__file__).parents[2]
-NEEDS = {"training": "trl", "memory": "accelerate", "receiver": "gradio"}
-NEEDS_VLLM = {"speed", "vllm-swap"}
+NEEDS = {
+    "training": "trl",
+    "memory": "accelerate",
+    "receiver": "gradio",
+    "speed": "vllm",
+    "vllm-swap": "vllm",
+}
 ROWS = [
-    (table, program.name)
+    pytest.param(
+        *(table, program.name),
+        marks=[pytest.mark.vllm] if NEEDS.get(program.name) == "vllm" else [],
+        id=program.name,
+    )
     for table, programs in TABLES.items()
     for program in programs
-    if program.name not in NEEDS_VLLM
 ]
 
 
