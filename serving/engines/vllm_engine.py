@@ -35,6 +35,9 @@ _FREE_KEYS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
 }
 
+# As safetensors spells dtypes: F32, F8_E4M3, BF16, …; but BOOL.
+_FLOATING = ("F", "BF")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Resident:
@@ -223,6 +226,11 @@ def _check_same_network(before: _Resident, release: Release, folder: Path) -> No
                 f"{entry.file}: tensor {name}: {list(entry.shape)} in place of {list(shapes[name])}"
             )
     reasons += [f"tensor {name}: missing" for name in shapes.keys() - release.tensors.keys()]
+    for name in sorted(release.tensors.keys() & shapes.keys()):
+        entry, known = release.tensors[name], before.release.tensors[name]
+        # vLLM would convert it without a word.
+        if entry.dtype.startswith(_FLOATING) != known.dtype.startswith(_FLOATING):
+            reasons.append(f"{entry.file}: tensor {name}: {entry.dtype} in place of {known.dtype}")
     if reasons:
         raise StageError(*reasons, "start the server again to serve another network")
 
