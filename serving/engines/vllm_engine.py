@@ -157,10 +157,16 @@ class VllmEngine:
         return self._process
 
     async def _start_on(self, release: Release, folder: Path) -> "VllmProcess":
-        # vLLM reads all of it by itself, and proves nothing.
-        if reasons := await asyncio.to_thread(verify_shards, folder, release):
-            raise StageError(*reasons)
-        return await self._start(release, folder, self._settings)
+        """One attempt, `start_seconds` at most. Raises StageError, EngineError."""
+        limit = self._settings.start_seconds
+        try:
+            async with asyncio.timeout(limit):
+                # vLLM reads all of it by itself, and proves nothing.
+                if reasons := await asyncio.to_thread(verify_shards, folder, release):
+                    raise StageError(*reasons)
+                return await self._start(release, folder, self._settings)
+        except TimeoutError:
+            raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
 
     def _begin_recovery(self) -> None:
         if self._recovery is None and self._good is not None:
