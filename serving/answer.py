@@ -11,7 +11,7 @@ from typing import Any
 
 from serving.admission import LiveRelease
 from serving.engine import Engine, Generation
-from serving.metrics import Metrics
+from serving.metrics import Metrics, WaitingRequest
 from serving.sequences import Delta, Sequence, generate_text
 
 
@@ -27,6 +27,8 @@ class Answer:
     """`cmpl` or `chatcmpl`."""
     started: float
     """When the request arrived, by `time.perf_counter`."""
+    waiting: WaitingRequest
+    """Ends with the first step of any sequence."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -65,6 +67,7 @@ class Answer:
             async for delta in deltas:
                 now = time.perf_counter()
                 if before is None:
+                    self.waiting.end()
                     first.observe(now - self.started)
                 else:
                     interval.observe(now - before)

@@ -51,7 +51,6 @@ def create_app(
         metrics=metrics,
     )
     metrics.in_flight.set_function(lambda: admission.num_in_flight)
-    metrics.waiting.set_function(lambda: admission.num_waiting)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

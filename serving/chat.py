@@ -26,7 +26,7 @@ class ChatPlan:
 
 def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> ChatPlan:
     """What to generate for a conversation. Raises RequestError."""
-    check_num_sequences(request.n, max_sequences)
+    check_num_sequences(request.n, max_sequences, "n")
     template = live.tokenizer.chat_template
     if template is None:
         raise RequestError(

@@ -37,7 +37,8 @@ def plan_completion(
 ) -> CompletionPlan:
     """What to generate for a request. Raises RequestError."""
     num_each = request.best_of or request.n
-    check_num_sequences(len(request.prompts) * num_each, max_sequences)
+    most = "prompt" if num_each == 1 else "n" if request.best_of is None else "best_of"
+    check_num_sequences(len(request.prompts) * num_each, max_sequences, most)
     prompts = [encode_prompt(live, prompt, "prompt") for prompt in request.prompts]
     ranks = request.best_of is not None and request.best_of > request.n
     num_logprobs = 0 if request.logprobs is None and ranks else request.logprobs
@@ -120,10 +121,11 @@ async def completion_events(answer: Answer, plan: CompletionPlan) -> AsyncGenera
                 if logprobs and request.echo:
                     prompt = plan.prompts[index // plan.num_each]
                     logprobs.add_prompt(prompt, delta.prompt_logprobs or ())
-            if not text and not delta.tokens and delta.finish_reason is None:
-                continue
             if logprobs:
                 logprobs.add(delta.tokens, len(echo))
+            has_tokens = logprobs is not None and logprobs.has_tokens
+            if not text and not has_tokens and delta.finish_reason is None:
+                continue
             yield (
                 f'{start}{{"index": {index}, "text": {json.dumps(text)}, "logprobs": '
                 f"{json.dumps(logprobs.body) if logprobs else 'null'}, "
@@ -153,6 +155,10 @@ class _Logprobs:
             "tokens": self._tokens,
             "top_logprobs": self._top_logprobs,
         }
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._tokens)
 
     def add_prompt(self, prompt: tuple[int, ...], logprobs: Iterable[TokenLogprob]) -> None:
         # The first token of a prompt has nothing before it that could make it likely.

@@ -2,7 +2,7 @@
 
 from serving.admission import LiveRelease
 from serving.engine import Generation
-from serving.openai_schemas import SamplingRequest
+from serving.openai_schemas import MAX_SEED, MIN_SEED, SamplingRequest
 from serving.request_errors import RequestError
 
 
@@ -76,14 +76,15 @@ def make_generations(
             min_tokens=min(request.min_tokens, new_tokens),
             temperature=request.temperature,
             top_p=request.top_p,
-            top_k=max(request.top_k, 0),
+            # More than there are is no limit; and not every engine can carry any number.
+            top_k=request.top_k if 0 < request.top_k < live.tokenizer.vocab_size else 0,
             min_p=request.min_p,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=request.repetition_penalty,
             logit_bias=bias,
             # With one seed for all, `n` sequences would be one sequence n times.
-            seed=None if request.seed is None else request.seed + number,
+            seed=None if request.seed is None else _within_64_bits(request.seed + number),
             stop_token_ids=stop_token_ids,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
@@ -92,13 +93,19 @@ def make_generations(
     ]
 
 
-def check_num_sequences(number: int, limit: int) -> None:
+def check_num_sequences(number: int, limit: int, param: str) -> None:
     if number > limit:
         raise RequestError(
             400,
-            f"{number} sequences in one request (prompts times n or best_of), at most {limit}",
+            f"more than {limit} sequences in one request (prompts times n or best_of)",
+            param=param,
             code="too_many_sequences",
         )
+
+
+def _within_64_bits(seed: int) -> int:
+    """The largest seed is followed by the smallest."""
+    return seed if seed <= MAX_SEED else seed - MAX_SEED + MIN_SEED - 1
 
 
 def _too_long(message: str, param: str) -> RequestError:

@@ -9,6 +9,20 @@ _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
+class WaitingRequest:
+    """One request in the count of those that wait, until its first step or its own end."""
+
+    def __init__(self, waiting: Gauge) -> None:
+        self._waiting: Gauge | None = waiting
+        waiting.inc()
+
+    def end(self) -> None:
+        """Every call but the first does nothing."""
+        if self._waiting is not None:
+            self._waiting.dec()
+            self._waiting = None
+
+
 class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
@@ -58,7 +72,7 @@ class Metrics:
         )
         self.waiting = Gauge(
             "serving_requests_waiting",
-            "Requests held at the barrier",
+            "Requests without a first step: held at the barrier, or queued by the engine",
             registry=registry,
         )
         self.live = Gauge(

@@ -6,10 +6,19 @@ nobody here knows are ignored, as vLLM does; fields that are known and not suppo
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_TOKEN_ID_DIGITS = 18
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0)]
 Prompt = str | list[int] | list[str] | list[list[int]]
@@ -50,7 +59,7 @@ class SamplingRequest(BaseModel):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] = []
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
@@ -87,17 +96,24 @@ class SamplingRequest(BaseModel):
     @classmethod
     def _biases_are_of_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token_id, value in (bias or {}).items():
+            # Python reads no number of more than some thousand digits.
+            if len(token_id) > MAX_TOKEN_ID_DIGITS:
+                raise ValueError(f"{token_id[:MAX_TOKEN_ID_DIGITS]!r}… is not a token id")
             if not (token_id.isascii() and token_id.isdigit()):
                 raise ValueError(f"{token_id!r} is not a token id")
             if not -100 <= value <= 100:
                 raise ValueError(f"bias {value:g} of token {token_id} is not within -100 and 100")
         return bias
 
-    @model_validator(mode="after")
-    def _options_need_a_stream(self) -> "SamplingRequest":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is for requests with stream: true")
-        return self
+    @field_validator("stream_options")
+    @classmethod
+    def _options_need_a_stream(
+        cls, options: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
+        # A field that is wrong itself is not in `data`.
+        if options is not None and not info.data.get("stream", True):
+            raise ValueError("only for requests with stream: true")
+        return options
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -117,14 +133,17 @@ class CompletionRequest(SamplingRequest):
     echo: bool | None = False
     suffix: str | None = None
 
-    @model_validator(mode="after")
-    def _best_of_covers_n(self) -> "CompletionRequest":
-        if self.best_of is not None:
-            if self.best_of < self.n:
-                raise ValueError(f"best_of is {self.best_of}, less than n, which is {self.n}")
-            if self.stream and self.best_of > self.n:
-                raise ValueError("best_of cannot be streamed: which is best shows at the end")
-        return self
+    @field_validator("best_of")
+    @classmethod
+    def _best_of_covers_n(cls, best_of: int | None, info: ValidationInfo) -> int | None:
+        if best_of is None or "n" not in info.data:
+            return best_of
+        n = info.data["n"]
+        if best_of < n:
+            raise ValueError(f"less than n, which is {n}")
+        if best_of > n and info.data.get("stream"):
+            raise ValueError("more than n cannot be streamed: which is best shows at the end")
+        return best_of
 
     @field_validator("suffix")
     @classmethod
@@ -168,12 +187,23 @@ class ChatRequest(SamplingRequest):
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _nothing_unsupported(self) -> "ChatRequest":
-        if self.tools or self.functions:
-            raise ValueError("tools are not supported")
-        if self.response_format and self.response_format.get("type") != "text":
-            raise ValueError("response_format: only text is supported")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
-        return self
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs: true")
+        return number
+
+    @field_validator("tools", "functions")
+    @classmethod
+    def _tools_are_not_supported(cls, tools: list[Any] | None) -> list[Any] | None:
+        if tools:
+            raise ValueError("not supported; leave them out")
+        return tools
+
+    @field_validator("response_format")
+    @classmethod
+    def _a_response_is_text(cls, format: dict[str, Any] | None) -> dict[str, Any] | None:
+        if format and format.get("type") != "text":
+            raise ValueError("only text is supported")
+        return format

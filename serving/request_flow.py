@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.answer import Answer
 from serving.engine import Engine
-from serving.metrics import Metrics
+from serving.metrics import Metrics, WaitingRequest
 from serving.openai_schemas import SamplingRequest
 from serving.request_errors import RequestError, from_validation, unavailable
 from serving.responses import EventStream, json_response, unless_disconnected
@@ -51,10 +52,12 @@ class RequestFlow:
         if self.settings.request_seconds is not None:
             deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
-        async with asyncio.timeout_at(deadline):
-            live = await self._admit(request)
-        is_streaming = False
-        try:
+        with ExitStack() as leaving:
+            waiting = WaitingRequest(self.metrics.waiting)
+            leaving.callback(waiting.end)
+            async with asyncio.timeout_at(deadline):
+                live = await self._admit(request)
+            leaving.callback(self.admission.leave, live)
             self.check_model(live, asked.model)
             answer = Answer(
                 engine=self.engine,
@@ -63,6 +66,7 @@ class RequestFlow:
                 model=asked.model or self.pipeline,
                 kind=kind,
                 started=started,
+                waiting=waiting,
             )
             if request.state.num_body_bytes > LARGE_BODY_BYTES:
                 # Tokenising takes a while, and nobody's stream should wait for it.
@@ -73,10 +77,10 @@ class RequestFlow:
             self.metrics.answers.labels(live.id).inc()
             self.metrics.prompt_tokens.labels(live.id).inc(num_prompt_tokens)
             if asked.stream:
-                is_streaming = True
+                leave = leaving.pop_all().close
 
                 def end(status: int) -> None:
-                    self.admission.leave(live)
+                    leave()
                     self.metrics.requests.labels(route, status).inc()
 
                 return EventStream(
@@ -89,9 +93,6 @@ class RequestFlow:
                 content = await unless_disconnected(request, body())
             self.metrics.requests.labels(route, 200).inc()
             return json_response(content, headers=answer.headers)
-        finally:
-            if not is_streaming:
-                self.admission.leave(live)
 
     def check_model(self, live: LiveRelease, model: str | None) -> None:
         if model not in (None, self.pipeline, live.id):
@@ -104,8 +105,9 @@ class RequestFlow:
             )
 
     async def _admit(self, request: Request) -> LiveRelease:
+        entering = asyncio.create_task(self.admission.enter())
         try:
-            live = await unless_disconnected(request, self.admission.enter())
+            live = await unless_disconnected(request, entering)
         except QueueFull:
             raise RequestError(
                 429,
@@ -119,6 +121,11 @@ class RequestFlow:
                 f"{self.pipeline!r} has no release yet; push to its dataset, or swap one in",
                 RETRY_AFTER_SECONDS,
             ) from None
+        except BaseException:
+            # The deadline may have passed in the very turn in which the request was let in.
+            if entering.done() and not entering.cancelled() and entering.exception() is None:
+                self.admission.leave(entering.result())
+            raise
         exact = request.headers.get("x-exact-release")
         if exact is not None and exact != live.id:
             self.admission.leave(live)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -17,8 +17,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """`work`'s result; when the client goes first, `work` is cancelled. Raises ClientGone."""
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """`work`'s result; when the client goes first, `work` is cancelled. Raises ClientGone.
+
+    Cancelled in the turn in which `work` ends, it drops the result: who must give that back makes
+    `work` a task, and looks.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:

@@ -75,9 +75,8 @@ class Swapper:
     async def swap(self, requested: str) -> SwapResult:
         """Make a release live: an id, or a path under the releases root. A caller that goes away
         does not end the swap."""
-        folder = self._releases_dir / requested
-        inside = folder.resolve().parent == self._releases_dir.resolve()
-        if not inside or folder.resolve().name not in releases.release_ids(self._releases_dir):
+        folder = self._folder(requested)
+        if folder is None:
             result = SwapResult(
                 result="refused",
                 release=requested,
@@ -87,7 +86,7 @@ class Swapper:
             )
             self._metrics.count_swap(result)
             return result
-        return await self._ask(self._releases_dir / folder.resolve().name)
+        return await self._ask(folder)
 
     async def close(self) -> None:
         """End what is under way."""
@@ -97,6 +96,16 @@ class Swapper:
         await self._phases.close()
         if self._waiting is not None:
             self._finish(self._waiting, self._shut_down(self._waiting))
+
+    def _folder(self, requested: str) -> Path | None:
+        """Of a release, by its id or a path that leads there; None for anything else."""
+        if "\0" in requested:  # no path can be, and `resolve` raises
+            return None
+        found = (self._releases_dir / requested).resolve()
+        inside = found.parent == self._releases_dir.resolve()
+        if not inside or found.name not in releases.release_ids(self._releases_dir):
+            return None
+        return self._releases_dir / found.name
 
     async def _ask(self, folder: Path, *, is_recorded: bool = True) -> SwapResult:
         for known in (self._waiting, self._running):

@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 class StubbedVllm:
     """Starts processes that compute as the echo engine does."""
 
-    def __init__(self, *, way: str = "copy") -> None:
+    def __init__(self, *, way: str = "copy", step_seconds: float = 0.001) -> None:
         self.way = way
+        self.step_seconds = step_seconds
         self.start_seconds = 0.0
         self.fails_starts = 0
         """So many starts from now on."""
+        self.hangs_starts = 0
+        """So many starts from now on never end."""
         self.dies_in: str | None = None
         """`stage`, `commit` or `generate`: the process dies the next time it is told to."""
         self.hangs_in: str | None = None
@@ -35,6 +38,9 @@ class StubbedVllm:
     ) -> "VllmProcess":
         self.started[release.id] += 1
         await asyncio.sleep(self.start_seconds if self.started.total() > 1 else 0)
+        if self.hangs_starts:
+            self.hangs_starts -= 1
+            await asyncio.Event().wait()
         if self.fails_starts:
             self.fails_starts -= 1
             raise StageError("no start")
@@ -47,10 +53,14 @@ class StubbedVllm:
 class StubProcess:
     def __init__(self, stub: StubbedVllm, release: Release) -> None:
         self._stub = stub
-        self._echo = EchoEngine(holds_two=False, step_seconds=0.001)
+        self._echo = EchoEngine(holds_two=False, step_seconds=stub.step_seconds)
         self.way = stub.way
         self.release_id = release.id
         self.is_dead = False
+
+    @property
+    def num_running(self) -> int:
+        return self._echo.num_running.total()
 
     def holds(self, release_id: str) -> bool:
         return release_id in self._echo.resident

@@ -35,6 +35,9 @@ _FREE_KEYS = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
 }
 
+# As safetensors spells dtypes: F32, F8_E4M3, BF16, …; but BOOL.
+_FLOATING = ("F", "BF")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Resident:
@@ -157,10 +160,16 @@ class VllmEngine:
         return self._process
 
     async def _start_on(self, release: Release, folder: Path) -> "VllmProcess":
-        # vLLM reads all of it by itself, and proves nothing.
-        if reasons := await asyncio.to_thread(verify_shards, folder, release):
-            raise StageError(*reasons)
-        return await self._start(release, folder, self._settings)
+        """One attempt, `start_seconds` at most. Raises StageError, EngineError."""
+        limit = self._settings.start_seconds
+        try:
+            async with asyncio.timeout(limit):
+                # vLLM reads all of it by itself, and proves nothing.
+                if reasons := await asyncio.to_thread(verify_shards, folder, release):
+                    raise StageError(*reasons)
+                return await self._start(release, folder, self._settings)
+        except TimeoutError:
+            raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
 
     def _begin_recovery(self) -> None:
         if self._recovery is None and self._good is not None:
@@ -226,6 +235,11 @@ def _check_same_network(before: _Resident, release: Release, folder: Path) -> No
                 f"{entry.file}: tensor {name}: {list(entry.shape)} in place of {list(shapes[name])}"
             )
     reasons += [f"tensor {name}: missing" for name in shapes.keys() - release.tensors.keys()]
+    for name in sorted(release.tensors.keys() & shapes.keys()):
+        entry, known = release.tensors[name], before.release.tensors[name]
+        # vLLM would convert it without a word.
+        if entry.dtype.startswith(_FLOATING) != known.dtype.startswith(_FLOATING):
+            reasons.append(f"{entry.file}: tensor {name}: {entry.dtype} in place of {known.dtype}")
     if reasons:
         raise StageError(*reasons, "start the server again to serve another network")
 

@@ -4,7 +4,9 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Collection
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from math import prod
 from pathlib import Path
@@ -37,6 +39,8 @@ _log = logging.getLogger(__name__)
 
 _WORKER = "serving.engines.vllm_worker.HotpushWorker"
 _POLL_SECONDS = 0.02
+# vLLM kills its processes after five.
+_END_SECONDS = 30.0
 _CPU_KV_CACHE_BYTES = 2 << 30
 
 
@@ -58,14 +62,11 @@ class VllmProcess:
 
     @classmethod
     async def start(cls, release: Release, folder: Path, settings: VllmEngineSettings) -> Self:
-        """Takes a while. Raises StageError where vLLM does not start on this release."""
+        """Takes a while; cancelled, it leaves no vLLM behind. Raises StageError where vLLM does not
+        start on this release."""
         starting = asyncio.ensure_future(asyncio.to_thread(_start, folder, settings))
         try:
-            async with asyncio.timeout(settings.start_seconds):
-                llm = await asyncio.shield(starting)
-        except TimeoutError:
-            starting.add_done_callback(_end_late)
-            raise StageError(f"vLLM did not start in {settings.start_seconds:g} s") from None
+            llm = await asyncio.shield(starting)
         except asyncio.CancelledError:
             starting.add_done_callback(_end_late)
             raise
@@ -95,7 +96,7 @@ class VllmProcess:
             for name, entry in release.tensors.items()
             if self.way == "reload" or entry.sha256 != base.tensors[name].sha256
         }
-        _check_memory(release, changed)
+        await self._check_memory(release, changed)
         await self.call("hotpush_stage", release.id, base.id, str(folder), changed)
         try:
             while True:
@@ -146,7 +147,16 @@ class VllmProcess:
             raise EngineError(f"vLLM refuses the request: {_line(error)}") from error
 
     async def end(self) -> None:
-        await asyncio.to_thread(self._llm.shutdown)
+        """A vLLM that does not shut down is left behind: its place is needed."""
+        # Should it hang, it takes none of the pool's threads, and does not keep the server up.
+        ending = threading.Thread(target=self._llm.shutdown, name="vllm-shutdown", daemon=True)
+        ending.start()
+        deadline = time.monotonic() + _END_SECONDS
+        while ending.is_alive():
+            if time.monotonic() > deadline:
+                _log.error("vLLM did not shut down in %g s", _END_SECONDS)
+                return
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _prepare(self, folder: Path, settings: VllmEngineSettings) -> None:
         release = self._held[self.release_id]
@@ -162,6 +172,21 @@ class VllmProcess:
         if (reason := workers[0]["reason"]) is not None:
             _log.warning("swaps take vLLM's own, slower way: %s", reason)
         await self._version(release.id)
+
+    async def _check_memory(self, release: Release, changed: Iterable[str]) -> None:
+        """Before anything is read. Raises StageError, EngineError."""
+        entries = {name: release.tensors[name] for name in changed}
+        stored = {
+            name: prod(entry.shape) * DTYPE_BYTES[entry.dtype] for name, entry in entries.items()
+        }
+        # A worker knows what it makes of them. All workers share one memory.
+        needed = sum(await self.call("hotpush_needed_bytes", stored))
+        free = free_bytes(torch.device("cpu"))
+        if free is not None and needed > free:
+            raise StageError(
+                f"too little memory: {release.id} needs {needed} bytes to be staged, "
+                f"{free} are free"
+            )
 
     async def _version(self, release_id: str) -> None:
         """vLLM says it beside each answer, which is how a mixed one would be noticed."""
@@ -207,23 +232,10 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
     return AsyncLLM.from_engine_args(arguments)
 
 
-def _check_memory(release: Release, changed: Collection[str]) -> None:
-    """Before anything is read. Raises StageError."""
-    stored = sum(
-        prod(release.tensors[name].shape) * DTYPE_BYTES[release.tensors[name].dtype]
-        for name in changed
-    )
-    # As they are computed with, and packed or pinned once more.
-    needed, free = 2 * stored, free_bytes(torch.device("cpu"))
-    if free is not None and needed > free:
-        raise StageError(
-            f"too little memory: {release.id} needs {needed} bytes to be staged, {free} are free"
-        )
-
-
 def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:
     if not starting.cancelled() and starting.exception() is None:
-        starting.result().shutdown()
+        # Not here: this is the event loop.
+        threading.Thread(target=starting.result().shutdown, name="vllm-shutdown").start()
 
 
 def _line(error: BaseException) -> str:

@@ -22,9 +22,10 @@ class VllmSettings(BaseModel):
     """Whether vLLM compiles the model. None: on a GPU only. On a CPU it makes starts long."""
     way: Literal["copy", "reload"] = "copy"
     """How a commit replaces weights. `copy` falls back to `reload`, vLLM's own and slower way, for
-    models whose weights vLLM transforms (quantised, MLA, MoE)."""
+    models whose weights vLLM transforms (quantised, MLA, MoE), and wherever copying fails."""
     start_seconds: float = Field(default=300, gt=0)
-    """Longest time for the engine to start, and to come back after it died."""
+    """Longest time for one start, at first and after it died: reading all of the release to prove
+    it, vLLM's own start, and what is made ready for the first swap."""
 
 
 class VllmEngineSettings(VllmSettings):

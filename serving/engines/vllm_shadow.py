@@ -16,6 +16,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from serving.engines.torch_engine.device import free_bytes
+
 # Whatever else vLLM does to weights after it loaded them is left to vLLM.
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
@@ -57,6 +59,14 @@ def build_shadow(vllm_config: Any) -> nn.Module:
     with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         shadow: nn.Module = initialize_model(config)
     return shadow
+
+
+def check_memory(shadow: nn.Module, *, num_copies: int) -> None:
+    """Before it is filled: raises CannotCopy where the host has no room for it."""
+    needed = num_copies * sum(param.nbytes for param in shadow.parameters())
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise CannotCopy(f"too little memory: a second copy needs {needed} bytes, {free} are free")
 
 
 def load_and_trace(

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from serving.engines.vllm_shadow import (
     CannotCopy,
     build_shadow,
+    check_memory,
     check_plain,
     check_same_ties,
     load_and_trace,
@@ -43,6 +44,9 @@ class StagingFailed(Exception):
 
 class WeightsInMemory(Protocol):
     way: str
+
+    def needed_bytes(self, stored: Mapping[str, int]) -> int:
+        """Host memory to stage these tensors, which are given with their stored bytes."""
 
     def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
         """Read `changed`, which is what differs from the release `base_id`.
@@ -79,6 +83,8 @@ class CopiedWeights:
         self._is_cpu = worker.device.type == "cpu"
         self._shadow = build_shadow(worker.vllm_config)
         check_same_ties(self._shadow, self._live_model)
+        # On a device it is pinned, which is one copy more.
+        check_memory(self._shadow, num_copies=1 if self._is_cpu else 2)
         self._targets = load_and_trace(self._shadow, read_tensors(folder, weight_map))
         params = {name: param.data for name, param in self._shadow.named_parameters()}
         self._images = {
@@ -95,12 +101,18 @@ class CopiedWeights:
         self._staging = threading.Lock()
         self._check_equal_to_live()
 
+    def needed_bytes(self, stored: Mapping[str, int]) -> int:
+        """Parameters as they are computed with, fused: whole, whatever part of them changes."""
+        params = self._images[self._live_id].params
+        # On a CPU packed once more, else pinned.
+        return 2 * sum(params[name].nbytes for name in self._touched(stored))
+
     def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
         with self._staging:  # one that nobody wants any more may not have ended yet
             return self._stage(release_id, self._images[base_id], folder, changed)
 
     def _stage(self, release_id: str, base: _Image, folder: Path, changed: Changed) -> int:
-        touched = {target for name in changed for target in self._targets[name]}
+        touched = self._touched(changed)
         for name, param in self._shadow.named_parameters():
             param.data = base.params[name].clone() if name in touched else base.params[name]
         num_bytes = 0
@@ -133,6 +145,9 @@ class CopiedWeights:
     def forget(self, release_id: str) -> None:
         if release_id != self._live_id:
             self._images.pop(release_id, None)
+
+    def _touched(self, names: Iterable[str]) -> set[str]:
+        return {target for name in names for target in self._targets[name]}
 
     def _set(self, param: nn.Parameter, value: torch.Tensor) -> None:
         if self._is_cpu and value.dtype == param.dtype:
@@ -180,6 +195,9 @@ class ReloadedWeights:
         self._worker = worker
         self._live_id = release_id
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
+
+    def needed_bytes(self, stored: Mapping[str, int]) -> int:
+        return sum(stored.values())
 
     def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
         found = {}

@@ -3,6 +3,7 @@
 Every call but `hotpush_prepare` returns at once: a worker that answers a call computes no tokens.
 """
 
+import logging
 import os
 import select
 import signal
@@ -24,6 +25,8 @@ from serving.engines.vllm_weights import (
     yield_the_cores,
 )
 from serving.errors import ReleaseError
+
+_log = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 1.0
 _END_SECONDS = 5.0
@@ -47,11 +50,19 @@ class HotpushWorker:
                 weights = CopiedWeights(self, release_id, Path(folder), weight_map)
             except CannotCopy as error:
                 reason = str(error)
+            # Whatever else it is, vLLM's own way is left.
+            except Exception as error:
+                _log.exception("no second copy of the model")
+                reason = f"{type(error).__name__}: {error}"
         if weights is None:
             weights = ReloadedWeights(self, release_id)
         self.hotpush_weights = weights
         self.hotpush_jobs: dict[str, _Staging] = {}
         return {"pid": os.getpid(), "way": weights.way, "reason": reason}
+
+    def hotpush_needed_bytes(self, stored: dict[str, int]) -> int:
+        """Host memory to stage these tensors, which are given with their stored bytes."""
+        return self.hotpush_weights.needed_bytes(stored)
 
     def hotpush_stage(
         self, release_id: str, base_id: str, folder: str, changed: dict[str, list[str]]

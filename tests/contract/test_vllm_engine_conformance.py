@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
 from serving.engine import Generation, Step
+from serving.engines import vllm_process
 from serving.weights.headers import read_header
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
@@ -104,6 +105,29 @@ class TestTied(_VllmConformance):
             assert choice["logprobs"]["token_logprobs"][0] == pytest.approx(
                 cold.logprobs[prompt][0], abs=1e-4
             )
+
+    def test_memory_is_counted_as_it_is_computed_with(
+        self, running_vllm: Served, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Queries, keys and values are one parameter there, and all of it is made anew."""
+        first, pipeline_dir = running_vllm.first, running_vllm.pipeline_dir
+        assert running_vllm.swap(first.id)["result"] == "live"
+        attention = "model.layers.1.self_attn"
+        fused = [first.tensors[f"{attention}.{part}_proj.weight"].shape for part in "qkv"]
+        name = f"{attention}.q_proj.weight"
+        folder = pipeline_dir / first.id
+        weight_map = {each: entry.file for each, entry in first.tensors.items()}
+        tensors = dict(read_tensors(folder, weight_map))
+        # Stored with half the bytes that it takes.
+        tensors[name] = tensors[name].bfloat16()
+        release = publish_state_dict(pipeline_dir, tensors, files_dir=folder)
+        needed = 2 * 4 * sum(rows * columns for rows, columns in fused)
+        monkeypatch.setattr(vllm_process, "free_bytes", lambda device: needed - 1)
+        result = running_vllm.swap(release.id)
+        assert (result["result"], result["phase"]) == ("refused", "stage")
+        assert f"needs {needed} bytes to be staged" in result["reasons"][0]
+        monkeypatch.setattr(vllm_process, "free_bytes", lambda device: needed)
+        assert running_vllm.swap(release.id)["result"] == "live"
 
     def test_bytes_that_are_not_the_manifests_are_refused_by_name(
         self, running_vllm: Served

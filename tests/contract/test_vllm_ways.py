@@ -1,16 +1,20 @@
 """Which models' weights are copied, and which are left to vLLM's own reload. Nothing starts."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from serving.engines.vllm_shadow import CannotCopy, check_plain
+from serving.engines import vllm_shadow, vllm_worker
+from serving.engines.vllm_shadow import CannotCopy, check_memory, check_plain
+from serving.engines.vllm_worker import HotpushWorker
 
 pytestmark = pytest.mark.vllm
 
@@ -83,3 +87,38 @@ def test_a_class_that_transforms_its_weights_is_left_to_vllm() -> None:
 
     with pytest.raises(CannotCopy, match="its class transforms"):
         check_plain(worker(Transforming()))
+
+
+class Worker(HotpushWorker):
+    """As vLLM makes one, without a model."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CannotCopy("its class transforms weights"), "its class transforms weights"),
+        (RuntimeError("no such kernel"), "RuntimeError: no such kernel"),
+        (KeyError("lm_head.weight"), "KeyError: 'lm_head.weight'"),
+    ],
+)
+def test_whatever_keeps_weights_from_being_copied_leaves_vllms_own_way(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(vllm_worker, "CopiedWeights", fail)
+    monkeypatch.setattr(vllm_worker, "_end_with", lambda server_pid: None)
+    told = Worker().hotpush_prepare("r000001-00000000", "folder", {}, "copy", os.getpid())
+    assert (told["way"], told["reason"]) == ("reload", said)
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_a_second_copy_that_finds_no_room_is_not_made(
+    monkeypatch: pytest.MonkeyPatch, num_copies: int
+) -> None:
+    shadow = nn.Linear(10, 10, bias=False, dtype=torch.bfloat16)
+    monkeypatch.setattr(vllm_shadow, "free_bytes", lambda device: num_copies * 200)
+    check_memory(shadow, num_copies=num_copies)
+    with pytest.raises(CannotCopy, match=rf"needs {(num_copies + 1) * 200} bytes"):
+        check_memory(shadow, num_copies=num_copies + 1)

@@ -249,9 +249,11 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ({"prompt": [257]}, 400, "prompt", "257"),
         ({"prompt": None}, 400, "prompt", "string"),
         ({"n": 0}, 400, "n", "1"),
-        ({"n": 17}, 400, None, "17 sequences"),
-        ({"n": 3, "best_of": 2}, 400, None, "best_of"),
-        ({"best_of": 2, "stream": True}, 400, None, "best_of"),
+        ({"n": 17}, 400, "n", "more than 16 sequences"),
+        ({"best_of": 17}, 400, "best_of", "more than 16 sequences"),
+        ({"prompt": ["a"] * 17}, 400, "prompt", "more than 16 sequences"),
+        ({"n": 3, "best_of": 2}, 400, "best_of", "less than n, which is 3, got 2"),
+        ({"best_of": 2, "stream": True}, 400, "best_of", "cannot be streamed"),
         ({"top_p": 0}, 400, "top_p", "greater than 0"),
         ({"logprobs": 21}, 400, "logprobs", "20"),
         ({"stop": [""]}, 400, "stop", "empty"),
@@ -261,7 +263,7 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ({"logit_bias": {"999": 1}}, 400, "logit_bias", "999"),
         ({"stop_token_ids": [999]}, 400, "stop_token_ids", "999"),
         ({"suffix": "tail"}, 400, "suffix", "leave it out"),
-        ({"stream_options": {"include_usage": True}}, 400, None, "stream"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
     ],
 )
 def test_a_wrong_field_is_named(

@@ -1,6 +1,7 @@
 """How requests end when something else does: clients that hang up, engines that die, full queues,
 ports that are taken."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
-from serving.engine import EngineError
+from serving.engine import EngineError, Generation, Step
 from serving.engines.echo_engine import EchoEngine
 from serving.errors import PortBusy, ServingError
 from serving.server import bind
@@ -25,6 +28,19 @@ from serving.weights.releases import pending_release, set_current, set_pending
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running, tiny_llama
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}
+
+
+class OneSlot(EchoEngine):
+    """Computes one sequence at a time; the others are queued."""
+
+    def __init__(self, *, step_seconds: float) -> None:
+        super().__init__(step_seconds=step_seconds)
+        self._slot = asyncio.Semaphore(1)
+
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        async with self._slot, aclosing(super().generate(release_id, generation)) as steps:
+            async for step in steps:
+                yield step
 
 
 @dataclass
@@ -38,10 +54,7 @@ class Slow:
         return self.engine.num_running[self.release_id]
 
     def in_flight(self) -> str:
-        text = httpx.get(f"{self.url}/metrics").text
-        return next(
-            line for line in text.splitlines() if line.startswith("serving_requests_in_flight")
-        )
+        return metric(self.url, "serving_requests_in_flight")
 
 
 @pytest.fixture
@@ -52,6 +65,12 @@ def slow(tmp_path: Path) -> Iterator[Slow]:
     engine = EchoEngine(step_seconds=0.05)
     with running(echo_app(pipeline_dir, engine, max_queue=2)) as url:
         yield Slow(url, engine, release.id)
+
+
+def metric(url: str, name: str) -> str:
+    """Its line."""
+    text = httpx.get(f"{url}/metrics").text
+    return next(line for line in text.splitlines() if line.startswith(name))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -95,6 +114,38 @@ def test_one_request_too_many_is_told_to_come_back(slow: Slow) -> None:
     for thread in threads:
         thread.join()
     assert httpx.post(f"{slow.url}/v1/completions", json={**BODY, "max_tokens": 1}).is_success
+
+
+def test_who_is_queued_waits_until_the_first_token(tmp_path: Path) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    with (
+        running(echo_app(tmp_path, OneSlot(step_seconds=0.1))) as url,
+        ThreadPoolExecutor(3) as pool,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+
+        def ask(**change: object) -> httpx.Response:
+            return http.post("/v1/completions", json={**BODY, "max_tokens": 2, **change})
+
+        def is_waiting(number: int) -> bool:
+            return metric(url, "serving_requests_waiting") == f"serving_requests_waiting {number}.0"
+
+        with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            assert is_waiting(0)
+            queued = [pool.submit(ask), pool.submit(ask, n=2)]
+            until(lambda: is_waiting(2))
+            # Who ends in another way waits no longer: refused, or hung up.
+            assert ask(max_tokens=1000).status_code == 400
+            assert is_waiting(2)
+            gone = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=1)
+            until(lambda: is_waiting(3))
+            with pytest.raises(httpx.ReadTimeout):
+                gone.result()
+            until(lambda: is_waiting(2))
+        assert all(answer.result().is_success for answer in queued)
+        until(lambda: is_waiting(0))
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,6 +1,8 @@
 """What a request asks for is what the engine is told; what it gets wrong is named."""
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,7 @@ PROMPTS = {"completions": {"prompt": "Hi"}, "chat/completions": {"messages": [
         ("top_p", 0.25, 0.25),
         ("top_k", 7, 7),
         ("top_k", -1, 0),
+        ("top_k", 10**30, 0),
         ("min_p", 0.125, 0.125),
         ("presence_penalty", -1.5, -1.5),
         ("frequency_penalty", 1.5, 1.5),
@@ -70,6 +73,7 @@ PROMPTS = {"completions": {"prompt": "Hi"}, "chat/completions": {"messages": [
         ("logit_bias", {"5": -100, "6": 2.5}, {5: -100.0, 6: 2.5}),
         ("min_tokens", 3, 3),
         ("seed", 11, 11),
+        ("seed", -(2**63), -(2**63)),
         ("stop_token_ids", [9, 10], (9, 10, EOS)),
         ("ignore_eos", True, ()),
         ("max_tokens", 9, 9),
@@ -100,8 +104,12 @@ def test_each_field_reaches_the_engine(
         ("repetition_penalty", 0, "greater than 0, got 0"),
         ("repetition_penalty", 11, "less than or equal to 10, got 11"),
         ("seed", "x", 'integer, got "x"'),
+        ("seed", 2**63, f"less than or equal to {2**63 - 1}, got {2**63}"),
+        ("seed", -(2**63) - 1, f"greater than or equal to {-(2**63)}, got"),
         ("min_tokens", -1, "greater than or equal to 0, got -1"),
         ("logit_bias", [1], "object"),
+        ("logit_bias", {"1" * 5000: 1}, "is not a token id"),
+        ("stream_options", {}, "only for requests with stream: true"),
         ("ignore_eos", "yes", 'boolean, got "yes"'),
         ("stream", 1, "boolean, got 1"),
         ("stream_options", {"include_usage": 1}, "boolean, got 1"),
@@ -145,18 +153,48 @@ def test_a_wrong_field_of_completions_is_named(
         ({"max_completion_tokens": 0}, "max_completion_tokens", "equal to 1, got 0"),
         ({"logprobs": 2}, "logprobs", "boolean, got 2"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20, got 21"),
-        ({"top_logprobs": 2}, None, "needs logprobs"),
-        ({"tools": [{"type": "function"}]}, None, "tools"),
-        ({"response_format": {"type": "json_object"}}, None, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
+        ({"n": 129}, "n", "more than 128 sequences"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"functions": [{"name": "add"}]}, "functions", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(
-    server: Server, change: dict[str, Any], param: str | None, said: str
+    server: Server, change: dict[str, Any], param: str, said: str
 ) -> None:
     answer = server.ask("chat/completions", **{**PROMPTS["chat/completions"], **change})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and said in error["message"]
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+@pytest.mark.parametrize("digits", [20, 4300, 5000])
+@pytest.mark.parametrize("field", ["seed", "n", "max_tokens", "min_tokens", "stop_token_ids"])
+def test_no_number_is_too_long_for_an_answer(
+    server: Server, route: str, digits: int, field: str
+) -> None:
+    number = "9" * digits
+    value = f"[{number}]" if field == "stop_token_ids" else number
+    # Three prompts: of as many digits as a body may have, `n` of each is one digit more.
+    prompt = json.dumps({**PROMPTS[route], "prompt": ["Hi"] * 3})[1:-1]
+    content = f'{{{prompt}, "{field}": {value}}}'
+    answer = httpx.post(f"{server.url}/v1/{route}", content=content)
+    assert answer.status_code < 500, answer.text
+
+
+def test_the_largest_seed_is_followed_by_the_smallest(server: Server) -> None:
+    answer = server.ask("completions", prompt="Hi", max_tokens=1, n=2, seed=2**63 - 1)
+    assert answer.status_code == 200
+    assert {each.seed for each in server.engine.told[-2:]} == {2**63 - 1, -(2**63)}
+
+
+@pytest.mark.parametrize("name", ["a\0b", "", "..", "/", "x" * 5000])
+def test_what_is_no_name_of_a_release_is_refused(server: Server, name: str) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        answer = swap(http, name)
+    assert (answer.status_code, answer.json()["result"]) == (422, "refused"), answer.text
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
@@ -191,6 +229,17 @@ def test_the_async_client_whole_and_streamed(server: Server) -> None:
     assert len(pieces) > 1
     assert "".join(pieces) == whole
     assert many == [whole] * 4
+
+
+def test_models_say_what_was_live_before(tmp_path: Path) -> None:
+    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
+    set_current(tmp_path, first.id)
+    with running(echo_app(tmp_path)) as url, httpx.Client(base_url=url) as http:
+        asked = int(time.time())
+        assert swap(http, second.id).json()["result"] == "live"
+        (model,) = http.get("/v1/models").json()["data"]
+    assert (model["release"], model["previous"]) == (second.id, first.id)
+    assert asked <= model["created"] <= time.time()
 
 
 def test_metrics_tell_of_a_stream_and_a_swap(tmp_path: Path) -> None:

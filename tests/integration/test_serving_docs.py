@@ -20,7 +20,8 @@ from tests.stack_fixtures import free_ports
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "serving.md").read_text()
 SERVER, ASKING, PUBLISHING = re.findall(r"```python\n(.*?)```", DOCS, re.S)
-COMMANDS = re.findall(r"```sh\n(.*?)```", DOCS, re.S)
+# Each is run, the last one by tests/contract/test_lm_eval.py; one more does not unpack.
+SERVING, IN_FRONT, EVALUATING = re.findall(r"```sh\n(.*?)```", DOCS, re.S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -59,7 +60,7 @@ def test_the_publishing_block_publishes(tmp_path: Path) -> None:
 def test_the_command_serves_a_checkpoint(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path / "my-checkpoint")
     byte_tokenizer().save(str(tmp_path / "my-checkpoint" / "tokenizer.json"))
-    (command,) = COMMANDS[0].splitlines()
+    (command,) = SERVING.splitlines()
     with started(command, tmp_path) as url:
         assert httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"] == "my-checkpoint"
 
@@ -69,7 +70,7 @@ def test_the_command_serves_in_front_of_an_upstream(tmp_path: Path) -> None:
     pipeline_dir = tmp_path / ".pipeline" / "releases" / "answers"
     release = echo_release(pipeline_dir, 1)
     set_current(pipeline_dir, release.id)
-    launch, command = COMMANDS[1].splitlines()
+    launch, command = IN_FRONT.splitlines()
     model_path = tmp_path / launch.split("--model-path ")[1].split()[0]
     (tmp_path / "pipeline.toml").write_text(
         '[[pipelines]]\nname = "answers"\ndataset = "me/answers"\n'

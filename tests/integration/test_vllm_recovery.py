@@ -2,13 +2,21 @@
 which starts more slowly than a barrier may be shut."""
 
 import asyncio
+import json
+import threading
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from serving.admission import Admission
 from serving.engine import EngineError, Generation
+from serving.engines import vllm_engine
 from serving.engines.vllm_engine import VllmEngine
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.metrics import Metrics
@@ -17,11 +25,15 @@ from serving.swap import Swapper
 from serving.swap_schemas import SwapResult
 from serving.weights import releases
 from serving.weights.release import Release
-from tests.serving_fixtures import echo_release
+from serving.weights.releases import set_current
+from serving.weights.verify import verify_shards
+from tests.contract.engine_conformance import swap
+from tests.serving_fixtures import echo_app, echo_release, running
 from tests.vllm_stub import StubbedVllm
 
 BARRIER_SECONDS = 0.2
 START_SECONDS = 0.6
+MOST_START_SECONDS = 1.5
 
 
 class House:
@@ -31,7 +43,8 @@ class House:
         self.pipeline_dir = pipeline_dir
         self.vllm = StubbedVllm(way=way)
         self.vllm.start_seconds = START_SECONDS
-        self.engine = VllmEngine(VllmEngineSettings(), self.vllm.start)
+        settings = VllmEngineSettings(start_seconds=MOST_START_SECONDS)
+        self.engine = VllmEngine(settings, self.vllm.start)
         self.admission = Admission(100)
         self.swapper = Swapper(
             engine=self.engine,
@@ -156,6 +169,45 @@ def test_a_vllm_that_gave_up_is_started_again_for_who_asks(tmp_path: Path) -> No
     play(tmp_path, "copy", story)
 
 
+def test_a_start_that_hangs_is_given_up_for_the_next(tmp_path: Path) -> None:
+    async def story(house: House) -> None:
+        house.vllm.start_seconds = 0.0
+        house.vllm.hangs_starts = 1
+        house.vllm.dies_in = "generate"
+        with pytest.raises(EngineError, match="dead"):
+            await house.answers()
+        assert await house.answers() == house.old.id
+        assert house.vllm.started[house.old.id] == 3
+
+    play(tmp_path, "copy", story)
+
+
+def test_a_disk_that_hangs_before_a_start_is_given_up_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_back = threading.Event()
+    calls = []
+
+    def verify_once_it_is_back(folder: Path, release: Release) -> tuple[str, ...]:
+        calls.append(folder)
+        if len(calls) == 1:
+            is_back.wait()
+        return verify_shards(folder, release)
+
+    async def story(house: House) -> None:
+        monkeypatch.setattr(vllm_engine, "verify_shards", verify_once_it_is_back)
+        house.vllm.dies_in = "generate"
+        try:
+            with pytest.raises(EngineError, match="dead"):
+                await house.answers()
+            assert await house.answers() == house.old.id
+        finally:
+            is_back.set()
+        assert len(calls) == 2
+
+    play(tmp_path, "copy", story)
+
+
 def test_a_vllm_that_dies_between_swaps_comes_back_on_what_is_live(tmp_path: Path) -> None:
     async def story(house: House) -> None:
         assert (await house.swap(house.new)).result == "live"
@@ -166,3 +218,53 @@ def test_a_vllm_that_dies_between_swaps_comes_back_on_what_is_live(tmp_path: Pat
         assert house.vllm.started == {house.old.id: 1, house.new.id: 1}
 
     play(tmp_path, "copy", story)
+
+
+def test_a_vllm_that_dies_while_it_stages_fails_who_is_answered_and_lets_the_next_wait(
+    tmp_path: Path,
+) -> None:
+    old, new = (echo_release(tmp_path, seed) for seed in (1, 2))
+    set_current(tmp_path, old.id)
+    vllm = StubbedVllm(step_seconds=0.1)
+    vllm.start_seconds = START_SECONDS
+    engine = VllmEngine(VllmEngineSettings(), vllm.start)
+    body = {"prompt": "Hi", "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    with (
+        running(echo_app(tmp_path, engine)) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+        ThreadPoolExecutor(2) as pool,
+        ExitStack() as open_streams,
+    ):
+        before = http.post("/v1/completions", json={**body, "max_tokens": 3}).json()["choices"]
+
+        def ask(**change: Any) -> httpx.Response:
+            return http.post("/v1/completions", json={**body, **change})
+
+        process = vllm.process
+        assert process is not None
+        under_way = [pool.submit(ask) for _ in range(2)]
+        streams = []
+        for _ in range(2):
+            asking = http.stream("POST", "/v1/completions", json={**body, "stream": True})
+            streams.append(open_streams.enter_context(asking).iter_lines())
+            assert next(streams[-1]).startswith("data: ")
+        while process.num_running < 4:
+            time.sleep(0.01)
+        vllm.dies_in = "stage"
+        result = swap(http, new.id).json()
+        assert (result["result"], result["phase"]) == ("failed", "stage")
+        assert process.is_dead
+        assert vllm.process is process  # none has come in its place yet
+        late = ask(max_tokens=3)
+
+        assert [answer.result().status_code for answer in under_way] == [503, 503]
+        for lines in streams:
+            # It said 200 with its first token.
+            *_, error, done = (line for line in lines if line)
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+            assert done == "data: [DONE]"
+        assert late.status_code == 200, late.text
+        assert late.json()["system_fingerprint"] == old.id
+        assert late.json()["choices"] == before
+        assert vllm.started == {old.id: 2}
+        assert swap(http, new.id).json()["result"] == "live"

@@ -1,0 +1,65 @@
+"""What `VllmEngine` refuses before vLLM sees it. vLLM is a stub here."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from serving.engine import StageError
+from serving.engines.vllm_engine import VllmEngine
+from serving.engines.vllm_settings import VllmEngineSettings
+from serving.weights.publish import publish_state_dict
+from serving.weights.release import Release
+from tests.serving_fixtures import save_config, tiny_llama
+from tests.vllm_stub import StubbedVllm
+
+NAME = "model.norm.weight"
+
+
+def release_with(pipeline_dir: Path, dtype: torch.dtype) -> Release:
+    """Of a network of floats, but for one tensor."""
+    network = tiny_llama(tied=False)
+    tensors = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    tensors[NAME] = tensors[NAME].to(dtype)
+    files_dir = save_config(network, pipeline_dir.parent / "files")
+    return publish_state_dict(pipeline_dir, tensors, files_dir=files_dir)
+
+
+def staged_after(pipeline_dir: Path, before: torch.dtype, after: torch.dtype) -> tuple[str, ...]:
+    """The reasons against the second release."""
+
+    async def story() -> tuple[str, ...]:
+        engine = VllmEngine(VllmEngineSettings(), StubbedVllm().start)
+        first, second = (release_with(pipeline_dir, dtype) for dtype in (before, after))
+        try:
+            await engine.stage(first, pipeline_dir / first.id)
+            await engine.commit(first.id)
+            await engine.stage(second, pipeline_dir / second.id)
+        except StageError as error:
+            return error.reasons
+        finally:
+            await engine.close()
+        return ()
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (torch.float32, torch.int64, "I64 in place of F32"),
+        (torch.bfloat16, torch.bool, "BOOL in place of BF16"),
+        (torch.int64, torch.float32, "F32 in place of I64"),
+    ],
+)
+def test_numbers_of_another_kind_are_refused_with_file_and_tensor(
+    tmp_path: Path, before: torch.dtype, after: torch.dtype, said: str
+) -> None:
+    reason, advice = staged_after(tmp_path / "releases", before, after)
+    assert reason.endswith(f".safetensors: tensor {NAME}: {said}")
+    assert "start the server again" in advice
+
+
+def test_floats_of_another_width_are_the_same_network(tmp_path: Path) -> None:
+    assert staged_after(tmp_path / "releases", torch.float32, torch.bfloat16) == ()
