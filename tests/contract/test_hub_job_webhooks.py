@@ -195,15 +195,17 @@ def test_a_test_delivery_starts_nothing(hub: RunningHub, store: JobStore, worktr
     assert copies(store, source) == []
 
 
-def test_what_nobody_foresaw_holds_a_delivery_up_and_loses_none(
+def test_what_nobody_foresaw_fails_attempts_and_loses_no_delivery(
     hub: RunningHub, store: JobStore, worktree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(store)
-    created = hub.api.create_webhook(job_id=source, watched=WATCHED)
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
     with monkeypatch.context() as broken:
-        calls: list[object] = []
-        broken.setattr(store, "submit", lambda *args, **kwargs: calls.append(args))
+        broken.setattr(store, "submit", lambda *args, **kwargs: None)
         push(hub, worktree, "one")
-        wait_until(lambda: calls)
-    wait_until(lambda: [one["status"] for one in hub.deliveries(created.id)] == ["delivered"])
+        [dead] = wait_until(lambda: [one for one in hub.deliveries(id) if one["status"] == "dead"])
+    assert (dead["attempt"], dead["response_status"]) == (2, None)
+    assert dead["error"] == "the hub failed (AttributeError); its log says where"
+    hub.request("POST", f"/api/settings/deliveries/{dead['id']}/replay").raise_for_status()
+    wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
     assert len(copies(store, source)) == 1

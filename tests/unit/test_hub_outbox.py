@@ -74,6 +74,7 @@ def test_retry_after_in_seconds_and_as_a_date(value: str, seconds: float | None)
     assert _retry_after_seconds(value) == seconds
 
 
+        ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
 def test_retry_after_as_a_date_that_is_near() -> None:
     near = format_datetime(datetime.now(UTC) + timedelta(seconds=90), usegmt=True)
     assert _retry_after_seconds(near) == pytest.approx(90, abs=5)
