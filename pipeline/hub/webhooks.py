@@ -114,7 +114,7 @@ class Webhook:
     suspended_at: float | None
     num_probes: int
     probe_at: float | None
-    """When a suspended webhook is tried again."""
+    """When a suspended webhook, or one that asked for a pause, is tried again."""
 
     @property
     def status(self) -> WebhookStatus:

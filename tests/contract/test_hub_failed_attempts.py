@@ -40,6 +40,24 @@ def test_retry_after_in_a_year_that_no_calendar_has_is_none(
     assert (found["attempt"], found["response_status"], found["error"]) == (4, 503, None)
 
 
+def test_a_pause_that_a_receiver_asks_for_is_one_from_every_delivery(
+    hub: RunningHub, receiver: Receiver
+) -> None:
+    receiver.answers = [(429, {"Retry-After": "3600"})]
+    receiver.hang.set()
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    for number in range(12):
+        hub.create_dataset(f"local/facts-{number}")
+    receiver.hang.clear()
+    wait_until(lambda: any(one["attempt"] for one in hub.deliveries(id)))
+    hub.create_dataset("local/late")
+    # One that somebody asks for goes, and shows that no other is due before it.
+    oldest, last = hub.deliveries(id)[-1], hub.deliveries(id)[0]
+    hub.request("POST", f"/api/settings/deliveries/{last['id']}/replay").raise_for_status()
+    wait_until(lambda: hub.deliveries(id)[0]["status"] == "delivered")
+    assert [one.headers["webhook-id"] for one in receiver.received] == [oldest["id"], last["id"]]
+
+
 def test_a_hanging_receiver_is_given_up_after_the_timeout(
     receiver: Receiver, tmp_path: Path
 ) -> None:
