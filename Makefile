@@ -18,7 +18,7 @@ TORCH_CPU_INDEX ?=
 # How many processes `make soak` kills.
 N ?= 100
 
-.PHONY: demo test test-vllm test-clients bench bench-serving check soak clean
+.PHONY: demo test test-vllm test-clients bench bench-serving check soak soak-webhooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
@@ -48,6 +48,9 @@ check: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak $(N)
+
+soak-webhooks: $(INSTALLED)
+	BURST_PUSHES=1000 WEBHOOK_KILLS=50 $(BIN)/python -m pytest --timeout 3600 tests/integration/test_webhooks_under_fire.py
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }

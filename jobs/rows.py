@@ -11,6 +11,9 @@ from jobs.record import MOVES, Delivery, Job, state_after
 from jobs.schema import DELIVERIES, JOBS
 from jobs.spec import JobSpec
 
+# Of so many digits every number fits into an INTEGER of PostgreSQL.
+MAX_DIGITS = 9
+
 
 def job_id_of(number: int) -> str:
     return f"j{number:06d}"
@@ -18,7 +21,8 @@ def job_id_of(number: int) -> str:
 
 def number_of(job_id: str) -> int:
     digits = job_id.removeprefix("j")
-    if not (digits.isascii() and digits.isdigit()) or job_id_of(int(digits)) != job_id:
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
+    if not is_number or job_id_of(int(digits)) != job_id:
         raise JobNotFound(job_id)
     return int(digits)
 

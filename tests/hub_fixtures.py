@@ -174,10 +174,18 @@ class Receiver:
     received: list[Received] = field(default_factory=list)
     answers: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     """Given in turn; 200 when there are none left."""
+    num_failures: int = 0
+    """Attempts of each delivery that are answered 503, before any of `answers`."""
     body: bytes = b'{"ok": true}'
     hang: threading.Event = field(default_factory=threading.Event)
     """While set, a request is received and not answered."""
     closing: threading.Event = field(default_factory=threading.Event)
+
+    def next_answer(self, delivery_id: str | None) -> tuple[int, dict[str, str]]:
+        ids = [one.headers.get("webhook-id") for one in self.received]
+        if self.num_failures and ids.count(delivery_id) <= self.num_failures:
+            return 503, {}
+        return self.answers.pop(0) if self.answers else (200, {})
 
     def wait_for(self, count: int, *, seconds: float = 30) -> list[Received]:
         wait_until(lambda: len(self.received) >= count, seconds=seconds)
@@ -202,7 +210,7 @@ def recording_receiver(port: int = 0) -> Iterator[Receiver]:
             )
             while receiver.hang.is_set() and not receiver.closing.is_set():
                 time.sleep(0.01)
-            status, headers = receiver.answers.pop(0) if receiver.answers else (200, {})
+            status, headers = receiver.next_answer(self.headers["Webhook-Id"])
             answer = receiver.body
             with contextlib.suppress(ConnectionError):
                 self.send_response(status)

@@ -97,10 +97,11 @@ async def _replay(request: Request, webhook_id: str | None) -> Response:
 
 
 def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> Delivery:
-    """Raises WebhookNotFound."""
+    """Raises WebhookNotFound, and BadRequest for a webhook that sends nothing."""
     with hub.database.write() as connection:
         id = webhook_id or outbox.webhook_of(connection, delivery_id)
         webhook = webhooks.get_webhook(connection, id)
+        _check_enabled(webhook)
         delivery = outbox.replay(connection, id, delivery_id, force=force)
         suspension.probe_now(connection, webhook)
     hub.log.wake()
@@ -114,10 +115,7 @@ async def send_test(request: Request) -> Response:
     def act() -> Delivery:
         with hub.database.write() as connection:
             webhook = webhooks.get_webhook(connection, request.path_params["id"])
-            if webhook.disabled:
-                raise BadRequest(
-                    f"Webhook {webhook.id} is disabled and sends nothing: enable it first."
-                )
+            _check_enabled(webhook)
             id = hub.log.ping(connection, webhook, _subject(connection, hub, webhook))
             suspension.probe_now(connection, webhook)
             return outbox.get_delivery(connection, webhook.id, id)
@@ -125,6 +123,11 @@ async def send_test(request: Request) -> Response:
     delivery = await run_in_threadpool(act)
     hub.log.wake()
     return JSONResponse({"delivery": as_json(delivery)})
+
+
+def _check_enabled(webhook: Webhook) -> None:
+    if webhook.disabled:
+        raise BadRequest(f"Webhook {webhook.id} is disabled and sends nothing: enable it first.")
 
 
 def _subject(connection: Connection, hub: Hub, webhook: Webhook) -> Repository:

@@ -182,6 +182,7 @@ class Deliverer:
             )
 
     async def _attempt(self, poster: Poster, due: Due, webhook: Webhook) -> Attempt:
+        """Never raises: what goes wrong with a delivery is an attempt that failed."""
         try:
             if webhook.url is not None:
                 return await poster.post(due, webhook.url, self._box.open(webhook))
@@ -190,6 +191,14 @@ class Deliverer:
             error = "this hub was started without a store of jobs"
         except HubError as failure:
             error = str(failure)
+        except Exception as failure:
+            # Nobody foresaw it. Raised further, it would be met again each second, for ever.
+            logger.exception(
+                "delivery %s to %s: the hub failed",
+                *(due.id, webhook.target),
+                extra={"delivery_id": due.id},
+            )
+            error = f"the hub failed ({type(failure).__name__}); its log says where"
         return Attempt(started_at=time.time(), milliseconds=0, error=error)
 
 

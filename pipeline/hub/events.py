@@ -120,7 +120,13 @@ class EventLog:
                 change=change,
                 moved_to=moved_to,
             )
-            outbox.put(connection, webhook_id=webhook.id, event_seq=event_seq, payload=payload)
+            outbox.put(
+                connection,
+                webhook_id=webhook.id,
+                event_seq=event_seq,
+                payload=payload,
+                not_before=webhook.probe_at or 0,
+            )
 
     def ping(self, connection: Connection, webhook: Webhook, about: Repository) -> str:
         """An event of the scope `ping`, told to `webhook` only; the id of its delivery.

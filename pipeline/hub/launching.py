@@ -4,7 +4,7 @@ import json
 import time
 
 from jobs.errors import JobError
-from jobs.sealed import seal
+from jobs.sealed import seal, unseal
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline.hub.errors import HubError
@@ -62,18 +62,26 @@ class JobLauncher:
         return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
 
     def _copy(self, source: JobSpec, due: Due, webhook: Webhook, box: SecretBox) -> JobSpec:
-        variables = box.open_all(webhook)
-        if (secret := box.open(webhook)) is not None:
-            variables["WEBHOOK_SECRET"] = secret
         return source.model_copy(
             update={
-                "sealed_env": seal(variables, self._secret_key) if variables else source.sealed_env,
+                "sealed_env": self._sealed_env(source, webhook, box),
                 # It is another answer to another event, whatever the first one was for.
                 "dedupe_key": None,
                 "revisions": _revisions(source, due),
                 "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
             }
         )
+
+    def _sealed_env(self, source: JobSpec, webhook: Webhook, box: SecretBox) -> str | None:
+        """The source's own secrets and the webhook's, which go before them."""
+        variables = box.open_all(webhook)
+        if (secret := box.open(webhook)) is not None:
+            variables["WEBHOOK_SECRET"] = secret
+        if not variables:
+            return source.sealed_env
+        if source.sealed_env is not None:
+            variables = unseal(source.sealed_env, self._secret_key) | variables
+        return seal(variables, self._secret_key)
 
 
 def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:

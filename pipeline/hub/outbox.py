@@ -37,7 +37,7 @@ DeliveryStatus = Literal["pending", "delivered", "dead"]
 HEAD_CHARACTERS = 1000
 
 # Literal, as in the partial index: SQLite cannot match an index with a bound value.
-_PENDING = text("deliveries.status = 'pending'")
+PENDING = text("deliveries.status = 'pending'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Attempt:
 
 
 def webhooks_to_serve(connection: Connection) -> list[str]:
-    pending = exists().where(table.c.webhook_id == webhooks.c.id, _PENDING)
+    pending = exists().where(table.c.webhook_id == webhooks.c.id, PENDING)
     # A suspended one may have nothing but what died since its failures began.
     waiting = or_(pending, webhooks.c.suspended_at.is_not(None))
     rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), waiting))
@@ -99,7 +99,7 @@ def next_due(connection: Connection, webhook: Webhook) -> Due | None:
             of_webhook.where(waiting).order_by(table.c.event_seq)
         ).one_or_none()
         return None if row is None else _due(row, probe_at=webhook.probe_at)
-    pending = of_webhook.where(_PENDING)
+    pending = of_webhook.where(PENDING)
     due = pending.where(table.c.next_attempt_at <= time.time()).order_by(table.c.event_seq)
     row = connection.execute(due).one_or_none()
     if row is None:
@@ -257,8 +257,9 @@ def put(
     event_seq: int | ScalarSelect[int],
     payload: str,
     replay_of: str | None = None,
+    not_before: float = 0,
 ) -> str:
-    """A new delivery, due at once; its id."""
+    """A new delivery, due at once unless `not_before` is later; its id."""
     id, now = str(uuid.uuid4()), time.time()
     connection.execute(
         insert(table).values(
@@ -270,7 +271,7 @@ def put(
             attempt=0,
             created_at=now,
             queued_at=now,
-            next_attempt_at=now,
+            next_attempt_at=max(now, not_before),
             replay_of=replay_of,
         )
     )

@@ -168,6 +168,6 @@ def _retry_after_seconds(value: str | None) -> float | None:
             seconds = float(value)
         else:
             seconds = (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)

@@ -3,6 +3,7 @@
 A webhook whose attempts fail several times in a row is suspended: what it would be sent waits and
 uses up no attempt. Now and then its oldest delivery is sent all the same, a probe. The first one
 that succeeds ends the suspension, and what had died since the failures began is put in line again.
+A receiver that asks for a pause, by `Retry-After`, gets it from all deliveries of the webhook.
 """
 
 import time
@@ -10,7 +11,7 @@ from typing import Literal
 
 from sqlalchemy import Connection, update
 
-from pipeline.hub.outbox import Attempt, DeliveryStatus
+from pipeline.hub.outbox import PENDING, Attempt, DeliveryStatus
 from pipeline.hub.schema import deliveries
 from pipeline.hub.schema import webhooks as table
 from pipeline.hub.settings import HubSettings
@@ -41,10 +42,12 @@ def after_attempt(
         _change(connection, webhook, disabled=True)
         return "gone"
     if webhook.suspended_at is not None:
-        _plan_probe(connection, webhook, webhook.num_probes + 1, settings)
+        _plan_probe(connection, webhook, attempt, webhook.num_probes + 1, settings)
         return None
     if attempt.refused and status == "pending":
         return None  # a receiver that is being started
+    if attempt.retry_after_seconds:
+        _hold_back(connection, webhook, time.time() + attempt.retry_after_seconds)
     failures = webhook.num_failures + 1
     _change(
         connection,
@@ -55,25 +58,28 @@ def after_attempt(
     if failures < settings.suspend_after_failures and not attempt.refused:
         return None
     _change(connection, webhook, suspended_at=time.time())
-    _plan_probe(connection, webhook, 0, settings)
+    _plan_probe(connection, webhook, attempt, 0, settings)
     return "suspended"
 
 
 def resume(connection: Connection, webhook: Webhook) -> None:
-    """Ends a suspension: everything that waits is due now, and what died of it waits again."""
-    if webhook.suspended_at is None:
-        return
+    """Forgets every failure: what waits is due now, and what died of a suspension waits again."""
     now = time.time()
+    if webhook.suspended_at is not None:
+        connection.execute(
+            update(deliveries)
+            .where(
+                deliveries.c.webhook_id == webhook.id,
+                deliveries.c.status == "dead",
+                deliveries.c.last_attempt_at >= webhook.failing_since,
+            )
+            .values(status="pending", attempt=0, queued_at=now)
+        )
     connection.execute(
         update(deliveries)
-        .where(
-            deliveries.c.webhook_id == webhook.id,
-            deliveries.c.status == "dead",
-            deliveries.c.last_attempt_at >= webhook.failing_since,
-        )
-        .values(status="pending", attempt=0, queued_at=now)
+        .where(deliveries.c.webhook_id == webhook.id, PENDING)
+        .values(next_attempt_at=now)
     )
-    send_now(connection, webhook)
     _change(
         connection,
         webhook,
@@ -85,25 +91,31 @@ def resume(connection: Connection, webhook: Webhook) -> None:
     )
 
 
-def send_now(connection: Connection, webhook: Webhook) -> None:
-    """Makes what waits for a later attempt due at once."""
-    connection.execute(
-        update(deliveries)
-        .where(deliveries.c.webhook_id == webhook.id, deliveries.c.status == "pending")
-        .values(next_attempt_at=time.time())
-    )
-
-
 def probe_now(connection: Connection, webhook: Webhook) -> None:
     """Has a suspended webhook tried at once, because somebody asks for it."""
     if webhook.suspended_at is not None:
         _change(connection, webhook, probe_at=time.time())
 
 
+def _hold_back(connection: Connection, webhook: Webhook, until: float) -> None:
+    """What waits, and what is still to come, goes no earlier; what somebody sends again does."""
+    connection.execute(
+        update(deliveries)
+        .where(deliveries.c.webhook_id == webhook.id, PENDING, deliveries.c.next_attempt_at < until)
+        .values(next_attempt_at=until)
+    )
+    _change(connection, webhook, probe_at=until)
+
+
 def _plan_probe(
-    connection: Connection, webhook: Webhook, num_probes: int, settings: HubSettings
+    connection: Connection,
+    webhook: Webhook,
+    attempt: Attempt,
+    num_probes: int,
+    settings: HubSettings,
 ) -> None:
     wait = min(settings.probe_min_seconds * 2 ** min(num_probes, 60), settings.probe_max_seconds)
+    wait = max(wait, attempt.retry_after_seconds or 0)
     _change(connection, webhook, num_probes=num_probes, probe_at=time.time() + wait)
 
 

@@ -81,7 +81,6 @@ async def change(request: Request) -> Response:
             after = webhooks.update_webhook(connection, id, body, hub.box)
             if (after.url, after.job_id) != (before.url, before.job_id):
                 suspension.resume(connection, after)
-                suspension.send_now(connection, after)
             return _described(hub, webhooks.get_webhook(connection, id))
 
     changed = await run_in_threadpool(act)
@@ -90,7 +89,7 @@ async def change(request: Request) -> Response:
 
 
 async def enable(request: Request) -> Response:
-    """Ends a suspension too. What was pending is sent now."""
+    """Ends a suspension too. What was pending is sent now, and earlier failures do not count."""
     changed = await _set_disabled(request, False)
     hub_of(request).log.wake()
     return changed

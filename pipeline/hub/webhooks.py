@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import urlsplit
 
+import httpx
 from cryptography.fernet import Fernet, InvalidToken
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from sqlalchemy import Connection, Row, delete, insert, select, update
@@ -27,7 +28,8 @@ def _is_http(url: str) -> str:
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 - raises where it is no number
-    except ValueError as error:
+        httpx.URL(url).host  # noqa: B018 - raises where a poster could not read it
+    except (ValueError, httpx.InvalidURL) as error:
         raise ValueError(f"{url!r} is no URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
@@ -38,9 +40,11 @@ def _is_http(url: str) -> str:
 def _can_sign(secret: str) -> str:
     if secret.startswith("whsec_"):
         try:
-            base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+            key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
         except ValueError:
-            raise ValueError("what follows whsec_ must be base64: it is the signing key") from None
+            key = b""
+        if not key:
+            raise ValueError("what follows whsec_ must be base64: it is the signing key")
     return secret
 
 
@@ -110,7 +114,7 @@ class Webhook:
     suspended_at: float | None
     num_probes: int
     probe_at: float | None
-    """When a suspended webhook is tried again."""
+    """When a suspended webhook, or one that asked for a pause, is tried again."""
 
     @property
     def status(self) -> WebhookStatus:

@@ -91,11 +91,23 @@ def test_a_test_reaches_its_webhook_only(
     assert hub.deliveries(other) == []
 
 
-def test_a_disabled_webhook_cannot_be_tested(hub: RunningHub, told: str) -> None:
+def test_a_disabled_webhook_is_sent_nothing_again_and_no_test(
+    hub: RunningHub, receiver: Receiver, told: str
+) -> None:
+    [delivery] = hub.deliveries(told)
     hub.api.disable_webhook(told)
-    answer = hub.request("POST", f"/api/settings/webhooks/{told}/test")
-    assert answer.status_code == 400
-    assert "enable" in answer.json()["error"]
+    base, id = "/api/settings", delivery["id"]
+    for path in (
+        f"{base}/webhooks/{told}/test",
+        f"{base}/webhooks/{told}/deliveries/{id}/replay",
+        f"{base}/deliveries/{id}/replay",
+        f"{base}/deliveries/{id}/replay?force=1",
+    ):
+        answer = hub.request("POST", path)
+        assert answer.status_code == 400, path
+        assert "enable it first" in answer.json()["error"]
+    assert hub.deliveries(told) == [delivery]
+    assert len(receiver.received) == 1
 
 
 def browse(

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.fernet import Fernet
 from huggingface_hub.errors import HfHubHTTPError
 
 from jobs.record import Job
 from jobs.runner import Runner
+from jobs.sealed import seal
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
@@ -195,15 +197,41 @@ def test_a_test_delivery_starts_nothing(hub: RunningHub, store: JobStore, worktr
     assert copies(store, source) == []
 
 
-def test_what_nobody_foresaw_holds_a_delivery_up_and_loses_none(
+def test_what_nobody_foresaw_fails_attempts_and_loses_no_delivery(
     hub: RunningHub, store: JobStore, worktree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(store)
-    created = hub.api.create_webhook(job_id=source, watched=WATCHED)
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED).id
     with monkeypatch.context() as broken:
-        calls: list[object] = []
-        broken.setattr(store, "submit", lambda *args, **kwargs: calls.append(args))
+        broken.setattr(store, "submit", lambda *args, **kwargs: None)
         push(hub, worktree, "one")
-        wait_until(lambda: calls)
-    wait_until(lambda: [one["status"] for one in hub.deliveries(created.id)] == ["delivered"])
+        [dead] = wait_until(lambda: [one for one in hub.deliveries(id) if one["status"] == "dead"])
+    assert (dead["attempt"], dead["response_status"]) == (2, None)
+    assert dead["error"] == "the hub failed (AttributeError); its log says where"
+    hub.request("POST", f"/api/settings/deliveries/{dead['id']}/replay").raise_for_status()
+    wait_until(lambda: [one["status"] for one in hub.deliveries(id)] == ["delivered"])
     assert len(copies(store, source)) == 1
+
+
+@pytest.mark.parametrize("secret", [None, "s3cret"])
+def test_a_copy_has_the_secrets_of_its_source_too(
+    hub: RunningHub, store: JobStore, worktree: Path, tmp_path: Path, secret: str | None
+) -> None:
+    own = {"API_KEY": "k3y", "WEBHOOK_SECRET": "of-the-source"}
+    source = source_of(store, sealed_env=seal(own, SECRET_KEY))
+    hub.api.create_webhook(job_id=source, watched=WATCHED, secret=secret)
+    push(hub, worktree, "1")
+    [job] = wait_until(lambda: copies(store, source))
+    seen = json.loads((run(store, tmp_path / "jobs", job) / "seen.json").read_text())
+    assert (seen["API_KEY"], seen["WEBHOOK_SECRET"]) == ("k3y", secret or "of-the-source")
+
+
+def test_secrets_of_the_source_under_another_key_fail_the_delivery(
+    hub: RunningHub, store: JobStore, worktree: Path
+) -> None:
+    source = source_of(store, sealed_env=seal({"API_KEY": "k3y"}, Fernet.generate_key()))
+    id = hub.api.create_webhook(job_id=source, watched=WATCHED, secret="s3cret").id
+    push(hub, worktree, "1")
+    [dead] = wait_until(lambda: [one for one in hub.deliveries(id) if one["status"] == "dead"])
+    assert "another key" in dead["error"]
+    assert copies(store, source) == []

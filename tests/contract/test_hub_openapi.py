@@ -16,6 +16,8 @@ import schemathesis
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 
+from jobs.spec import JobSpec
+from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.settings import HubSettings
 from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
@@ -23,6 +25,7 @@ from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
 NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
 
 STRING = {"type": "string"}
+SERVICES = ("git-upload-pack", "git-receive-pack")
 WATCHED = {
     "type": "array",
     "items": {
@@ -38,6 +41,8 @@ WEBHOOK = {
     "watched": WATCHED,
     "domains": {"type": "array", "items": {"enum": ["repo", "discussion"]}},
     "secret": STRING,
+    "jobSourceId": {"enum": ["j000001", "j999999", "j99999999999999999999", "j" + "9" * 5000]},
+    "secrets": {"type": "object", "additionalProperties": STRING},
 }
 REPOSITORY = {"name": STRING, "type": {"enum": ["dataset", "model", "space"]}, "private": {}}
 MOVE = {"fromRepo": STRING, "toRepo": STRING, "type": STRING}
@@ -67,6 +72,11 @@ BY_HAND = [
     ("DELETE", "/api/datasets/{owner}/{name}/tag/{revision}"),
     ("GET", "/datasets/{owner}/{name}/resolve/{revision}/{path}"),
     ("POST", "/datasets/{owner}/{name}.git/info/lfs/objects/batch"),
+    *(
+        (method, f"/datasets/{repository}.git/{rest}")
+        for repository in ("local/facts", "{owner}/{name}")
+        for method, rest in (("GET", "info/refs"), *(("POST", service) for service in SERVICES))
+    ),
     *BODIES,
 ]
 OPEN = {"/health", "/api/agent-harnesses"}
@@ -93,6 +103,9 @@ def described(found: set[tuple[str, str]]) -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": STRING}
             for name in re.findall(r"{(\w+)}", path)
         ]
+        if path.endswith("/info/refs"):
+            service = {"name": "service", "in": "query", "schema": {"enum": list(SERVICES)}}
+            operation["parameters"].append(service)
         if (method, path) in BODIES:
             schema = {"type": "object", "properties": BODIES[method, path]}
             operation["requestBody"] = {"content": {"application/json": {"schema": schema}}}
@@ -102,7 +115,12 @@ def described(found: set[tuple[str, str]]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
-    with running_hub(tmp_path_factory.mktemp("openapi") / "hub", reconcile_seconds=3600) as hub:
+    folder = tmp_path_factory.mktemp("openapi")
+    with (
+        JobStore.open(folder / "jobs.sqlite") as store,
+        running_hub(folder / "hub", jobs_store=store, reconcile_seconds=3600) as hub,
+    ):
+        store.submit(JobSpec(command=("true",)))
         hub.create_dataset("local/facts")
         yield hub
 
@@ -117,9 +135,10 @@ def test_each_route_stands_answers_and_asks_for_the_token(hub: RunningHub, tmp_p
         def check(case: Case) -> None:
             if case.path not in OPEN:
                 assert case.call().status_code == 401, case.path
-            case.call_and_validate(
-                headers={"Authorization": f"Bearer {hub.token}"}, checks=[not_a_server_error]
-            )
+            headers = {"Authorization": f"Bearer {hub.token}"}
+            if (service := case.path.rpartition("/")[2]) in SERVICES:
+                headers["Content-Type"] = f"application/x-{service}-request"
+            case.call_and_validate(headers=headers, checks=[not_a_server_error])
 
         # Any text may stand in a path: only a body can be wrong.
         for mode in GenerationMode if operation.body else [GenerationMode.POSITIVE]:

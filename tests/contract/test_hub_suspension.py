@@ -1,6 +1,7 @@
 """A webhook that keeps failing is suspended, loses nothing, and comes back by itself."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,14 +161,50 @@ def test_a_receiver_that_wants_no_more_disables_the_webhook(
     wait_until(lambda: states(hub, id) == ["delivered"])
 
 
+def test_enabling_sends_what_waited_and_forgets_the_failures(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "delivery_schedule_seconds": (0, *[36_000] * 9),
+        "suspend_after_failures": 2,
+    }
+    with running_hub(tmp_path / "hub", **settings) as hub:
+        receiver.answers = [DOWN, DOWN, (410, {}), DOWN]
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+
+        def enabled_again(tries: int) -> None:
+            """Disabled, then enabled: what waits for ten hours is tried at once."""
+            wait_until(lambda: hub.deliveries(id)[0]["attempt"] == tries - 1)
+            hub.api.disable_webhook(id)
+            hub.api.enable_webhook(id)
+            wait_until(lambda: hub.deliveries(id)[0]["attempt"] == tries)
+
+        hub.create_dataset("local/a")
+        enabled_again(2)
+        assert status(hub, id) == "enabled", "the failure of before does not count"
+        enabled_again(3)
+        assert status(hub, id) == "disabled", "it answered 410"
+        hub.api.enable_webhook(id)
+        wait_until(lambda: hub.deliveries(id)[0]["attempt"] == 4)
+        assert status(hub, id) == "enabled"
+        enabled_again(5)
+        assert states(hub, id) == ["delivered"]
+
+
 def test_a_receiver_that_is_down_for_the_first_attempts_gets_everything(
     receiver: Receiver, tmp_path: Path
 ) -> None:
-    schedule = (0, *[0.02] * 9)
-    with running_hub(tmp_path / "hub", delivery_schedule_seconds=schedule) as hub:
-        receiver.answers = [DOWN] * 5
+    settings: dict[str, Any] = {
+        "delivery_schedule_seconds": (0, *[0.02] * 9),
+        "suspend_after_failures": 16,  # the attempts that fail are 15, in a row perhaps
+    }
+    with running_hub(tmp_path / "hub", **settings) as hub:
+        receiver.num_failures = 5
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         for name in "abc":
             hub.create_dataset(f"local/{name}")
         wait_until(lambda: states(hub, id) == ["delivered"] * 3)
+        assert [one["attempt"] for one in hub.deliveries(id)] == [6, 6, 6]
+        sent = Counter(one.headers["webhook-id"] for one in receiver.received)
+        assert sent == {one["id"]: 6 for one in hub.deliveries(id)}
         assert status(hub, id) == "enabled"

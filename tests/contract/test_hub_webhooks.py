@@ -60,10 +60,12 @@ def test_a_webhook_is_created_listed_changed_and_deleted(hub: RunningHub) -> Non
         ({"url": "ftp://x/y", "watched": WATCHED}, "url"),
         ({"url": "http://", "watched": WATCHED}, "url"),
         ({"url": "http://x:port/", "watched": WATCHED}, "url"),
+        ({"url": "http://xn--/", "watched": WATCHED}, "url"),
         ({"url": "http://x/", "watched": []}, "watched"),
         ({"url": "http://x/", "watched": [{"type": "planet", "name": "x"}]}, "watched.0.type"),
         ({"url": "http://x/", "watched": WATCHED, "domains": ["weather"]}, "domains.0"),
         ({"url": "http://x/", "watched": WATCHED, "secret": "two\nlines"}, "secret"),
+        ({"url": "http://x/", "watched": WATCHED, "secret": "whsec_"}, "secret"),
         ({"jobSourceId": "1", "watched": WATCHED}, "url"),
     ],
 )
@@ -200,16 +202,6 @@ def test_after_the_last_attempt_a_delivery_is_dead_until_replayed(
     assert hub.request("GET", f"{path}?status=lost").status_code == 400
 
 
-def test_retry_after_is_honoured(
-    hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
-) -> None:
-    receiver.answers = [(429, {"Retry-After": "1"})]
-    commit_file(hub, worktree, "a.txt", "1")
-    hub.git("push", "-q", "origin", "main", cwd=worktree)
-    first, second = receiver.wait_for(2)
-    assert second.at - first.at >= 0.95
-
-
 def test_a_receiver_that_hangs_delays_nobody_else(
     hub: RunningHub, receiver: Receiver, webhook: str, worktree: Path
 ) -> None:
@@ -223,21 +215,6 @@ def test_a_receiver_that_hangs_delays_nobody_else(
         assert len(receiver.received) == 1
         receiver.hang.clear()
         receiver.wait_for(3)
-
-
-def test_a_hanging_receiver_is_given_up_after_the_timeout(
-    receiver: Receiver, tmp_path: Path
-) -> None:
-    with running_hub(
-        tmp_path / "hub", delivery_schedule_seconds=(0, 0), delivery_timeout_seconds=0.2
-    ) as hub:
-        id = hub.api.create_webhook(
-            url=receiver.url, watched=[{"type": "user", "name": "local"}]
-        ).id
-        receiver.hang.set()
-        hub.create_dataset("local/facts")
-        [dead] = wait_until(lambda: [d for d in hub.deliveries(id) if d["status"] == "dead"])
-        assert (dead["error"], dead["response_status"]) == ("no answer within 0.2 s", None)
 
 
 def test_a_receiver_that_starts_late_gets_everything_in_order(

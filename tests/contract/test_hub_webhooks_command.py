@@ -217,6 +217,9 @@ def test_deliveries_are_listed_replayed_and_tested(
     assert failed["response_status"] == 500
     wait_until(lambda: webhooks.json("deliveries", id, "--status", "dead"))
 
+    webhooks("disable", id)
+    assert "enable it first" in webhooks.refused("replay", ping["id"])
+
 
 def test_every_command_has_help(webhooks: Command) -> None:
     names = [

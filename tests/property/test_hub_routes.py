@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from jobs.spec import JobSpec
+from jobs.store import JobStore
 from tests.hub_fixtures import RunningHub, running_hub
 
 NUM_REQUESTS = int(os.environ.get("HUB_REQUESTS", "150"))
@@ -62,6 +64,8 @@ VERBS = [
     "settings",
 ]
 
+WATCHED = [{"type": "org", "name": "nobody"}]
+
 names = st.text(max_size=20).filter(lambda name: name not in (".", ".."))
 parts = st.one_of(st.sampled_from(["local", "facts", "main", "WEBHOOK", *VERBS]), names)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
@@ -92,6 +96,14 @@ bodies = st.one_of(
             ),
         }
     ),
+    st.fixed_dictionaries(
+        {
+            "jobSourceId": st.sampled_from(["j000001", "j999999"])
+            | st.from_regex(r"j[0-9]{1,30}", fullmatch=True),
+            "watched": st.just(WATCHED),
+            "secrets": st.dictionaries(st.sampled_from(["A", "a b"]), st.text(max_size=9)),
+        }
+    ),
 )
 queries = st.dictionaries(
     st.sampled_from(["limit", "status", "force", "cursor", "expand", "recursive", "service"]),
@@ -102,15 +114,19 @@ queries = st.dictionaries(
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
-    with running_hub(tmp_path_factory.mktemp("routes") / "hub", reconcile_seconds=3600) as hub:
+    folder = tmp_path_factory.mktemp("routes")
+    with (
+        JobStore.open(folder / "jobs.sqlite") as store,
+        running_hub(folder / "hub", jobs_store=store, reconcile_seconds=3600) as hub,
+    ):
+        store.submit(JobSpec(command=("true",)))
         hub.create_dataset("local/facts")
         yield hub
 
 
 @pytest.fixture(scope="module")
 def webhook(hub: RunningHub) -> str:
-    watched = [{"type": "org", "name": "nobody"}]
-    return hub.api.create_webhook(url="http://127.0.0.1:9/", watched=watched).id
+    return hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED).id
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +146,10 @@ def send(client: httpx.Client, method: str, path: str, body: Any, **options: Any
     return client.request(method, path, content=content, **options)
 
 
+def of_job(number: str) -> dict[str, Any]:
+    return {"jobSourceId": f"j{number}", "watched": WATCHED}
+
+
 methods = st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 five_parts = st.lists(parts, min_size=5, max_size=5)
 
@@ -146,6 +166,8 @@ five_parts = st.lists(parts, min_size=5, max_size=5)
 )
 @example("POST", "/api/settings/webhooks", ["x"] * 5, {"url": "http://[", "watched": []}, {})
 @example("POST", "/api/settings/webhooks", ["x"] * 5, {"\x1b": None}, {})
+@example("POST", "/api/settings/webhooks", ["x"] * 5, of_job("9" * 20), {})
+@example("POST", "/api/settings/webhooks", ["x"] * 5, of_job("9" * 5000), {})
 @example("POST", "/api/{}", [""] * 5, float("inf"), {})
 @example("GET", "/api/settings/webhooks/{}", ["\x00"] * 5, b"", {})
 @example("GET", "/api/datasets/{}/{}/{}/{}", ["local", "facts", "tree", "\x00", ""], b"", {})

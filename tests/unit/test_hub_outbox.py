@@ -1,6 +1,7 @@
 """When a delivery is tried again, when it is given up, and how long it is kept."""
 
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from cryptography.fernet import Fernet
 from sqlalchemy import update
 
-from pipeline.hub import outbox, schema
+from pipeline.hub import outbox, schema, suspension
 from pipeline.hub.database import Database, open_database
 from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
@@ -18,7 +19,14 @@ from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import CreateWebhook, SecretBox, Watched, create_webhook
+from pipeline.hub.webhooks import (
+    CreateWebhook,
+    SecretBox,
+    Watched,
+    Webhook,
+    create_webhook,
+    get_webhook,
+)
 from receiver.settings import ReceiverSettings
 
 DAY = 86400.0
@@ -66,6 +74,7 @@ def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> Non
         ("999999", MAX_RETRY_AFTER_SECONDS),
         ("-5", None),
         ("soon", None),
+        ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
         (format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True), 0),
         (format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True), 3600),
     ],
@@ -92,37 +101,100 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.database: Database = open_database(folder / "hub.sqlite")
-        box = SecretBox(Fernet.generate_key())
-        log = EventLog(
+        self._log = EventLog(
             database=self.database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
         )
         name = RepositoryName(type="dataset", owner="local", name="facts")
         watched = (Watched(type="dataset", name="local/facts"),)
+        request = CreateWebhook(url="http://127.0.0.1:9/", watched=watched)
         with self.database.write() as connection:
-            repository = Repositories(folder).adopt(connection, name, private=True)
-            create_webhook(
-                connection, CreateWebhook(url="http://127.0.0.1:9/", watched=watched), box
-            )
-            log.record(connection, repository, action="create")
+            self._repository = Repositories(folder).adopt(connection, name, private=True)
+            self._id = create_webhook(connection, request, SecretBox(Fernet.generate_key())).id
+        self.record()
 
-    def is_pruned(self, *, suspended: bool = False, **columns: object) -> bool:
+    def record(self) -> None:
+        """One more delivery, due at once."""
+        with self.database.write() as connection:
+            self._log.record(connection, self._repository, action="create")
+
+    def change(self, **columns: object) -> None:
         with self.database.write() as connection:
             connection.execute(update(schema.deliveries).values(**columns))
+
+    def send(self, attempt: Attempt, **settings: object) -> Webhook:
+        """The webhook after what it gets next was sent, and that ended so."""
+        told = HubSettings.model_validate(settings)
+        with self.database.write() as connection:
+            webhook = get_webhook(connection, self._id)
+            due = outbox.next_due(connection, webhook)
+            assert due is not None
+            status = outbox.settle(connection, due, attempt, told)
+            suspension.after_attempt(connection, webhook, attempt, status, told)
+            return get_webhook(connection, self._id)
+
+    def deliveries(self) -> list[outbox.Delivery]:
+        """Newest first."""
+        with self.database.read() as connection:
+            return list(outbox.list_deliveries(connection, None, status=None, limit=99))
+
+    def is_pruned(self, *, suspended: bool = False, **columns: object) -> bool:
+        self.change(**columns)
+        with self.database.write() as connection:
             if suspended:
                 connection.execute(update(schema.webhooks).values(suspended_at=1.0))
             outbox.prune(connection, keep_days=30)
-            left = outbox.list_deliveries(connection, None, status=None, limit=9)
-        self.database.close()
-        return not left
+        return not self.deliveries()
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    kept = Kept(tmp_path)
+    yield kept
+    kept.database.close()
+
+
+def asks_for(seconds: float) -> Attempt:
+    return Attempt(
+        started_at=time.time(), milliseconds=1, response_status=429, retry_after_seconds=seconds
+    )
+
+
+def test_a_pause_that_a_receiver_asks_for_is_one_from_what_is_still_to_come_too(kept: Kept) -> None:
+    for _ in range(11):
+        kept.record()
+    webhook = kept.send(asks_for(3600))
+    kept.record()
+    assert (webhook.status, webhook.num_failures) == ("enabled", 1)
+    pauses = [(one.next_attempt_at or 0) - time.time() for one in kept.deliveries()]
+    assert len(pauses) == 13
+    assert 3500 < min(pauses) <= max(pauses) <= 3600
+
+
+def test_a_suspended_receiver_that_asks_for_a_pause_is_not_tried_before(kept: Kept) -> None:
+    for seconds, at_least in ((3600, 3600), (1800, 1800), (10, 240)):
+        webhook = kept.send(asks_for(seconds), suspend_after_failures=1)
+        assert webhook.status == "suspended" and webhook.probe_at is not None
+        assert webhook.probe_at - time.time() == pytest.approx(at_least, abs=30)
+
+
+def test_a_receiver_that_refused_for_two_days_is_given_up(kept: Kept) -> None:
+    refused = Attempt(started_at=time.time(), milliseconds=1, error="refused", refused=True)
+    assert kept.send(refused).status == "enabled"
+    [delivery] = kept.deliveries()
+    assert (delivery.status, delivery.attempt) == ("pending", 0)
+    kept.change(queued_at=time.time() - 2 * DAY - 1)
+    assert kept.send(refused).status == "suspended"
+    [delivery] = kept.deliveries()
+    assert (delivery.status, delivery.attempt, delivery.next_attempt_at) == ("dead", 0, None)
 
 
 OLD, RECENT = time.time() - 31 * DAY, time.time() - 29 * DAY
 
 
 @pytest.mark.parametrize("status", ["delivered", "dead"])
-def test_what_ended_a_month_ago_goes(tmp_path: Path, status: str) -> None:
+def test_what_ended_a_month_ago_goes(kept: Kept, status: str) -> None:
     old = {"created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD}
-    assert Kept(tmp_path).is_pruned(status=status, **old)
+    assert kept.is_pruned(status=status, **old)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +206,10 @@ def test_what_ended_a_month_ago_goes(tmp_path: Path, status: str) -> None:
         {"status": "pending", "created_at": OLD, "queued_at": OLD, "last_attempt_at": None},
     ],
 )
-def test_what_ended_later_or_waits_stays(tmp_path: Path, columns: dict[str, object]) -> None:
-    assert not Kept(tmp_path).is_pruned(**columns)
+def test_what_ended_later_or_waits_stays(kept: Kept, columns: dict[str, object]) -> None:
+    assert not kept.is_pruned(**columns)
 
 
-def test_what_died_while_its_webhook_is_suspended_stays(tmp_path: Path) -> None:
+def test_what_died_while_its_webhook_is_suspended_stays(kept: Kept) -> None:
     old = {"created_at": OLD, "queued_at": OLD, "last_attempt_at": OLD}
-    assert not Kept(tmp_path).is_pruned(suspended=True, status="dead", **old)
+    assert not kept.is_pruned(suspended=True, status="dead", **old)

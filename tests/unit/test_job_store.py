@@ -348,7 +348,18 @@ def test_cancel_by_state(store: JobStore) -> None:
 
 @pytest.mark.parametrize(
     "job_id",
-    ["j000009", "j9", "x", "", "j-00001", "j\u0660\u0660\u0660\u0660\u0660\u0661", "000001"],
+    [
+        "j000009",
+        "j9",
+        "x",
+        "",
+        "j-00001",
+        "j\u0660\u0660\u0660\u0660\u0660\u0661",
+        "000001",
+        "j9999999999",
+        "j99999999999999999999",
+        pytest.param("j" + "9" * 5000, id="too-long"),
+    ],
 )
 def test_an_unknown_job_is_named(store: JobStore, job_id: str) -> None:
     store.submit(spec())

@@ -9,40 +9,109 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jobs.spec import JobSpec
-from receiver.errors import ProofMissing, ProofWrong
+from receiver.errors import NotAnEvent, ProofMissing, ProofWrong
 from receiver.payload import WebhookPayload
 from receiver.rules import RetrainRule, decide
-from receiver.senders import NotAPush, read_event
+from receiver.senders import NotAPush, PushSender, read_event
 from receiver.verify import Proof, ProofScheme
-from tests.property.test_receiver_payloads import BODIES
-from tests.receiver_payloads import SIGNING_SECRET, hmac_hex, standard_headers
+from tests.property.test_receiver_payloads import BODIES, JSON, REFS
+from tests.receiver_payloads import (
+    GITEA_PUSH,
+    GITHUB_PUSH,
+    GITLAB_PUSH,
+    SIGNING_SECRET,
+    ZEROS,
+    hmac_hex,
+    standard_headers,
+)
 
+HUB_SCHEMES: tuple[ProofScheme, ...] = ("secret", "standard-webhooks")
+PUSHES: dict[PushSender, dict[str, Any]] = {
+    "github": GITHUB_PUSH,
+    "gitea": GITEA_PUSH,
+    "gitlab": GITLAB_PUSH,
+}
+PUSH_NAMES: dict[PushSender, tuple[str, str]] = {
+    "github": ("x-github-event", "push"),
+    "gitea": ("x-gitea-event", "push"),
+    "gitlab": ("x-gitlab-event", "Push Hook"),
+}
 RULES = [
     RetrainRule(pipeline="main", dataset="acme/answers"),
     RetrainRule(pipeline="dev", dataset="acme/answers", ref="dev"),
+    RetrainRule(pipeline="github", dataset=GITHUB_PUSH["repository"]["clone_url"]),
+    RetrainRule(pipeline="gitea", dataset=GITEA_PUSH["repository"]["clone_url"]),
+    RetrainRule(pipeline="gitlab", dataset=GITLAB_PUSH["project"]["git_http_url"]),
 ]
-SCHEMES: tuple[ProofScheme, ...] = ("secret", "standard-webhooks")
+
+Sent = tuple[ProofScheme, dict[str, str], bytes]
+"""The scheme, the headers but for the proof, the body."""
+
+
+@st.composite
+def pushes(draw: st.DrawFn, sender: PushSender) -> bytes:
+    """Nearly right: some members were replaced or taken away."""
+    update = draw(REFS)
+    push = {
+        **PUSHES[sender],
+        "ref": update["ref"],
+        "before": update["oldSha"] or ZEROS,
+        "after": update["newSha"] or ZEROS,
+    }
+    for name in draw(st.lists(st.sampled_from(sorted(push)), max_size=1)):
+        push[name] = draw(JSON)
+    for name in draw(st.lists(st.sampled_from(sorted(push)), max_size=1)):
+        push.pop(name)
+    return json.dumps(push).encode()
+
+
+@st.composite
+def sent_by_others(draw: st.DrawFn) -> Sent:
+    sender = draw(st.sampled_from(sorted(PUSHES)))
+    header, push_name = PUSH_NAMES[sender]
+    named = draw(st.sampled_from([push_name] * 5 + ["ping", "issues", ""]))
+    return sender, {header: named} if named else {}, draw(pushes(sender) | BODIES)
 
 
 def proven(scheme: ProofScheme, body: bytes) -> dict[str, str]:
-    if scheme == "standard-webhooks":
-        return standard_headers(body)
-    return {"x-webhook-secret": SIGNING_SECRET}
+    if scheme == "secret":
+        return {"x-webhook-secret": SIGNING_SECRET}
+    if scheme == "github":
+        return {"x-hub-signature-256": f"sha256={hmac_hex(SIGNING_SECRET, body)}"}
+    if scheme == "gitea":
+        return {"x-gitea-signature": hmac_hex(SIGNING_SECRET, body)}
+    return standard_headers(body)
+
+
+WRONG = dict.fromkeys(
+    ("x-webhook-secret", "webhook-signature", "x-hub-signature-256", "x-gitea-signature"), "w"
+)
+
+
+def is_push(scheme: ProofScheme, headers: dict[str, str], body: bytes) -> bool:
+    if scheme in PUSH_NAMES:
+        header, push_name = PUSH_NAMES[scheme]
+        return headers.get(header) == push_name
+    return bool(json.loads(body)["event"]["scope"] != "ping")
 
 
 @settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(body=BODIES, scheme=st.sampled_from(SCHEMES))
-def test_a_payload_is_refused_or_leads_to_jobs_or_to_a_reason(
-    body: bytes, scheme: ProofScheme
-) -> None:
+@given(sent=st.tuples(st.sampled_from(HUB_SCHEMES), st.just({}), BODIES) | sent_by_others())
+def test_a_payload_is_refused_or_leads_to_jobs_or_to_a_reason(sent: Sent) -> None:
+    scheme, headers, body = sent
     proof = Proof(scheme=scheme, secrets=(SIGNING_SECRET,))
-    proof.check(proven(scheme, body), body)
-    for wrong in ({}, {**proven(scheme, body), "x-webhook-secret": "w", "webhook-signature": "w"}):
+    right = {**headers, **proven(scheme, body)}
+    proof.check(right, body)
+    for wrong in (headers, {**right, **WRONG}):
         with pytest.raises((ProofMissing, ProofWrong)):
             proof.check(wrong, body)
-    event = read_event(scheme, {}, body)
+    try:
+        event = read_event(scheme, right, body)
+    except NotAnEvent:
+        assert scheme in PUSHES
+        return
     if isinstance(event, NotAPush):
-        assert json.loads(body)["event"]["scope"] == "ping"
+        assert not is_push(scheme, headers, body)
         return
     try:
         payload = WebhookPayload.model_validate_json(event)
@@ -57,7 +126,7 @@ def test_a_payload_is_refused_or_leads_to_jobs_or_to_a_reason(
 
 def assert_answers_for(spec: JobSpec, payload: WebhookPayload) -> None:
     told: list[Any] = [update.newSha for update in payload.updatedRefs or ()]
-    assert spec.pipeline in ("main", "dev")
+    assert spec.pipeline in {rule.pipeline for rule in RULES}
     assert spec.revisions is not None
     assert spec.revisions.new_sha in told or spec.revisions.new_sha == payload.repo.headSha
 

@@ -1,0 +1,91 @@
+"""Whatever goes wrong with one delivery is an attempt that failed: no attempt is made for ever."""
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.hub.webhooks import SecretBox
+from tests.hub_fixtures import SECRET_KEY, Receiver, RunningHub, running_hub, wait_until
+
+pytest_plugins = ["tests.hub_plugin"]
+
+WATCHED = [{"type": "user", "name": "local"}]
+
+
+def dead(hub: RunningHub, id: str) -> dict[str, Any]:
+    """The webhook's one delivery, when it is given up."""
+    [found] = wait_until(lambda: [one for one in hub.deliveries(id) if one["status"] == "dead"])
+    delivery: dict[str, Any] = found
+    return delivery
+
+
+def test_retry_after_is_honoured(hub: RunningHub, receiver: Receiver) -> None:
+    receiver.answers = [(429, {"Retry-After": "1"})]
+    hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+    hub.create_dataset("local/facts")
+    first, second = receiver.wait_for(2)
+    assert second.at - first.at >= 0.95
+
+
+def test_retry_after_in_a_year_that_no_calendar_has_is_none(
+    hub: RunningHub, receiver: Receiver
+) -> None:
+    receiver.answers = [(503, {"Retry-After": "Mon, 01 Jan 99999999999 00:00:00 GMT"})] * 4
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    hub.create_dataset("local/facts")
+    found = dead(hub, id)
+    assert (found["attempt"], found["response_status"], found["error"]) == (4, 503, None)
+
+
+def test_a_pause_that_a_receiver_asks_for_is_one_from_every_delivery(
+    hub: RunningHub, receiver: Receiver
+) -> None:
+    receiver.answers = [(429, {"Retry-After": "3600"})]
+    receiver.hang.set()
+    id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+    for number in range(12):
+        hub.create_dataset(f"local/facts-{number}")
+    receiver.hang.clear()
+    wait_until(lambda: any(one["attempt"] for one in hub.deliveries(id)))
+    hub.create_dataset("local/late")
+    # One that somebody asks for goes, and shows that no other is due before it.
+    oldest, last = hub.deliveries(id)[-1], hub.deliveries(id)[0]
+    hub.request("POST", f"/api/settings/deliveries/{last['id']}/replay").raise_for_status()
+    wait_until(lambda: hub.deliveries(id)[0]["status"] == "delivered")
+    assert [one.headers["webhook-id"] for one in receiver.received] == [oldest["id"], last["id"]]
+
+
+def test_a_hanging_receiver_is_given_up_after_the_timeout(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    with running_hub(
+        tmp_path / "hub", delivery_schedule_seconds=(0, 0), delivery_timeout_seconds=0.2
+    ) as hub:
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        receiver.hang.set()
+        hub.create_dataset("local/facts")
+        found = dead(hub, id)
+        assert (found["error"], found["response_status"]) == ("no answer within 0.2 s", None)
+
+
+# Neither can be stored any more; both raise where nobody foresaw it.
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("url", "http://xn--/"), ("encrypted_secret", SecretBox(SECRET_KEY).seal("whsec_"))],
+    ids=["a-host-in-no-script", "a-secret-without-a-key"],
+)
+def test_what_nobody_foresaw_uses_up_attempts_and_is_logged(
+    hub: RunningHub, caplog: pytest.LogCaptureFixture, column: str, value: str | bytes
+) -> None:
+    id = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=WATCHED).id
+    with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as connection, connection:
+        connection.execute(f"UPDATE webhooks SET {column} = ?", (value,))
+    hub.create_dataset("local/facts")
+    found = dead(hub, id)
+    assert (found["attempt"], found["response_status"]) == (4, None)
+    assert "its log says where" in found["error"]
+    logged = [one for one in caplog.records if one.exc_info]
+    assert len(logged) == 4 and all(found["id"] in one.getMessage() for one in logged)
