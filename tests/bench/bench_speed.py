@@ -48,25 +48,28 @@ def measure(size: Size) -> Result:
         detail[shape] = rates
         for (clients, tokens), cell in _cells(size, rates):
             median = {name: statistics.median(values) for name, values in cell.items()}
-            what = f"{shape}, {clients} clients, {tokens} tokens"
-            ratio = median["torch"] / median["vllm"]
+            what = f"{shape}, {clients} client{'s' * (clients > 1)}, {tokens} tokens"
+            # Round by round: the machine's speed changes between them.
+            rounds = zip(cell["torch"], cell["vllm"], strict=True)
+            ratio = statistics.median(ours / theirs for ours, theirs in rounds)
             target = RATIOS.get((shape, clients))
             label = f"{what}: ours / vLLM"
-            figures.append(
-                reported(label, ratio, "x")
-                if target is None
-                else at_least(label, ratio, target, "x")
-            )
-            figures += [
-                reported(f"{what}: {label}", median[name], "tokens/s")
-                for name, label in (
+            beside = ", ".join(
+                f"{name} {median[key]:,.0f}"
+                for key, name in (
                     ("torch", "ours"),
                     ("vllm", "vLLM"),
-                    ("generate", "transformers.generate"),
-                    ("linear", "matrices alone, F.linear"),
-                    ("packed", "matrices alone, packed"),
+                    ("generate", "generate"),
+                    ("linear", "matrices alone"),
+                    ("packed", "packed"),
                 )
-            ]
+            )
+            beside += " tokens/s"
+            figures.append(
+                reported(label, ratio, "x", beside=beside)
+                if target is None
+                else at_least(label, ratio, target, "x", beside=beside)
+            )
             shares.append(median["torch"] / median["packed"])
     return Result(
         figures=tuple(figures),

@@ -31,6 +31,8 @@ class Figure(_Record):
     target: str | None = None
     """None for a figure that only stands beside others."""
     met: bool | None = None
+    beside: str = ""
+    """What a ratio was made of, and what else was measured in the same turns."""
 
 
 class Result(_Record):
@@ -41,14 +43,14 @@ class Result(_Record):
     """Everything else that was measured: rounds, phases, counts."""
 
 
-def reported(what: str, value: float, unit: str) -> Figure:
-    return Figure(what=what, value=_finite(value), unit=unit)
+def reported(what: str, value: float, unit: str, *, beside: str = "") -> Figure:
+    return Figure(what=what, value=_finite(value), unit=unit, beside=beside)
 
 
-def at_least(what: str, value: float, target: float, unit: str) -> Figure:
+def at_least(what: str, value: float, target: float, unit: str, *, beside: str = "") -> Figure:
     met = value >= target  # False for NaN
     stated = f"at least {_with_unit(f'{target:.5g}', unit)}"
-    return Figure(what=what, value=_finite(value), unit=unit, target=stated, met=met)
+    return Figure(what=what, value=_finite(value), unit=unit, target=stated, met=met, beside=beside)
 
 
 def at_most(what: str, value: float, target: float, unit: str) -> Figure:
@@ -99,7 +101,8 @@ def amount(figure: Figure) -> str:
         digits = 0
     else:
         digits = 0 if abs(figure.value) >= 100 else 1 if abs(figure.value) >= 10 else 3
-    return _with_unit(f"{figure.value:,.{digits}f}", figure.unit)
+    found = _with_unit(f"{figure.value:,.{digits}f}", figure.unit)
+    return f"{found}: {figure.beside}" if figure.beside else found
 
 
 def _with_unit(number: str, unit: str) -> str:
