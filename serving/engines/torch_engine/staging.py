@@ -79,7 +79,7 @@ def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
-    loader.check(units)
+    loader.check(units, llama_units.ties(shape))
     context = min(shape.context, settings.max_context or shape.context)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize
     num_slots = _num_slots(settings, context, token_bytes)
@@ -108,7 +108,7 @@ def _load_llama(
 def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
     network = generic.build_network(loader.folder)
     units = generic.units(network, loader.release.tensors)
-    loader.check(units)
+    loader.check(units, generic.ties(units))
     context = generic.context(network)
     context = min(context, settings.max_context or context)
     token_bytes = generic.token_bytes(network, loader.dtype)
