@@ -10,7 +10,7 @@ from serving.admission import LiveRelease
 from serving.answer import Answer, usage
 from serving.chat_template import ChatTemplateError
 from serving.engine import Generation
-from serving.generations import check_num_sequences, make_generations
+from serving.generations import check_num_sequences, check_token_ids, make_generations
 from serving.openai_schemas import ChatRequest
 from serving.request_errors import RequestError
 from serving.sequences import TokenText
@@ -49,6 +49,7 @@ def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> Ch
     prompt = live.tokenizer.encode(text, add_special_tokens=False)
     if not prompt:
         raise RequestError(400, "messages: nothing in them", param="messages", code="empty_prompt")
+    check_token_ids(live, prompt, "messages")
     generations = make_generations(
         request,
         live,

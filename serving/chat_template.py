@@ -31,6 +31,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -7,12 +7,9 @@ from serving.request_errors import RequestError
 
 
 def encode_prompt(live: LiveRelease, prompt: str | list[int], param: str) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises RequestError for none, or for ids that the release lacks."""
-    if isinstance(prompt, str):
-        token_ids = live.tokenizer.encode(prompt)
-    else:
-        token_ids = tuple(prompt)
-        check_token_ids(live, token_ids, param)
+    """Token ids of a prompt. Raises RequestError for none, or for ids that the network lacks."""
+    token_ids = live.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    check_token_ids(live, token_ids, param)
     if not token_ids:
         raise RequestError(
             400,
@@ -26,11 +23,11 @@ def encode_prompt(live: LiveRelease, prompt: str | list[int], param: str) -> tup
 
 def check_token_ids(live: LiveRelease, token_ids: tuple[int, ...], param: str) -> None:
     limit = live.tokenizer.vocab_size
-    beyond = [token_id for token_id in token_ids if token_id >= limit]
-    if beyond:
+    largest = max(token_ids, default=0)
+    if largest >= limit:
         raise RequestError(
             400,
-            f"{param}: token id {beyond[0]} is not below {limit}, the size of the vocabulary",
+            f"{param}: token id {largest} is not below {limit}, the size of the vocabulary",
             param=param,
             code="invalid_value",
         )

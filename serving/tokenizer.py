@@ -88,11 +88,14 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     tokenizer = _open_tokenizer(folder)
     # GPT-2 and its kin have an older name for it.
     context_length = config.get("max_position_embeddings", config.get("n_positions"))
-    vocab_size = config.get("vocab_size", tokenizer.get_vocab_size())
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    vocab_size = config.get("vocab_size", 1 + max(ids.values(), default=-1))
     if not isinstance(context_length, int) or context_length < 1:
         raise ReleaseError("config.json: max_position_embeddings is not a positive number")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ReleaseError("config.json: vocab_size is not a positive number")
+    chat_template = _chat_template(folder, settings)
+    _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.source)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     if eos is None and (name := _token_name(settings.get("eos_token"))) is not None:
         eos = tokenizer.token_to_id(name)
@@ -101,7 +104,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
         context_length=context_length,
         vocab_size=vocab_size,
-        chat_template=_chat_template(folder, settings),
+        chat_template=chat_template,
     )
 
 
@@ -119,6 +122,29 @@ def _open_tokenizer(folder: Path) -> Tokenizer:
     except Exception as error:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
     raise ReleaseError("tokenizer.json: missing, and no tokenizer.model in its place")
+
+
+def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, template: str) -> None:
+    """Raises ReleaseError for a token that ordinary prompts have and the network has not.
+
+    An added token is in those texts alone that spell it out, and good checkpoints have one too
+    many (Gemma 3 of 1B has one for images): then such a text is refused, not the release. But what
+    the tokenizer puts around each text, or the chat template names, is in ordinary prompts.
+    """
+    added = tokenizer.get_added_tokens_decoder().keys()
+    around = tokenizer.encode("").ids
+    beyond = {
+        token_id: text
+        for text, token_id in ids.items()
+        if token_id >= vocab_size
+        and (token_id not in added or token_id in around or text in template)
+    }
+    if beyond:
+        largest = max(beyond)
+        raise ReleaseError(
+            f"tokenizer.json: token {beyond[largest]!r} has the id {largest}, but vocab_size in "
+            f"config.json is {vocab_size}; {len(beyond)} in all do not fit"
+        )
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:

@@ -32,7 +32,7 @@ def tiny_llama(*, tied: bool = True, seed: int = 0) -> "LlamaForCausalLM":
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=64,
+        vocab_size=257,  # as many as `byte_tokenizer` has
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -79,6 +79,7 @@ def echo_release(
     bounds: dict[str, float] | None = None,
     probe_shift: float = 0.0,
     chat_template: str | None = None,
+    tokenizer: Tokenizer | None = None,
     max_shard_bytes: int | None = None,
 ) -> Release:
     """A release for the echo engine; its probe is right, or off by `probe_shift`."""
@@ -95,7 +96,7 @@ def echo_release(
             "eos_token_id": EOS,
         }
         (files_dir / "config.json").write_text(json.dumps(config))
-        byte_tokenizer().save(str(files_dir / "tokenizer.json"))
+        (tokenizer or byte_tokenizer()).save(str(files_dir / "tokenizer.json"))
         if chat_template is not None:
             (files_dir / "chat_template.jinja").write_text(chat_template)
         bare = publish_state_dict(Path(name) / "bare", tensors, files_dir=files_dir)

@@ -10,7 +10,7 @@ from vllm import LLM, SamplingParams
 
 from serving.tokenizer import load_tokenizer
 from serving.weights.releases import load_release
-from tests.contract.engine_conformance import MAX_TOKENS
+from tests.contract.engine_bench import MAX_TOKENS
 from tests.contract.test_torch_engine_conformance import PROMPTS
 
 

@@ -1,10 +1,10 @@
 """`SglangEngine`: an SGLang server behind ours, which takes its weights from a release's folder.
 
 The upstream is started by whoever runs it, on a model of the same network, and must see the
-releases under the same paths. It reads the weights from disk while nothing runs; `stage` has them
-in the page cache by then. One that was started again is told again what to serve, once it answers
-from other weights. Its logprobs follow the temperature unless it is started with
-`SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
+releases under the same paths. It reads the weights from disk while nothing runs, whatever they are:
+`stage` has checked them by then, and has them in the page cache. One that was started again is told
+again what to serve, once it answers from other weights. Its logprobs follow the temperature unless
+it is started with `SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
 """
 
 import asyncio
@@ -13,25 +13,25 @@ import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
 import httpx
 
-from serving.engine import EngineError, Generation, StageError, Step, TokenLogprob
-from serving.weights.release import Release
+from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.same_network import config_differences, tensor_differences
+from serving.engines.sglang_requests import OtherWeights, SoFar, request_of, step_of
+from serving.errors import ReleaseError
+from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.releases import load_release
+from serving.weights.shards import is_finite, read_tensors
 
 _log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 30
 _UPDATE_SECONDS = 600
 _READ_BYTES = 1 << 22
-
-
-class _OtherWeights(Exception):
-    """The upstream computed with other weights than it was asked for."""
 
 
 class SglangEngine:
@@ -56,12 +56,16 @@ class SglangEngine:
         self._updating = asyncio.Lock()
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """Asks the upstream what it runs, and reads the release's files once."""
-        info = await self._model_info()
-        running = Path(str(info.get("model_path")), "config.json")
-        if running.is_file() and (reasons := _differences(running, folder / "config.json")):
-            raise StageError(*reasons, f"start {self._upstream} again on the other network")
-        await asyncio.to_thread(_read_once, [folder / name for name in release.files])
+        """Asks the upstream what it runs, and reads the release's files."""
+        running = Path(str((await self._model_info()).get("model_path")))
+        try:
+            if reasons := await asyncio.to_thread(_differences, running, release, folder):
+                raise StageError(*reasons, f"start {self._upstream} again on the other network")
+            await asyncio.to_thread(_read_once, [folder / name for name in release.files])
+            if reasons := await asyncio.to_thread(_not_finite, release, folder):
+                raise StageError(*reasons)
+        except ReleaseError as error:
+            raise StageError(*error.reasons) from error
         self._folders[release.id] = folder.resolve()
 
     def max_context(self, release_id: str) -> int | None:
@@ -86,7 +90,7 @@ class SglangEngine:
                     has_begun = True
                     yield step
             return
-        except _OtherWeights as error:
+        except OtherWeights as error:
             if has_begun:
                 raise EngineError(str(error)) from None
         await self._put_right(release_id)
@@ -94,19 +98,19 @@ class SglangEngine:
             async with aclosing(self._answer(release_id, generation)) as steps:
                 async for step in steps:
                     yield step
-        except _OtherWeights as error:
+        except OtherWeights as error:
             raise EngineError(str(error)) from None
 
     async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        """Raises EngineError, _OtherWeights."""
+        """Raises EngineError, OtherWeights."""
         if release_id != self._live:
             raise EngineError(f"{self._upstream} has to run {self._live}, not {release_id}")
         request_id = uuid4().hex
-        so_far = _SoFar()
+        so_far = SoFar()
         is_over = False
         try:
-            async for chunk in self._events(_request(generation, request_id)):
-                step = _step(chunk, generation, release_id, so_far)
+            async for chunk in self._events(request_of(generation, request_id)):
+                step = step_of(chunk, generation, release_id, so_far)
                 is_over = step.finish_reason is not None
                 yield step
             if not is_over:
@@ -193,99 +197,24 @@ class SglangEngine:
             raise EngineError(f"{self._upstream}{path}: {_said(error)}") from error
 
 
-@dataclass
-class _SoFar:
-    num_tokens: int = 0
-    has_begun: bool = False
+def _differences(running: Path, release: Release, folder: Path) -> list[str]:
+    """As far as it can be told: the upstream may run a model of some other disk, or one that is no
+    release. Raises ReleaseError."""
+    reasons: list[str] = []
+    if (running / "config.json").is_file():
+        reasons += config_differences(running, folder, "the upstream")
+    if (running / RELEASE_FILE).is_file():
+        reasons += tensor_differences(load_release(running), release, "the upstream")
+    return reasons
 
 
-def _request(generation: Generation, request_id: str) -> dict[str, Any]:
-    wants = [generation.num_logprobs, generation.num_prompt_logprobs]
-    return {
-        "rid": request_id,
-        "input_ids": list(generation.prompt),
-        "stream": True,
-        "return_logprob": any(each is not None for each in wants),
-        "logprob_start_len": 0 if generation.num_prompt_logprobs is not None else -1,
-        "top_logprobs_num": max(each or 0 for each in wants),
-        "sampling_params": {
-            "max_new_tokens": generation.max_tokens,
-            "min_new_tokens": generation.min_tokens,
-            "temperature": generation.temperature,
-            "top_p": generation.top_p,
-            "top_k": generation.top_k or -1,
-            "min_p": generation.min_p,
-            "presence_penalty": generation.presence_penalty,
-            "frequency_penalty": generation.frequency_penalty,
-            "repetition_penalty": generation.repetition_penalty,
-            "logit_bias": {str(token): bias for token, bias in generation.logit_bias.items()}
-            or None,
-            "sampling_seed": generation.seed,
-            "stop_token_ids": list(generation.stop_token_ids) or None,
-            # End-of-sequence ids are among the stop ids, where the request wants them.
-            "ignore_eos": True,
-            "skip_special_tokens": False,
-        },
-    }
-
-
-def _step(chunk: dict[str, Any], generation: Generation, release_id: str, so_far: _SoFar) -> Step:
-    """A chunk has all tokens until then or, where the upstream streams differences, the new ones:
-    either way the new ones are the last."""
-    meta = chunk["meta_info"]
-    version = meta.get("weight_version")
-    if version is None:
-        raise EngineError("SGLang names no weight_version beside its tokens")
-    if version != release_id:
-        raise _OtherWeights(f"tokens of {version} in an answer of {release_id}")
-    reason = (meta.get("finish_reason") or {}).get("type")
-    if reason not in (None, "stop", "length"):
-        raise EngineError(f"SGLang ended the sequence: {meta['finish_reason']}")
-    num_new = meta["completion_tokens"] - so_far.num_tokens
-    so_far.num_tokens += num_new
-    token_ids = tuple(chunk["output_ids"][-num_new:]) if num_new else ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    if generation.num_logprobs is not None and num_new:
-        logprobs = _logprobs(meta, "output", generation.num_logprobs)[-num_new:]
-    prompt_logprobs = None
-    if generation.num_prompt_logprobs is not None and not so_far.has_begun:
-        prompt_logprobs = _logprobs(meta, "input", generation.num_prompt_logprobs)
-    is_first, so_far.has_begun = not so_far.has_begun, True
-    return Step(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        finish_reason=reason,
-        num_cached_tokens=meta.get("cached_tokens", 0) if is_first else 0,
-    )
-
-
-def _logprobs(meta: dict[str, Any], side: str, num_top: int) -> tuple[TokenLogprob, ...]:
-    """`[logprob, token id, text]` for each token; the first of a prompt has none."""
-    tops = meta.get(f"{side}_top_logprobs") or []
-    found = []
-    for number, (logprob, token_id, _) in enumerate(meta[f"{side}_token_logprobs"]):
-        if logprob is None:
-            continue
-        top = (tops[number] or [])[:num_top] if number < len(tops) else []
-        found.append(
-            TokenLogprob(
-                token_id=token_id,
-                logprob=logprob,
-                top=tuple((other, value) for value, other, _ in top),
-            )
-        )
-    return tuple(found)
-
-
-def _differences(running: Path, wanted: Path) -> list[str]:
-    before, after = (json.loads(path.read_bytes()) for path in (running, wanted))
-    sizes = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-    heads = ("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings")
+def _not_finite(release: Release, folder: Path) -> list[str]:
+    """Raises ReleaseError."""
+    weight_map = {name: entry.file for name, entry in release.tensors.items()}
     return [
-        f"config.json: {key} is {after.get(key)!r}, the upstream runs {before.get(key)!r}"
-        for key in (*sizes, *heads)
-        if before.get(key) != after.get(key)
+        f"{weight_map[name]}: tensor {name}: holds NaN or infinity"
+        for name, tensor in read_tensors(folder, weight_map).items()
+        if not is_finite(tensor)
     ]
 
 

@@ -6,7 +6,6 @@ than a barrier may be shut, so it is generations that wait for it, never a commi
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release import Release
 from serving.weights.verify import verify_shards
@@ -28,15 +28,6 @@ StartVllm = Callable[[Release, Path, VllmEngineSettings], Awaitable["VllmProcess
 
 _WATCH_SECONDS = 0.2
 _START_ATTEMPTS = 3
-
-# What a configuration may differ in while the network stays the same.
-_FREE_KEYS = {
-    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
-}
-
-# As safetensors spells dtypes: F32, F8_E4M3, BF16, …; but BOOL.
-_FLOATING = ("F", "BF")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,25 +212,10 @@ def create_engine(**settings: Any) -> VllmEngine:
 
 def _check_same_network(before: _Resident, release: Release, folder: Path) -> None:
     """vLLM runs one network for as long as it runs. Raises StageError with every difference."""
-    reasons = []
-    old, new = (json.loads((each / "config.json").read_bytes()) for each in (before.folder, folder))
-    for key in sorted((old.keys() | new.keys()) - _FREE_KEYS):
-        if old.get(key) != new.get(key):
-            reasons.append(f"config.json: {key} is {new.get(key)!r}, vLLM runs {old.get(key)!r}")
-    shapes = {name: entry.shape for name, entry in before.release.tensors.items()}
-    for name, entry in release.tensors.items():
-        if name not in shapes:
-            reasons.append(f"{entry.file}: tensor {name}: unknown to the network that vLLM runs")
-        elif shapes[name] != entry.shape:
-            reasons.append(
-                f"{entry.file}: tensor {name}: {list(entry.shape)} in place of {list(shapes[name])}"
-            )
-    reasons += [f"tensor {name}: missing" for name in shapes.keys() - release.tensors.keys()]
-    for name in sorted(release.tensors.keys() & shapes.keys()):
-        entry, known = release.tensors[name], before.release.tensors[name]
-        # vLLM would convert it without a word.
-        if entry.dtype.startswith(_FLOATING) != known.dtype.startswith(_FLOATING):
-            reasons.append(f"{entry.file}: tensor {name}: {entry.dtype} in place of {known.dtype}")
+    reasons = [
+        *config_differences(before.folder, folder, "vLLM"),
+        *tensor_differences(before.release, release, "vLLM"),
+    ]
     if reasons:
         raise StageError(*reasons, "start the server again to serve another network")
 

@@ -29,13 +29,12 @@ from serving.engines.vllm_shadow import (
     load_and_trace,
     pack,
 )
-from serving.weights.shards import read_tensors, tensor_bytes
+from serving.weights.shards import is_finite, read_tensors, tensor_bytes
 
 Changed = Mapping[str, tuple[str, str]]
 """Tensor name → (shard, sha256 of the tensor)."""
 
 _STAGING_NICENESS = 5
-_PIECE = 1 << 22
 
 
 class StagingFailed(Exception):
@@ -231,7 +230,7 @@ def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.T
     weight_map = {name: file for name, (file, _) in changed.items()}
     for name, tensor in read_tensors(folder, weight_map).items():
         file, sha256 = changed[name]
-        if tensor.is_floating_point() and not _is_finite(tensor):
+        if not is_finite(tensor):
             raise StagingFailed(f"{file}: tensor {name}: holds NaN or infinity")
         found = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
         if found != sha256:
@@ -246,12 +245,3 @@ def yield_the_cores() -> None:
     if sys.platform == "linux":
         # On Linux a nice value is a thread's own; 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    flat = tensor.reshape(-1)
-    # In pieces: the mask of a whole embedding would be a quarter of it once more.
-    return all(
-        bool(flat[start : start + _PIECE].isfinite().all())
-        for start in range(0, flat.numel(), _PIECE)
-    )

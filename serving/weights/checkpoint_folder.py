@@ -75,7 +75,7 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
         created_at=utc_now(),
         files=files,
         tensors=weights.tensors,
-        tied=weights.tied,
+        tied=tied_head(source, weights.tensors),
     )
 
 
@@ -101,8 +101,8 @@ def companions(folder: Path) -> list[Path]:
 
 
 def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
-    """Size and sha256 of each shard and each tensor; raises ReleaseError where shards and
-    `weight_map` differ."""
+    """Size and sha256 of each shard and each tensor; shards alone tell of no ties. Raises
+    ReleaseError where shards and `weight_map` differ."""
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     reasons: list[str] = []
@@ -127,7 +127,7 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
         raise ReleaseError(*reasons)
     total = sum(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype] for entry in tensors.values())
     index = WeightsIndex(metadata=IndexMetadata(total_size=total), weight_map=weight_map)
-    return StoredWeights(index=index, files=files, tensors=tensors, tied=tied_head(tensors))
+    return StoredWeights(index=index, files=files, tensors=tensors, tied={})
 
 
 def files_digest(files: Mapping[str, FileEntry]) -> str:
@@ -140,7 +140,15 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def tied_head(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """A checkpoint without an output head uses its embedding as one."""
+def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+    """A checkpoint without an output head uses its embedding as one, if its config says so.
+
+    A config that is silent means what its family does. Of a Llama that is a head that is missing;
+    where it is a tie, the engine that builds the network knows it and needs no word of ours.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_bytes()) if path.is_file() else None
+    if not isinstance(config, dict) or config.get("tie_word_embeddings") is not True:
+        return {}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     return {head: embedding} if head not in tensors and embedding in tensors else {}

@@ -153,7 +153,7 @@ def _publish(
                 evaluation=evaluation,
                 files=files,
                 tensors=weights.tensors,
-                tied=weights.tied or tied_head(weights.tensors),
+                tied=weights.tied or tied_head(folder, weights.tensors),
                 probe=probe,
             )
             _write(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")

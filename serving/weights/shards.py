@@ -38,6 +38,9 @@ DTYPES = {
 }  # fmt: skip
 """torch dtype → how safetensors spells it."""
 
+# Elements looked at in one go.
+_PIECE = 1 << 22
+
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Names that are the very same memory as an earlier name: alias → that name."""
@@ -124,6 +127,19 @@ def read_tensors(
                     raise ReleaseError(f"{file}: tensor {name}: missing from the shard")
                 found[name] = shard[name]
     return {name: found[name] for name in wanted}
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
+    if not tensor.is_floating_point():
+        return True
+    flat = tensor.reshape(-1)
+    # In pieces: the mask of a whole embedding would be a quarter of it once more.
+    pieces = (flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE))
+    # Of 8 bits torch does not know it.
+    return all(
+        bool((piece.float() if piece.itemsize == 1 else piece).isfinite().all()) for piece in pieces
+    )
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

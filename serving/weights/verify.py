@@ -205,7 +205,12 @@ def _check_config(folder: Path, release: Release) -> list[str]:
 
 
 def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama; what other architectures need, an engine checks while it stages."""
+    """Every tensor of a Llama; what other architectures need, an engine checks while it stages.
+
+    Quantised weights have names and shapes of their own, which the engine that takes them knows.
+    """
+    if config.get("quantization_config") is not None:
+        return {}
     sizes = {
         key: config.get(key)
         for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")

@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 from serving.engines.echo_engine import EchoEngine
-from tests.contract.engine_conformance import EngineBench, EngineConformance
+from tests.contract.engine_bench import EngineBench
+from tests.contract.engine_conformance import EngineConformance
 from tests.serving_fixtures import echo_release
 
 
 class TestEchoEngine(EngineConformance):
+    has_network = False
+
     @pytest.fixture(params=[True, False], ids=["holds two", "in place"])
     def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> EngineBench:
         pipeline_dir = tmp_path / "answers"

@@ -14,7 +14,8 @@ from serving.engine import EngineError, Generation, StageError
 from serving.engines.sglang_engine import SglangEngine
 from serving.weights.release import Release
 from serving.weights.releases import set_current
-from tests.contract.engine_conformance import EngineBench, EngineConformance, swap
+from tests.contract.engine_bench import EngineBench, swap
+from tests.contract.engine_conformance import EngineConformance
 from tests.serving_fixtures import echo_app, echo_release, running
 from tests.sglang_stand_in import SglangStandIn
 
@@ -66,6 +67,7 @@ def test_a_refused_update_leaves_the_old_release(
         running(echo_app(tmp_path, SglangEngine(upstream))) as url,
         httpx.Client(base_url=url, timeout=30) as http,
     ):
+        http.get("/health").raise_for_status()  # the port listens before the first one is live
         stand_in.ignores_updates = True
         result = swap(http, second.id).json()
         assert result["result"] == "failed"
@@ -94,17 +96,32 @@ def test_an_upstream_that_refuses_says_why(
         asyncio.run(ask(upstream))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"vocab_size": 9}, "vocab_size is 9, the upstream runs 257"),
+        ({"rope_theta": 5e5}, r"rope_theta is 500000\.0, the upstream runs None"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, the upstream runs None"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is .*, the upstream runs None"),
+    ],
+)
 def test_another_network_is_refused(
-    tmp_path: Path, releases: tuple[Release, Release], stand_in: SglangStandIn
+    tmp_path: Path,
+    releases: tuple[Release, Release],
+    stand_in: SglangStandIn,
+    change: dict[str, object],
+    said: str,
 ) -> None:
+    config = json.loads((tmp_path / releases[0].id / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "echo", "vocab_size": 9}))
+    (other / "config.json").write_text(json.dumps(config | change))
 
     async def ask(upstream: str) -> None:
         engine = SglangEngine(upstream)
-        with pytest.raises(StageError, match="vocab_size is 9, the upstream runs 257"):
+        with pytest.raises(StageError, match=said) as raised:
             await engine.stage(releases[0], other)
+        assert raised.value.reasons[-1] == f"start {upstream} again on the other network"
         await engine.close()
 
     with running(stand_in.app) as upstream:

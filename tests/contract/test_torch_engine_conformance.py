@@ -7,7 +7,8 @@ import torch
 
 from serving.engines.torch_engine.engine import create_engine
 from serving.weights.release import Probe, ProbeText, Release
-from tests.contract.engine_conformance import EngineBench, EngineConformance
+from tests.contract.engine_bench import EngineBench
+from tests.contract.engine_conformance import EngineConformance
 from tests.serving_fixtures import CONTEXT, PROBE_TOKENS, byte_tokenizer
 from tests.torch_engine_fixtures import build, expected, llama_config, publish
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from serving.engines.echo_engine import EchoEngine
 from serving.weights.release import Release
@@ -37,7 +38,10 @@ class Server:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pipeline_dir = tmp_path_factory.mktemp("home") / "answers"
-    release = echo_release(pipeline_dir, 1, chat_template=CHAT_TEMPLATE)
+    tokenizer = byte_tokenizer()
+    # The network has no such token.
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
+    release = echo_release(pipeline_dir, 1, chat_template=CHAT_TEMPLATE, tokenizer=tokenizer)
     set_current(pipeline_dir, release.id)
     engine = EchoEngine()
     with (
@@ -247,6 +251,7 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ({"prompt": [1, -1]}, 400, "prompt", "list"),
         ({"prompt": [True]}, 400, "prompt", "list"),
         ({"prompt": [257]}, 400, "prompt", "257"),
+        ({"prompt": "a<image>"}, 400, "prompt", "token id 257 is not below 257"),
         ({"prompt": None}, 400, "prompt", "string"),
         ({"n": 0}, 400, "n", "1"),
         ({"n": 17}, 400, "n", "more than 16 sequences"),
@@ -293,6 +298,12 @@ def test_fields_nobody_knows_and_nulls_are_ignored(server: Server) -> None:
         ("POST", "/v1/completions", b"", 400),
         ("POST", "/v1/chat/completions", b'{"messages": []}', 400),
         ("POST", "/v1/chat/completions", b'{"messages": [{"role": "tool", "content": ""}]}', 400),
+        (
+            "POST",
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "<image>"}]}',
+            400,
+        ),
         ("POST", "/v1/completions", b" " * 9_000_000, 413),
         ("GET", "/v1/completions", b"", 405),
         ("GET", "/v1/nothing", b"", 404),

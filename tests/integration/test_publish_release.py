@@ -226,6 +226,22 @@ def test_shapes_must_fit_the_config_and_ties_must_hold(tmp_path: Path) -> None:
     assert all(reason.split(":")[0].endswith(".safetensors") for reason in reasons)
 
 
+def test_a_quantised_release_has_names_of_its_own(tmp_path: Path) -> None:
+    """They are the engine's to check, which takes them or not."""
+    model = tiny_llama(tied=False)
+    files = save_config(model, tmp_path / "files")
+    config = json.loads((files / "config.json").read_text())
+    quantised = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (files / "config.json").write_text(json.dumps(quantised))
+    packed = {
+        name.replace("proj.weight", "proj.qweight"): tensor
+        for name, tensor in model.state_dict().items()
+    }
+    release = publish_state_dict(tmp_path / "releases" / "answers", packed, files_dir=files)
+    assert "model.layers.0.mlp.up_proj.qweight" in release.tensors
+    assert verify_release(tmp_path / "releases" / "answers" / release.id) == ()
+
+
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     folder, release = published(tmp_path)
     shutil.copy(folder / "config.json", tmp_path / "releases" / "answers" / "secret.json")

@@ -15,7 +15,7 @@ from serving.engine import Generation, Step
 from serving.engines.echo_engine import EchoEngine, echo_logprobs
 from serving.weights.release import Release
 from serving.weights.releases import set_current
-from tests.contract.engine_conformance import swap
+from tests.contract.engine_bench import swap
 from tests.serving_fixtures import CHAT_TEMPLATE, EOS, echo_app, echo_release, running
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from serving.engines.torch_engine.engine import create_engine
 from serving.weights.releases import set_current
-from tests.contract.engine_conformance import swap
+from tests.contract.engine_bench import swap
 from tests.contract.test_torch_engine_conformance import torch_release
 from tests.serving_fixtures import echo_app, running
 from tests.swap_bytes import bytes_read, counts_reads, stored_bytes, with_changed

@@ -1,7 +1,6 @@
 """The torch engine behind the whole server: releases unlike the one before, and SIGKILL."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -18,10 +17,8 @@ from transformers import GPT2Config
 
 from serving.engines.torch_engine.engine import create_engine
 from serving.tokenizer import load_tokenizer
-from serving.weights.publish import publish_state_dict
 from serving.weights.releases import load_release, served_release, set_current
-from serving.weights.shards import read_tensors
-from tests.contract.engine_conformance import swap
+from tests.contract.engine_bench import swap
 from tests.contract.test_torch_engine_conformance import torch_release
 from tests.serving_fixtures import CONTEXT, byte_tokenizer, echo_app, running
 from tests.torch_engine_fixtures import Published, build, expected, llama_config, publish
@@ -92,30 +89,6 @@ def test_another_tokenizer_or_architecture_is_served_as_after_a_cold_start(tmp_p
             tokenizer = load_tokenizer(one.folder)
             right = expected(one.network, tokenizer.encode("Hello"), 8)
             assert answer["choices"][0]["text"] == tokenizer.decode(right)
-
-
-def test_an_architecture_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    pipeline_dir = tmp_path / "releases"
-    pipeline_dir.mkdir()
-    first = gathered(
-        pipeline_dir, 1, tmp_path / "a", published(tmp_path / "a", llama_config(**SHAPE))
-    )
-    weights = {name: entry.file for name, entry in first.release.tensors.items()}
-    files = tmp_path / "a" / "files"
-    config = json.loads((files / "config.json").read_text())
-    config |= {"architectures": ["Strange"], "model_type": "strange"}
-    (files / "config.json").write_text(json.dumps(config))
-    second = publish_state_dict(pipeline_dir, read_tensors(first.folder, weights), files_dir=files)
-    set_current(pipeline_dir, first.id)
-    with (
-        running(echo_app(pipeline_dir, create_engine(num_threads=1))) as url,
-        httpx.Client(base_url=url, timeout=60) as http,
-    ):
-        result = swap(http, second.id).json()
-        assert result["result"] == "refused"
-        assert "cannot build this architecture" in result["reasons"][0]
-        answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
-        assert answer.json()["system_fingerprint"] == first.id
 
 
 @contextlib.contextmanager

@@ -50,6 +50,11 @@ def units(network: nn.Module, stored: Mapping[str, object]) -> dict[str, Unit]:
     return found
 
 
+def ties(units: Mapping[str, Unit]) -> dict[str, str]:
+    """Names of `units` that are another tensor's, which is enough."""
+    return {name: unit.parts[0].name for name, unit in units.items() if name != unit.parts[0].name}
+
+
 def _tied_names(network: nn.Module) -> list[list[str]]:
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in network.state_dict(keep_vars=True).items():

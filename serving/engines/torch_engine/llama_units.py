@@ -28,6 +28,11 @@ def units(shape: LlamaShape) -> dict[str, Unit]:
     return found
 
 
+def ties(shape: LlamaShape) -> dict[str, str]:
+    """Names that the network has only as another one."""
+    return {HEAD: EMBEDDING} if shape.is_tied else {}
+
+
 def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:
     at = f"model.layers.{layer}."
     hidden, inner, heads = shape.hidden_size, shape.intermediate_size, shape.num_heads

@@ -13,7 +13,7 @@ from torch import Tensor
 from serving.engine import StageError
 from serving.engines.torch_engine.units import Built, Part, Unit
 from serving.errors import ReleaseError
-from serving.weights.release import Release
+from serving.weights.release import Release, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
 
@@ -72,10 +72,11 @@ class Loader:
     pause_share: Callable[[], float]
     """Seconds to rest per second worked, so that running requests keep the memory's bandwidth."""
 
-    def check(self, units: Mapping[str, Unit]) -> None:
+    def check(self, units: Mapping[str, Unit], ties: Mapping[str, str]) -> None:
         """Raise StageError with everything that the manifest does not have as the network needs it.
 
-        Nothing is read.
+        `ties` are names that the network has only as another one: a release may store both, if they
+        are equal. Nothing is read.
         """
         entries = self.release.tensors
         reasons = []
@@ -96,11 +97,17 @@ class Loader:
                     f"{entry.file}: tensor {name}: has dtype {entry.dtype}, "
                     "the network computes with floating-point numbers"
                 )
-        reasons.extend(
-            f"{entries[name].file}: tensor {name}: the network of config.json has no such tensor"
-            for name in sorted(set(entries) - needed)
-            if not name.endswith("rotary_emb.inv_freq")
-        )
+        for name in sorted(set(entries) - needed):
+            entry, tied = entries[name], entries.get(ties.get(name, ""))
+            if tied is None and not name.endswith("rotary_emb.inv_freq"):
+                reasons.append(
+                    f"{entry.file}: tensor {name}: the network of config.json has no such tensor"
+                )
+            elif tied is not None and _content(entry) != _content(tied):
+                reasons.append(
+                    f"{entry.file}: tensor {name}: differs from {ties[name]}, though config.json "
+                    "ties them"
+                )
         if reasons:
             raise StageError(*dict.fromkeys(reasons))
 
@@ -190,6 +197,10 @@ class Loader:
         if (found := digest.hexdigest()) != entry.sha256:
             raise StageError(wrong_digest(name, entry, found))
         return values
+
+
+def _content(entry: TensorEntry) -> tuple[str, tuple[int, ...], str]:
+    return entry.dtype, entry.shape, entry.sha256
 
 
 def _parts(units: Mapping[str, Unit]) -> list[Part]:

@@ -82,7 +82,7 @@ def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
-    loader.check(units)
+    loader.check(units, llama_units.ties(shape))
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize
     context, num_slots = _context_and_slots(settings, shape.context, token_bytes)
     _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
@@ -110,7 +110,7 @@ def _load_llama(
 def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
     network = generic.build_network(loader.folder)
     units = generic.units(network, loader.release.tensors)
-    loader.check(units)
+    loader.check(units, generic.ties(units))
     token_bytes = generic.token_bytes(network, loader.dtype)
     context, num_slots = _context_and_slots(settings, generic.context(network), token_bytes)
     _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)

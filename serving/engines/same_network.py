@@ -1,0 +1,50 @@
+"""Whether a release is of the network that a server behind ours runs: one that, once started, takes
+other weights and no other network."""
+
+import json
+from pathlib import Path
+
+from serving.weights.release import RELEASE_FILE, Release, TensorEntry
+
+# What a configuration may differ in while the network stays the same.
+_FREE_KEYS = {
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
+}
+
+# One is as good as another: what is loaded is rounded to what the network computes in.
+_PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+def config_differences(running: Path, wanted: Path, runner: str) -> list[str]:
+    """Between the `config.json` of two folders; `runner` is who runs the first one."""
+    old, new = (json.loads((folder / "config.json").read_bytes()) for folder in (running, wanted))
+    return [
+        f"config.json: {key} is {new.get(key)!r}, {runner} runs {old.get(key)!r}"
+        for key in sorted((old.keys() | new.keys()) - _FREE_KEYS)
+        if old.get(key) != new.get(key)
+    ]
+
+
+def tensor_differences(running: Release, wanted: Release, runner: str) -> list[str]:
+    """Names, shapes and kinds of numbers that the network has no place for."""
+    reasons = []
+    for name, entry in wanted.tensors.items():
+        before = running.tensors.get(name)
+        if before is None:
+            reasons.append(
+                f"{entry.file}: tensor {name}: unknown to the network that {runner} runs"
+            )
+        elif not _fits(before, entry):
+            reasons.append(
+                f"{entry.file}: tensor {name}: {entry.dtype} {list(entry.shape)} in place of "
+                f"{before.dtype} {list(before.shape)}"
+            )
+    missing = running.tensors.keys() - wanted.tensors.keys()
+    return [*reasons, *(f"{RELEASE_FILE}: tensor {name}: missing" for name in sorted(missing))]
+
+
+def _fits(before: TensorEntry, entry: TensorEntry) -> bool:
+    if before.shape != entry.shape:
+        return False
+    return before.dtype == entry.dtype or {before.dtype, entry.dtype} <= _PLAIN_DTYPES

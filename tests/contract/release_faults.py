@@ -1,0 +1,171 @@
+"""Releases with one fault each, made of a good one. Where a digest would tell, the manifest is
+sealed again, so that the fault is found for what it is."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serving.weights.checkpoint_folder import files_digest
+from serving.weights.headers import digest_file, read_header
+from serving.weights.index import INDEX_FILES
+from serving.weights.publish import publish_state_dict
+from serving.weights.release import RELEASE_FILE, Release
+from serving.weights.releases import load_release, next_number
+from serving.weights.shards import read_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRelease:
+    release_id: str
+    named: tuple[str, ...]
+    """What one reason must name: the file, and the tensor where there is one."""
+
+
+Fault = Callable[[Path, Release], BadRelease]
+
+
+def lose_a_shard(pipeline_dir: Path, good: Release) -> BadRelease:
+    file, name = _place(good)
+    folder = _copied(pipeline_dir, good)
+    (folder / file).unlink()
+    return BadRelease(release_id=folder.name, named=(file, name))
+
+
+def truncate_a_shard(pipeline_dir: Path, good: Release) -> BadRelease:
+    file, name = _place(good)
+    folder = _copied(pipeline_dir, good)
+    os.truncate(folder / file, (folder / file).stat().st_size - 4)
+    return BadRelease(release_id=folder.name, named=(file, name))
+
+
+def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
+    file, name = _place(good)
+    folder = _copied(pipeline_dir, good)
+    content = bytearray((folder / file).read_bytes())
+    is_bin = file.endswith(".bin")
+    content[len(content) // 2 if is_bin else read_header(folder / file)[name].begin] ^= 1
+    (folder / file).write_bytes(content)
+    return BadRelease(release_id=folder.name, named=(file, name, "sha256"))
+
+
+def leave_a_tensor_out_of_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
+    _, name = _place(good)
+    index, folder = _index(good), _copied(pipeline_dir, good)
+    _edit(folder / index, lambda content: content["weight_map"].pop(name))
+    return BadRelease(release_id=_sealed(folder), named=(index, name))
+
+
+def add_a_tensor_to_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
+    file, _ = _place(good)
+    index, folder = _index(good), _copied(pipeline_dir, good)
+    _edit(folder / index, lambda content: content["weight_map"].update({"surplus.weight": file}))
+    return BadRelease(release_id=_sealed(folder), named=(index, "surplus.weight"))
+
+
+def add_a_token(pipeline_dir: Path, good: Release) -> BadRelease:
+    folder = _copied(pipeline_dir, good)
+    _edit(
+        folder / "tokenizer.json",
+        lambda content: content["model"]["vocab"].update({"beyond": 10**6}),
+    )
+    return BadRelease(release_id=_sealed(folder), named=("tokenizer.json", "'beyond'"))
+
+
+def change_the_architecture(pipeline_dir: Path, good: Release) -> BadRelease:
+    folder = _copied(pipeline_dir, good)
+    strange = {"architectures": ["Strange"], "model_type": "strange"}
+    _edit(folder / "config.json", lambda content: content.update(strange))
+    return BadRelease(release_id=_sealed(folder), named=("config.json", "strange"))
+
+
+def cut_a_row_off(pipeline_dir: Path, good: Release) -> BadRelease:
+    return _with_other_weights(pipeline_dir, good, lambda tensor: tensor[:-1])
+
+
+def store_integers(pipeline_dir: Path, good: Release) -> BadRelease:
+    return _with_other_weights(pipeline_dir, good, lambda tensor: tensor.to(torch.int64), "I64")
+
+
+def put_a_nan(pipeline_dir: Path, good: Release) -> BadRelease:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = torch.nan
+        return tensor
+
+    return _with_other_weights(pipeline_dir, good, change, "NaN")
+
+
+OF_FILES: dict[str, Fault] = {
+    "missing shard": lose_a_shard,
+    "truncated shard": truncate_a_shard,
+    "wrong sha256": flip_a_bit,
+    "tensor missing from the index": leave_a_tensor_out_of_the_index,
+    "tensor surplus in the index": add_a_tensor_to_the_index,
+    "tokenizer that does not fit": add_a_token,
+}
+OF_WEIGHTS: dict[str, Fault] = {
+    "wrong shape": cut_a_row_off,
+    "wrong dtype": store_integers,
+    "NaN": put_a_nan,
+    "other architecture": change_the_architecture,
+}
+"""For engines that have a network."""
+
+
+def _place(good: Release) -> tuple[str, str]:
+    """The last shard, and a tensor in it that a reason names even if it names a few."""
+    file = max(entry.file for entry in good.tensors.values())
+    return file, next(name for name, entry in good.tensors.items() if entry.file == file)
+
+
+def _index(good: Release) -> str:
+    (index,) = (name for name in INDEX_FILES.values() if name in good.files)
+    return index
+
+
+def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_bytes())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def _copied(pipeline_dir: Path, good: Release) -> Path:
+    """The release once more, under the next number."""
+    folder = pipeline_dir / ".copied"
+    shutil.copytree(pipeline_dir / good.id, folder)
+    return pipeline_dir / _sealed(folder)
+
+
+def _sealed(folder: Path) -> str:
+    """The id under which a manifest vouches for the files as they are now; the folder's too."""
+    release = load_release(folder)
+    files = {name: digest_file(folder / name) for name in release.files}
+    release_id = f"r{next_number(folder.parent):06d}-{files_digest(files)}"
+    sealed = release.model_copy(update={"id": release_id, "files": files})
+    (folder / RELEASE_FILE).write_text(sealed.model_dump_json())
+    folder.rename(folder.parent / release_id)
+    return release_id
+
+
+def _with_other_weights(
+    pipeline_dir: Path,
+    good: Release,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *said: str,
+) -> BadRelease:
+    folder = pipeline_dir / good.id
+    file, name = _place(good)
+    tensors = read_tensors(folder, {each: entry.file for each, entry in good.tensors.items()})
+    release = publish_state_dict(
+        pipeline_dir,
+        tensors | {name: change(tensors[name])},
+        files_dir=folder,
+        format="bin" if file.endswith(".bin") else "safetensors",
+    )
+    return BadRelease(release_id=release.id, named=(release.tensors[name].file, name, *said))

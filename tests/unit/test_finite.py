@@ -1,0 +1,33 @@
+"""What is NaN or infinite is found in every dtype that a network computes with."""
+
+import pytest
+import torch
+
+from serving.weights import shards
+from serving.weights.shards import DTYPES, is_finite
+
+FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("piece", [4, 1 << 22])
+def test_one_value_among_many_is_found(
+    dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "_PIECE", piece)
+    tensor = torch.arange(10.0).reshape(5, 2).to(dtype)
+    assert is_finite(tensor)
+    tensor[4, 1] = torch.nan
+    assert not is_finite(tensor)
+    # Turned round, it is not in the order of its memory.
+    assert not is_finite(tensor.T)
+
+
+def test_the_largest_number_is_one() -> None:
+    assert is_finite(torch.tensor([torch.finfo(torch.float64).max], dtype=torch.float64))
+    assert not is_finite(torch.tensor([torch.inf], dtype=torch.float64))
+
+
+def test_whole_numbers_are_finite() -> None:
+    assert is_finite(torch.tensor([-(2**62), 2**62]))
+    assert is_finite(torch.empty(0))
