@@ -57,7 +57,7 @@ def test_numbers_of_another_kind_are_refused_with_file_and_tensor(
     tmp_path: Path, before: torch.dtype, after: torch.dtype, kinds: tuple[str, str]
 ) -> None:
     reason, advice = staged_after(tmp_path / "releases", before, after)
-    found, expected = (f"{kind} [64]" for kind in kinds)
+    found, expected = (f"{kind} [16]" for kind in kinds)
     assert reason.endswith(f".safetensors: tensor {NAME}: {found} in place of {expected}")
     assert "start the server again" in advice
 
