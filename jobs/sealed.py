@@ -22,7 +22,7 @@ def unseal(token: str, key: bytes) -> dict[str, str]:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:
         raise SealBroken(
-            "Its secrets were encrypted under another key than this runner's: start the runner "
-            "with the key that the hub had, or set the webhook's secrets again."
+            "Its secrets were encrypted under another key than the one here: start hub and runner "
+            "with one key, or submit the job again with its secrets."
         ) from None
     return variables

@@ -20,6 +20,7 @@ KEPT_SECONDS = 31 * 24 * 3600.0
 _PROOF_HEADERS = {
     "authorization",
     "cookie",
+    "svix-signature",
     "webhook-signature",
     "x-gitea-signature",
     "x-gitlab-token",
@@ -131,6 +132,8 @@ class DeliveryLog:
 
     def due(self, now: float, paths: Collection[str]) -> list[StoredDelivery]:
         """The deliveries to these paths whose handler is to be called, longest waiting first."""
+        if not paths:
+            return []
         rows = self._connection.execute(
             # Told which index: by that of the paths, all that was ever handled would be read.
             "SELECT path, id, headers, body, attempts FROM deliveries INDEXED BY deliveries_due"

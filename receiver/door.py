@@ -168,9 +168,12 @@ def _headers_of(body: bytes) -> dict[str, str]:
 
 class _Proven(Request):
     async def json(self) -> Any:
+        # Starlette's takes UTF-16 as well.
+        if hasattr(self, "_json"):
+            return self._json
         try:
-            (await self.body()).decode()  # the standard library would take UTF-16 as well
-            return await super().json()
+            self._json = json.loads((await self.body()).decode())
+            return self._json
         except (UnicodeDecodeError, RecursionError) as error:
             # FastAPI answers 422 to this one and 400 to all others.
             raise json.JSONDecodeError(str(error), "", 0) from error

@@ -50,11 +50,14 @@ def move_webhooks(url: str, remembered: Path, hubs: Sequence[Hub]) -> bool:
 def _move(hub: Hub, former: Sequence[str], url: str) -> bool:
     try:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
-            for old in former:
-                if webhook.url is not None and (webhook.url + "/").startswith(old + "/"):
-                    moved = url + webhook.url.removeprefix(old)
-                    update_webhook(webhook.id, url=moved, endpoint=hub.endpoint, token=hub.token)
-                    _logger.warning("Webhook %s now posts to %s", webhook.id, moved)
+            posts_to = webhook.url or ""
+            # The longest: one URL may be the beginning of another, the present one's too.
+            under = [known for known in (url, *former) if f"{posts_to}/".startswith(f"{known}/")]
+            old = max(under, key=len, default=url)
+            if old != url:
+                moved = url + posts_to.removeprefix(old)
+                update_webhook(webhook.id, url=moved, endpoint=hub.endpoint, token=hub.token)
+                _logger.warning("Webhook %s now posts to %s", webhook.id, moved)
     except NotAllowed as error:
         _logger.warning(
             "Webhooks that post to %s cannot be moved, change them to %s by hand: %s",

@@ -25,12 +25,16 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
     return settings.tunnel if share else None
 
 
+def remembered_urls(settings: ReceiverSettings, port: int) -> Path:
+    """Where a receiver's public URLs stand: those of one folder listen on ports of their own."""
+    return settings.deliveries_path.with_name(f"receiver-urls-{port}.json")
+
+
 def open_tunnel(
-    tunnel: str, address: str, settings: ReceiverSettings, hubs: Sequence[Hub]
+    tunnel: str, address: str, settings: ReceiverSettings, remembered: Path, hubs: Sequence[Hub]
 ) -> Tunnel:
     """Make `address` (`host:port`) public, and keep the webhooks on `hubs` that point to it up to
     date. Raises `TunnelFailed`."""
-    remembered = _remembered(settings)
     opened = Tunnel(
         lambda former: tunnel_command(
             tunnel, address, url_pattern=settings.tunnel_url_pattern, former_url=former
@@ -51,9 +55,9 @@ class FixedUrl:
     public: PublicUrl | None = None
     """Nothing is known of its lifetime."""
 
-    def __init__(self, url: str, settings: ReceiverSettings, hubs: Sequence[Hub]) -> None:
+    def __init__(self, url: str, remembered: Path, hubs: Sequence[Hub]) -> None:
         self._url = url.rstrip("/")
-        self._remembered = _remembered(settings)
+        self._remembered = remembered
         self._hubs = hubs
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._move, name="public-url", daemon=True)
@@ -70,7 +74,3 @@ class FixedUrl:
             if self._is_closing.wait(pause):
                 return
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-
-
-def _remembered(settings: ReceiverSettings) -> Path:
-    return settings.deliveries_path.with_name("receiver-urls.json")

@@ -31,7 +31,7 @@ from receiver.history import History
 from receiver.landing import landing_page
 from receiver.moved_webhooks import Hub
 from receiver.settings import ReceiverSettings, settings_of_the_environment
-from receiver.share import FixedUrl, open_tunnel, tunnel_to_open
+from receiver.share import FixedUrl, open_tunnel, remembered_urls, tunnel_to_open
 from receiver.tunnel import Tunnel
 from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
@@ -194,6 +194,7 @@ class WebhooksServer:
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
         tunnel = tunnel_to_open(share, self.settings)
+        remembered = remembered_urls(self.settings, port)
         if unproven:
             is_public = tunnel is not None or self.settings.public_url is not None
             self._refuse_unproven(host, unproven, is_public=is_public)
@@ -202,12 +203,12 @@ class WebhooksServer:
         if tunnel is not None:
             try:
                 address = listen.address_of(listening, host)
-                self._way_in = open_tunnel(tunnel, address, self.settings, self._hubs)
+                self._way_in = open_tunnel(tunnel, address, self.settings, remembered, self._hubs)
             except BaseException:
                 listening.close()
                 raise
         elif self.settings.public_url is not None:
-            self._way_in = FixedUrl(self.settings.public_url, self.settings, self._hubs)
+            self._way_in = FixedUrl(self.settings.public_url, remembered, self._hubs)
         url = self._public_url() or listen.url_of(listening, host)
         public = None if self._way_in is None else self._way_in.public
         print(greeting(url, self.registered_webhooks, unproven, public), flush=True)

@@ -75,7 +75,7 @@ class Admission:
 
         Raises QueueFull and NothingServed.
         """
-        if self.num_in_flight + self._num_waiting >= self._max_requests:
+        if self.num_in_flight + self.num_waiting >= self._max_requests:
             raise QueueFull
         self._num_waiting += 1
         try:

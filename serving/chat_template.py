@@ -31,7 +31,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
-        self.source = source
+        used = [token for name, token in special_tokens.items() if name in source]
+        self.texts = "".join([source, *used])
+        """All that it may put into a prompt of its own."""
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:

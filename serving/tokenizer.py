@@ -95,7 +95,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = _chat_template(folder, settings)
-    _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.source)
+    _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     if eos is None and (name := _token_name(settings.get("eos_token"))) is not None:
         eos = tokenizer.token_to_id(name)

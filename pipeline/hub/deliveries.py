@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 
 from pipeline.hub import outbox, suspension
@@ -152,18 +153,21 @@ class Deliverer:
 
     def _next(self, webhook_id: str) -> tuple[Due, Webhook] | None:
         with self._database.read() as connection:
-            try:
-                webhook = get_webhook(connection, webhook_id)
-            except WebhookNotFound:  # deleted since
-                return None
-            due = outbox.next_due(connection, webhook)
-            return None if due is None else (due, webhook)
+            webhook = _as_it_is(connection, webhook_id)
+            due = None if webhook is None else outbox.next_due(connection, webhook)
+            return None if webhook is None or due is None else (due, webhook)
 
     def _settle(self, due: Due, webhook: Webhook, attempt: Attempt) -> None:
         # Lost with a power cut, it is sent again: the receiver knows the id.
         with self._database.write_relaxed() as connection:
             status = outbox.settle(connection, due, attempt, self._settings)
-            turn = suspension.after_attempt(connection, webhook, attempt, status, self._settings)
+            turn = None
+            current = _as_it_is(connection, webhook.id)
+            # A failure says nothing of what was enabled, or pointed elsewhere, meanwhile.
+            if current is not None and (attempt.succeeded or current.stands_as(webhook)):
+                turn = suspension.after_attempt(
+                    connection, current, attempt, status, self._settings
+                )
         result = "refused" if attempt.refused and status == "pending" else status
         self._metrics.deliveries.labels(result="failed" if result == "pending" else result).inc()
         if turn is not None:
@@ -208,3 +212,11 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         pass
+
+
+def _as_it_is(connection: Connection, webhook_id: str) -> Webhook | None:
+    """None for one that was deleted."""
+    try:
+        return get_webhook(connection, webhook_id)
+    except WebhookNotFound:
+        return None

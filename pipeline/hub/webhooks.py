@@ -130,6 +130,13 @@ class Webhook:
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
+    def stands_as(self, before: "Webhook") -> bool:
+        """Whether nobody has enabled it, disabled it, or pointed it elsewhere since."""
+        return all(
+            getattr(self, name) == getattr(before, name)
+            for name in ("url", "job_id", "disabled", "suspended_at", "failing_since")
+        )
+
     def wants(self, repository: RepositoryName) -> bool:
         """Whether it is told of `repository`; the hub has events of the domain `repo` only."""
         return (

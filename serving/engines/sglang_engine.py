@@ -25,7 +25,7 @@ from serving.engines.sglang_requests import OtherWeights, SoFar, request_of, ste
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.releases import load_release
-from serving.weights.shards import is_finite, read_tensors
+from serving.weights.shards import not_finite
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SglangEngine:
             if reasons := await asyncio.to_thread(_differences, running, release, folder):
                 raise StageError(*reasons, f"start {self._upstream} again on the other network")
             await asyncio.to_thread(_read_once, [folder / name for name in release.files])
-            if reasons := await asyncio.to_thread(_not_finite, release, folder):
+            if reasons := await asyncio.to_thread(not_finite, release, folder):
                 raise StageError(*reasons)
         except ReleaseError as error:
             raise StageError(*error.reasons) from error
@@ -206,16 +206,6 @@ def _differences(running: Path, release: Release, folder: Path) -> list[str]:
     if (running / RELEASE_FILE).is_file():
         reasons += tensor_differences(load_release(running), release, "the upstream")
     return reasons
-
-
-def _not_finite(release: Release, folder: Path) -> list[str]:
-    """Raises ReleaseError."""
-    weight_map = {name: entry.file for name, entry in release.tensors.items()}
-    return [
-        f"{weight_map[name]}: tensor {name}: holds NaN or infinity"
-        for name, tensor in read_tensors(folder, weight_map).items()
-        if not is_finite(tensor)
-    ]
 
 
 def _read_once(paths: list[Path]) -> None:

@@ -7,7 +7,7 @@ than a barrier may be shut, so it is generations that wait for it, never a commi
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,8 +155,7 @@ class VllmEngine:
         limit = self._settings.start_seconds
         try:
             async with asyncio.timeout(limit):
-                # vLLM reads all of it by itself, and proves nothing.
-                if reasons := await asyncio.to_thread(verify_shards, folder, release):
+                if reasons := await asyncio.to_thread(_unproved, release, folder):
                     raise StageError(*reasons)
                 return await self._start(release, folder, self._settings)
         except TimeoutError:
@@ -208,6 +207,13 @@ def create_engine(**settings: Any) -> VllmEngine:
     from serving.engines.vllm_process import VllmProcess
 
     return VllmEngine(VllmEngineSettings(**settings), VllmProcess.start)
+
+
+def _unproved(release: Release, folder: Path) -> Sequence[str]:
+    """vLLM starts on what it reads by itself, and proves nothing of it."""
+    from serving.weights.shards import not_finite  # torch, which is slow to import
+
+    return verify_shards(folder, release) or not_finite(release, folder)
 
 
 def _check_same_network(before: _Resident, release: Release, folder: Path) -> None:

@@ -235,7 +235,9 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
 def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:
     if not starting.cancelled() and starting.exception() is None:
         # Not here: this is the event loop.
-        threading.Thread(target=starting.result().shutdown, name="vllm-shutdown").start()
+        threading.Thread(
+            target=starting.result().shutdown, name="vllm-shutdown", daemon=True
+        ).start()
 
 
 def _line(error: BaseException) -> str:

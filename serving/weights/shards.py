@@ -25,7 +25,7 @@ from serving.weights.index import (
     WeightsIndex,
     shard_name,
 )
-from serving.weights.release import FileEntry, TensorEntry
+from serving.weights.release import FileEntry, Release, TensorEntry
 
 MAX_SHARD_BYTES = 2 * 10**9
 
@@ -140,6 +140,16 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return all(
         bool((piece.float() if piece.itemsize == 1 else piece).isfinite().all()) for piece in pieces
     )
+
+
+def not_finite(release: Release, folder: Path) -> list[str]:
+    """The tensors of a whole release that hold NaN or infinity, as reasons. Raises ReleaseError."""
+    weight_map = {name: entry.file for name, entry in release.tensors.items()}
+    return [
+        f"{weight_map[name]}: tensor {name}: holds NaN or infinity"
+        for name, tensor in read_tensors(folder, weight_map).items()
+        if not is_finite(tensor)
+    ]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

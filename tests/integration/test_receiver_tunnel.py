@@ -19,6 +19,7 @@ from receiver.errors import OpenToEveryone, TunnelFailed
 from receiver.moved_webhooks import Hub, move_webhooks
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
+from receiver.share import remembered_urls
 from receiver.webhooks import create_webhook, get_webhook
 from tests.hub_fixtures import RunningHub, wait_until
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -163,6 +164,24 @@ def test_a_public_url_that_is_kept_up_elsewhere_moves_webhooks_too(
         expected = f"{public_url.rstrip('/')}/webhooks/hello"
         wait_until(lambda: get_webhook(ours.id, **at).url == expected)  # noqa: B023
         server.close()
+
+
+def test_one_url_may_be_the_beginning_of_another(hub: RunningHub, tmp_path: Path) -> None:
+    remembered = tmp_path / "urls.json"
+    at = {"endpoint": hub.url, "token": hub.token}
+    ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
+    down = Hub(endpoint="http://127.0.0.1:1", token="t")
+    assert move_webhooks("https://a.example", remembered, [down]), "there is nothing to move"
+    for _ in range(3):
+        assert not move_webhooks("https://a.example/app", remembered, [Hub(**at), down])
+        assert get_webhook(ours.id, **at).url == "https://a.example/app/webhooks/x"
+    assert move_webhooks("https://a.example", remembered, [Hub(**at)])
+    assert get_webhook(ours.id, **at).url == "https://a.example/webhooks/x"
+
+
+def test_receivers_of_one_folder_keep_their_own_urls(tmp_path: Path) -> None:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
+    assert len({remembered_urls(settings, port) for port in (7860, 7861)}) == 2
 
 
 def test_a_file_that_cannot_be_written_is_tried_again(hub: RunningHub, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_who_is_queued_waits_until_the_first_token(tmp_path: Path) -> None:
             # Who ends in another way waits no longer: refused, or hung up.
             assert ask(max_tokens=1000).status_code == 400
             assert is_waiting(2)
-            gone = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=1)
+            gone = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=3)
             until(lambda: is_waiting(3))
             with pytest.raises(httpx.ReadTimeout):
                 gone.result()

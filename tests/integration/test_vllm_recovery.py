@@ -27,7 +27,7 @@ from serving.weights import releases
 from serving.weights.release import Release
 from serving.weights.releases import set_current
 from serving.weights.verify import verify_shards
-from tests.contract.engine_conformance import swap
+from tests.contract.engine_bench import swap
 from tests.serving_fixtures import echo_app, echo_release, running
 from tests.vllm_stub import StubbedVllm
 

@@ -78,6 +78,7 @@ def test_of_its_call(log: DeliveryLog, num_steps: Callable[[], int]) -> None:
     arrive(log, 2 * HISTORY)
     late = cost(num_steps, lambda: handle(log))
     assert handle(log) == 0
+    assert log.due(1.0, []) == []
     assert 0 < late < 1.5 * early
 
 

@@ -499,11 +499,12 @@ def test_a_signature_of_svix_is_repeated_under_the_id_that_it_covers() -> None:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_json_is_utf_8(tmp_path: Path, durable: bool) -> None:
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_json_is_utf_8(tmp_path: Path, durable: bool, encoding: str) -> None:
     settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
     server = WebhooksServer(webhook_secret="s3cret", settings=settings)
     server.add_webhook("/x", durable=durable)(lambda payload: None)
-    body = json.dumps(dataset_update()).encode("utf-16")
+    body = json.dumps(dataset_update()).encode(encoding)
     with TestClient(server.app, headers=SECRET) as client:
         assert client.post("/webhooks/x", content=body).status_code == 422
 

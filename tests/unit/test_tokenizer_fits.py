@@ -19,6 +19,7 @@ def folder_with(
     folder: Path, tokenizer: Tokenizer, *, template: str | None = None, **config: object
 ) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<image>"}')
     config = {"max_position_embeddings": 64, **config}
     (folder / "config.json").write_text(json.dumps(config))
     if template is not None:
@@ -51,8 +52,9 @@ def image_first() -> Tokenizer:
         (larger, None, "token 'Ġworld' has the id 257"),
         (image_first, None, "token '<image>' has the id 257"),
         (with_image, "<image>{{ messages[0].content }}", "token '<image>' has the id 257"),
+        (with_image, "{{ bos_token }}{{ messages }}", "token '<image>' has the id 257"),
     ],
-    ids=["vocabulary", "around each text", "in the chat template"],
+    ids=["vocabulary", "around each text", "in the chat template", "by its name there"],
 )
 def test_a_tokenizer_that_is_larger_than_the_network_is_refused(
     tmp_path: Path, make: Callable[[], Tokenizer], template: str | None, named: str

@@ -15,7 +15,8 @@ from transformers import GPT2Config, Qwen3Config
 
 from serving.engine import EngineError, StageError
 from serving.engines.torch_engine import loading, staging
-from serving.engines.torch_engine.engine import TorchEngine
+from serving.engines.torch_engine.engine import TorchEngine, create_engine
+from serving.errors import ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.headers import read_header
 from serving.weights.publish import publish_folder
@@ -417,6 +418,12 @@ def test_too_little_memory_is_found_before_anything_is_read(
         asyncio.run(scenario(memory_reserve_bytes=310 << 20))
     with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
         asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(ServingError, match=rf"\[serving.torch\] device '{device}': "):
+            create_engine(device=device)
 
 
 def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:

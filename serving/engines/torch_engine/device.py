@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.errors import ServingError
 
 _DTYPES = {
     "float32": torch.float32,
@@ -18,8 +19,15 @@ _CGROUP_V2 = Path("/sys/fs/cgroup")
 
 
 def choose_device(settings: TorchEngineSettings) -> torch.device:
+    """Raises ServingError for one that this machine has not."""
     if settings.device is not None:
-        return torch.device(settings.device)
+        try:
+            device = torch.device(settings.device)
+            torch.Generator(device)  # which the engine needs, and of a missing device there is none
+        except RuntimeError as error:
+            said = str(error).splitlines()[0]
+            raise ServingError(f"[serving.torch] device {settings.device!r}: {said}") from None
+        return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

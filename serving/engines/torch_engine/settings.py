@@ -10,7 +10,7 @@ class TorchSettings(BaseModel):
 
     device: str | None = None
     """As torch spells it; None takes CUDA where there is one."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """Threads of the step loop on the CPU; None for one per core."""
     max_batch: int = Field(default=16, ge=1)
     """Sequences of one release that generate at once; more of them wait."""

@@ -103,6 +103,7 @@ class StepLoop:
             _log.critical(reason, exc_info=True)
         finally:
             self._end(EngineError(reason))
+            self._is_ready.set()
 
     def _wait_for_work(self) -> bool:
         """False when there is to be no more."""
