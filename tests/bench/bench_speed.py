@@ -33,7 +33,7 @@ class Size:
 
 FULL = Size(shapes=("7M", "88M"), clients=(1, 4, 16), tokens=(64, 256), rounds=3)
 SMALL = Size(shapes=("tiny",), clients=(1, 2), tokens=(8,), rounds=1)
-RATIOS = {("7M", 1): 1.5, ("7M", 16): 1.3, ("88M", 1): 1.2, ("88M", 16): 1.05}
+RATIOS = {("tiny", 1): 1.0, ("7M", 1): 1.5, ("7M", 16): 1.3, ("88M", 1): 1.2, ("88M", 16): 1.05}
 MATMUL_STEPS = 20
 Rates = dict[str, list[float]]
 
