@@ -73,6 +73,11 @@ def test_an_attempt_that_fails_on_an_old_url_says_nothing_of_the_new_one(
         wait_until(lambda: any(one["attempt"] for one in hub.deliveries(id)))
         hub.create_dataset("local/late")
         wait_until(lambda: hub.deliveries(id)[0]["status"] == "delivered")
+        late, facts = hub.deliveries(id)
+    assert (facts["status"], facts["response_status"]) == ("pending", 503)
+    assert (late["status"], late["attempt"]) == ("delivered", 1)
+    assert [one.path for one in receiver.received][1].endswith("/new")
+    assert len(receiver.received) == 2
 
 
 def test_a_hanging_receiver_is_given_up_after_the_timeout(
