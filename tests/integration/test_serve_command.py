@@ -1,5 +1,6 @@
 """`pipeline serve`: what it takes, what it prints, and how it says that it cannot start."""
 
+import json
 import os
 import signal
 import socket
@@ -7,9 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from pipeline.cli import services
 from pipeline.settings import load_settings
@@ -133,45 +136,54 @@ def test_an_engine_that_is_not_installed_says_what_installs_it(
     assert "--engine vllm needs vllm" in done.stderr and "hotpush[vllm]" in done.stderr
 
 
-def test_vllm_is_told_what_its_table_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "module", "kind", "table"),
+    [
+        (
+            "vllm",
+            vllm_engine,
+            VllmEngineSettings,
+            {
+                "way": "reload",
+                "tensor_parallel_size": 2,
+                "max_context": 512,
+                "kv_cache_bytes": 1024,
+                "start_seconds": 900,
+            },
+        ),
+        (
+            "torch",
+            torch_engine,
+            TorchEngineSettings,
+            {
+                "max_context": 512,
+                "max_batch": 2,
+                "kv_cache_bytes": 1024,
+                "num_threads": 1,
+                "device": "cpu",
+            },
+        ),
+    ],
+    ids=["vllm", "torch"],
+)
+def test_an_engine_is_told_what_its_table_says(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    engine: str,
+    module: ModuleType,
+    kind: type[BaseModel],
+    table: dict[str, object],
+) -> None:
+    lines = [f"{key} = {json.dumps(value)}" for key, value in table.items()]
     (tmp_path / "pipeline.toml").write_text(
-        '[serving]\nengine = "vllm"\ndtype = "bfloat16"\n'
-        '[serving.vllm]\nway = "reload"\ntensor_parallel_size = 2\nmax_context = 512\n'
-        "kv_cache_bytes = 1024\nstart_seconds = 900\n"
+        f'[serving]\nengine = "{engine}"\ndtype = "bfloat16"\n[serving.{engine}]\n'
+        + "\n".join(lines)
     )
     monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
     told: dict[str, object] = {}
-    monkeypatch.setattr(vllm_engine, "create_engine", lambda **settings: told.update(settings))
+    monkeypatch.setattr(module, "create_engine", lambda **settings: told.update(settings))
     services._engine(load_settings().serving)
-    expected = VllmEngineSettings(
-        dtype="bfloat16",
-        way="reload",
-        tensor_parallel_size=2,
-        max_context=512,
-        kv_cache_bytes=1024,
-        start_seconds=900,
-    )
-    assert VllmEngineSettings.model_validate(told) == expected
-
-
-def test_torch_is_told_what_its_table_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "pipeline.toml").write_text(
-        '[serving]\ndtype = "bfloat16"\n'
-        "[serving.torch]\nmax_context = 512\nmax_batch = 2\nkv_cache_bytes = 1024\n"
-        'num_threads = 1\ndevice = "cpu"\n'
-    )
-    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
-    told: dict[str, object] = {}
-    monkeypatch.setattr(torch_engine, "create_engine", lambda **settings: told.update(settings))
-    services._engine(load_settings().serving)
-    assert TorchEngineSettings.model_validate(told) == TorchEngineSettings(
-        dtype="bfloat16",
-        max_context=512,
-        max_batch=2,
-        kv_cache_bytes=1024,
-        num_threads=1,
-        device="cpu",
-    )
+    assert kind.model_validate(told) == kind.model_validate({"dtype": "bfloat16", **table})
 
 
 def test_another_machine_is_let_in_with_a_key_only(
