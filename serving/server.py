@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import signal
 import socket
@@ -56,6 +57,10 @@ async def _serve(
         live = app.state.admission.live
         answers = f"{live.id} from {live.folder}" if live else "nothing yet, the first release will"
         print(f"engine {settings.engine}; answers: {answers}", flush=True)
+        # What is loaded by now, torch above all, lives as long as the process. To look through it
+        # for garbage takes some 0.1 s, in which no stream gets a token.
+        gc.collect()
+        gc.freeze()
         await server.serve(sockets=[listener])
 
 

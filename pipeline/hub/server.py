@@ -1,6 +1,7 @@
 """Binds the hub's port, then serves the application behind it."""
 
 import errno
+import gc
 import socket
 
 import uvicorn
@@ -39,4 +40,8 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
             access_log=False,
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
+        # What was imported lives as long as the process; looking through it for garbage again and
+        # again would keep pushes and deliveries waiting.
+        gc.collect()
+        gc.freeze()
         uvicorn.Server(config).run(sockets=[listener])

@@ -103,6 +103,22 @@ def test_the_end_of_the_script_starts_the_server(tmp_path: Path, python: str) ->
         assert process.wait(30) == 0
 
 
+def test_no_sender_waits_while_what_was_imported_is_looked_through_for_garbage(
+    tmp_path: Path,
+) -> None:
+    code = """
+import gc
+from receiver.server import webhook_endpoint, WebhookPayload
+
+@webhook_endpoint
+def objects(payload: WebhookPayload):
+    return {"frozen": gc.get_freeze_count(), "looked_through": len(gc.get_objects())}
+"""
+    with running(tmp_path, on_port(code, free_port())) as (url, _, _):
+        found = httpx.post(f"{url}/webhooks/objects", json=dataset_update()).json()
+    assert found["frozen"] > 10 * found["looked_through"]
+
+
 def test_a_script_of_huggingface_hub_runs_with_another_import_line(tmp_path: Path) -> None:
     code = on_port("from fastapi import Request\n" + SCRIPT, free_port())
     with running(tmp_path, code, WEBHOOK_SECRET="s3cret") as (url, printed, _):

@@ -71,6 +71,34 @@ def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[st
     assert process.returncode == -signal.SIGTERM
 
 
+def test_no_stream_waits_while_what_was_imported_is_looked_through_for_garbage(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    code = """
+import gc, sys
+from pathlib import Path
+from serving.server import serve
+from serving.settings import ServingSettings
+from tests.serving_fixtures import echo_app
+
+app = echo_app(Path(sys.argv[1]))
+app.get("/frozen")(lambda: [gc.get_freeze_count(), len(gc.get_objects())])
+serve(app, ServingSettings(port=0))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().removeprefix("serving on ").strip()
+        num_frozen, num_looked_through = httpx.get(f"{url}/frozen").json()
+    finally:
+        process.terminate()
+        process.communicate()
+    assert num_frozen > 10 * num_looked_through
+
+
 def test_a_folder_that_cannot_be_served_is_one_line(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
