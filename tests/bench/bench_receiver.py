@@ -2,7 +2,8 @@
 
 All servers are up at once, in processes of their own, and are loaded in turns by the same client:
 16 connections as quickly as they are answered, then 100 events per second. Ours keeps each event in
-two ways: a durable handler's log, and the retrain handler's job store.
+two ways: a durable handler's log, and the retrain handler's job store. A turn begins when every
+server is idle: the handlers of what was stored before take no time of another's.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from tests.bench.http_load import Load, load, post_request
 from tests.bench.result import Result, at_least, at_most, reported, run_program
@@ -89,10 +91,10 @@ LABELS = {
 def measure(size: Size) -> Result:
     """Events accepted per second by 16 clients, and the p99 at 100 per second."""
     with ExitStack() as stack:
-        server = stack.enter_context(_running(OURS))
-        urls = {name: f"{server}/webhooks/{name}" for name in LABELS if name != "peer"}
-        urls["peer"] = f"{stack.enter_context(_running(PEER))}/webhooks/peer"
-        posts = _Posts()
+        ours, peer = (stack.enter_context(_running(code)) for code in (OURS, PEER))
+        urls = {name: f"{ours.url}/webhooks/{name}" for name in LABELS if name != "peer"}
+        urls["peer"] = f"{peer.url}/webhooks/peer"
+        posts = _Posts((ours, peer))
         for url in urls.values():
             posts.load(url, min(1.0, size.seconds), None)
         fast, paced = (_rounds(posts, urls, size, pace) for pace in (None, PACE))
@@ -139,10 +141,13 @@ def _p99_ms(found: Load) -> float:
 class _Posts:
     """Each event is another one, through all loads: a delivery that was seen costs less."""
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Sequence["_Server"]) -> None:
+        self._servers = servers
         self._first = 0
 
     def load(self, url: str, seconds: float, per_second: float | None) -> Load:
+        for server in self._servers:
+            server.wait_until_idle()
         first = self._first
         found = asyncio.run(
             load(
@@ -162,9 +167,28 @@ def _event(url: str, number: int) -> bytes:
     return post_request(url, body, {"X-Webhook-Secret": SECRET, "Webhook-Id": f"delivery-{number}"})
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Server:
+    url: str
+    process: psutil.Process
+
+    def wait_until_idle(self) -> None:
+        """It has handled all that it stored. Raises `TimeoutError` after two minutes."""
+        deadline = time.monotonic() + 120
+        while self._cpu_seconds(0.2) > 0.01:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.url} is still at work two minutes after its last event")
+
+    def _cpu_seconds(self, within_seconds: float) -> float:
+        before = self.process.cpu_times()
+        time.sleep(within_seconds)
+        after = self.process.cpu_times()
+        return after.user + after.system - before.user - before.system
+
+
 @contextmanager
-def _running(code: str) -> Iterator[str]:
-    """The server of a script, in a process and a folder of its own; its URL."""
+def _running(code: str) -> Iterator[_Server]:
+    """The server of a script, in a process and a folder of its own."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -189,7 +213,7 @@ def _running(code: str) -> Iterator[str]:
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended: {log.read_text()[-2000:]}")
                 time.sleep(0.1)
-            yield url
+            yield _Server(url=url, process=psutil.Process(process.pid))
         finally:
             process.terminate()
             process.wait(30)
