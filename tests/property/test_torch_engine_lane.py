@@ -96,7 +96,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
     answers: dict[Sequence, list[Step]] = {}
 
     def step() -> None:
-        for sequence, event in lane.step():
+        for sequence, event in lane.step(num_lanes=1):
             assert not isinstance(event, EngineError)
             assert not sequence.is_cancelled
             answers[sequence].append(event)

@@ -2,16 +2,21 @@
 
 import asyncio
 import gc
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from serving.engine import EngineError, StageError, Step
+from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine import lane, llama
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.staging import Staged
+from serving.weights.release import Release
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -67,6 +72,44 @@ def test_staging_on_one_core_leaves_the_steps_all_of_them(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_while_a_release_is_staged_the_steps_leave_it_a_core(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = publish(build(llama_config(), seed=1), tmp_path)
+    at_work: list[int] = []
+    has_lent = threading.Event()
+    forward, load = llama.LlamaRunner.forward, engine_module.load_runner
+
+    def counted(runner: llama.LlamaRunner, batch: Batch) -> torch.Tensor:
+        at_work.append(torch.get_num_threads())
+        if at_work[-1] == 1:
+            has_lent.set()
+        return forward(runner, batch)
+
+    def load_late(release: Release, *args: Any, **kwargs: Any) -> Staged:
+        if release.id == other.id:
+            assert has_lent.wait(10)
+        return load(release, *args, **kwargs)
+
+    monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
+    monkeypatch.setattr(engine_module, "load_runner", load_late)
+
+    async def scenario() -> None:
+        async with engine_with(published, num_threads=2) as engine:
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
+            await anext(running)
+            assert at_work[-1] == 2
+            staging = asyncio.create_task(engine.stage(other.release, other.folder))
+            async for _ in running:
+                if staging.done():
+                    break
+            await staging
+            await ask(engine, published.id, greedy(prompt(5), max_tokens=2))
+            assert at_work[-1] == 2
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16])
@@ -141,6 +184,40 @@ def test_a_step_beside_running_streams_keeps_to_its_seconds(
         *[(True, count) for count in (16, 25, 25, 25, 9)],
         (False, 100),
     ]
+
+
+def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = publish(build(llama_config(), seed=1), tmp_path)
+    now = 0.0
+    monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
+
+    async def scenario() -> list[int]:
+        async with engine_with(published, other, step_seconds=0.1) as engine:
+            runner = lane_of(engine, other.id)._runner
+            forward, sizes = runner.forward, []
+
+            def slow(batch: Batch) -> Any:
+                nonlocal now
+                count = sum(len(chunk.token_ids) for chunk in batch.chunks)
+                now += 0.002 * count
+                sizes.append(count)
+                return forward(batch)
+
+            runner.forward = slow
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+            await anext(running)
+            scored = greedy(prompt(100), max_tokens=0)
+            await ask(engine, other.id, scored)
+            async for _ in running:
+                pass
+            await until_idle(engine)
+            await ask(engine, other.id, scored)
+            return sizes
+
+    # Each of two lanes has half of 0.1 s: 25 tokens at 2 ms.
+    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9, 100]
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped", "cancelled"])

@@ -22,8 +22,8 @@ from serving.weights.release import Release
 
 _MAX_RESIDENT = 2
 
-# While requests run, staging rests this long per second it works: on two cores it then costs them
-# less than it does to lose a core at times.
+# While requests run, staging rests this long per second it works: the core that the steps lend it
+# is the one that reads requests and writes answers, too.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 
@@ -80,7 +80,8 @@ class TorchEngine:
             if self._take_back(release.id):
                 return
             await self._wait_for_room(release.id)
-            staged = await self._load(release, folder)
+            with self._steps.lending_a_core():
+                staged = await self._load(release, folder)
             try:
                 self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
             except EngineError as error:

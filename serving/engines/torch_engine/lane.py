@@ -39,12 +39,13 @@ class Lane:
     def is_idle(self) -> bool:
         return not (self._waiting or self._decoding or self._reading)
 
-    def step(self) -> list[Event]:
-        """Compute one step, and say what it brought to whom."""
+    def step(self, *, num_lanes: int) -> list[Event]:
+        """Compute one step, and say what it brought to whom. `num_lanes` take turns, this one
+        included: the streams of one wait for the prompts of all."""
         self._drop_cancelled()
         if self.is_idle:
             return []
-        chunks = self._plan_prompts()
+        chunks = self._plan_prompts(self._prompt_budget(num_lanes))
         decoding = list(self._decoding)
         batch = Batch(
             token_ids=[sequence.output[-1] for sequence in decoding],
@@ -83,11 +84,10 @@ class Lane:
         for sequence in self._reading:
             self._runner.move(end + 1, end, sequence.num_read)
 
-    def _plan_prompts(self) -> list[Chunk]:
+    def _plan_prompts(self, budget: int) -> list[Chunk]:
         """A chunk for each of `_reading`, which takes in who waits; only the last may be left
         unfinished. Their slots follow those that decode."""
         chunks: list[Chunk] = []
-        budget = self._prompt_budget()
         slot = len(self._decoding)
         while budget > 0 and slot < self._runner.num_slots:
             if len(chunks) == len(self._reading):
@@ -108,15 +108,16 @@ class Lane:
             slot += 1
         return chunks
 
-    def _prompt_budget(self) -> int:
-        """Prompt tokens for the next step: as many as `step_seconds` allows beside streams that
-        run, few while it is not known how long one takes."""
+    def _prompt_budget(self, num_lanes: int) -> int:
+        """Prompt tokens for the next step: as many as this lane's share of `step_seconds` allows
+        beside streams that run, few while it is not known how long one takes."""
         budget = self._settings.max_batch_tokens
-        if not self._decoding:
+        if not self._decoding and num_lanes == 1:
             return budget
         fitting = 0
         if self._seconds_per_prompt_token > 0:
-            fitting = int(self._settings.step_seconds / self._seconds_per_prompt_token)
+            seconds = self._settings.step_seconds / num_lanes
+            fitting = int(seconds / self._seconds_per_prompt_token)
         return min(budget, max(fitting, _LEAST_PROMPT_TOKENS))
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:

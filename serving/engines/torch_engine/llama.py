@@ -116,7 +116,10 @@ class LlamaRunner:
         keys, values = self._slots.read(index, 0, count, rows.longest)
         # The heads that share keys stand where SDPA has query positions: nothing is repeated.
         grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask)
+        if count > 1 and keys.dtype == torch.float32 and keys.device.type == "cpu":
+            attended = _attend_by_products(grouped, keys, values, rows.mask)
+        else:
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=rows.mask)
         return attended.reshape(count, -1)
 
     def _attend_chunk(
@@ -179,6 +182,19 @@ def _length_mask(
     is_beyond = torch.arange(longest, device=device) > ends[:, None]
     mask = torch.zeros(is_beyond.shape, dtype=dtype, device=device)
     return mask.masked_fill_(is_beyond, -torch.inf)[:, None, None]
+
+
+def _attend_by_products(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
+    """What SDPA computes. On a CPU it takes queries by blocks of more rows than there are here, and
+    16 sequences of 7 M parameters half as long."""
+    scaled = (queries * queries.shape[-1] ** -0.5).flatten(0, 1)
+    scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(*queries.shape[:3], -1)
+    if mask is not None:
+        scores.add_(mask)
+    return torch.bmm(scores.softmax(-1).flatten(0, 1), values.flatten(0, 1)).view_as(queries)
 
 
 def _chunk_mask(chunk: Chunk, device: torch.device) -> Tensor | None:

@@ -29,8 +29,8 @@ class TorchEngineSettings(TorchSettings):
     max_batch_tokens: int = 512
     """Prompt tokens read in one step at most."""
     step_seconds: float = 0.1
-    """How long a step that reads a prompt may hold back the streams that run beside it. Held as
-    far as 16 prompt tokens a step, the least that is read."""
+    """How long steps that read a prompt may hold back the streams that run beside them, those of
+    both releases together. Held as far as 16 prompt tokens a step, the least that is read."""
     memory_reserve_bytes: int = 256 << 20
     """Left free by staging."""
     stage_wait_seconds: float = 120.0

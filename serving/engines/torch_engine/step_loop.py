@@ -2,10 +2,11 @@
 
 import asyncio
 import atexit
+import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -28,6 +29,7 @@ class StepLoop:
         self._submitted: deque[Sequence] = deque()
         self._lanes: dict[str, Lane] = {}
         self._leaving: dict[str, Callable[[], None]] = {}
+        self._is_lending = False
         self._is_stopping = False
         self._death: EngineError | None = None
         self._is_ready = threading.Event()
@@ -40,6 +42,16 @@ class StepLoop:
     @property
     def is_busy(self) -> bool:
         return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
+
+    @contextlib.contextmanager
+    def lending_a_core(self) -> Iterator[None]:
+        """Steps leave one core to another thread, and do not wait in each of their operations until
+        it lets go of theirs."""
+        self._is_lending = True
+        try:
+            yield
+        finally:
+            self._is_lending = False
 
     def add(self, release_id: str, lane: Lane) -> None:
         """Raises EngineError where the thread is no more."""
@@ -92,10 +104,14 @@ class StepLoop:
         try:
             # A thread that has not asked yet gets its number at its first operation, and that is 1
             # while another one makes itself small to stage.
-            torch.set_num_threads(self._num_threads or torch.get_num_threads())
+            num_threads = self._num_threads or torch.get_num_threads()
+            torch.set_num_threads(num_threads)
             self._is_ready.set()
             with torch.inference_mode():
                 while self._wait_for_work():
+                    left = max(1, num_threads - self._is_lending)
+                    if left != torch.get_num_threads():
+                        torch.set_num_threads(left)
                     self._step_every_lane()
                     self._let_go()
         except BaseException as error:
@@ -120,11 +136,11 @@ class StepLoop:
 
     def _step_every_lane(self) -> None:
         with self._changed:
-            lanes = list(self._lanes.items())
+            lanes = [(id, lane) for id, lane in self._lanes.items() if not lane.is_idle]
         events: list[Event] = []
         for release_id, lane in lanes:
             try:
-                events.extend(lane.step())
+                events.extend(lane.step(num_lanes=len(lanes)))
             except Exception as error:
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
