@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, BinaryIO, cast
@@ -38,6 +39,7 @@ DTYPES = {
 }  # fmt: skip
 """torch dtype → how safetensors spells it."""
 
+_SHARDS_AT_ONCE = 3
 # Elements looked at in one go.
 _PIECE = 1 << 22
 
@@ -84,12 +86,20 @@ def write_shards(
     groups = list(_split(stored, max_shard_bytes))
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    for number, names in enumerate(groups, start=1):
+    write = _write_safetensors if format == "safetensors" else _write_bin
+
+    def write_shard(number: int) -> tuple[FileEntry, dict[str, str]]:
+        shard = {name: stored[name].detach() for name in groups[number - 1]}
+        with (folder / shard_name(number, len(groups), format)).open("wb") as out:
+            return write(shard, out)
+
+    # One is hashed while the disk has another. Of copies there is room for one shard.
+    is_copied = format == "bin" or not all(map(_lies_as_stored, stored.values()))
+    with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
+        written = list(pool.map(write_shard, range(1, len(groups) + 1)))
+    for number, (names, (entry, digests)) in enumerate(zip(groups, written, strict=True), start=1):
         file = shard_name(number, len(groups), format)
-        shard = {name: stored[name].detach() for name in names}
-        write = _write_safetensors if format == "safetensors" else _write_bin
-        with (folder / file).open("wb") as out:
-            files[file], digests = write(shard, out)
+        files[file] = entry
         for name in names:
             entries[name] = TensorEntry(
                 file=file,
@@ -156,6 +166,10 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """As a shard holds them and its digest is made of, without a copy where it is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+def _lies_as_stored(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def digest_bin(path: Path) -> dict[str, TensorEntry]:
