@@ -18,24 +18,32 @@ class Batches(Generic[Item, Result]):
         self._write = write
         self._arrived: list[tuple[Item, asyncio.Future[Result]]] = []
         self._writing: asyncio.Task[None] | None = None
-        self._added_at = 0.0
+        self._at_work_until = 0.0
 
     async def quiet(self, *, for_seconds: float, within_seconds: float) -> None:
-        """Return when nothing was added for so long, or after the second time in any case."""
+        """Return when nothing was added or written for so long, or after the second time in any
+        case."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_seconds
-        while (wait := min(self._added_at + for_seconds, deadline) - loop.time()) > 0:
-            await asyncio.sleep(wait)
+        while (now := loop.time()) < deadline:
+            if self._is_writing():
+                self._at_work_until = now
+            if (quiet_at := self._at_work_until + for_seconds) <= now:
+                return
+            await asyncio.sleep(min(quiet_at, deadline) - now)
 
     async def add(self, item: Item) -> Result:
         """Its result, when the batch that it went into is written."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
-        self._added_at = loop.time()
+        self._at_work_until = loop.time()
         self._arrived.append((item, result))
-        if self._writing is None or self._writing.done():
+        if not self._is_writing():
             self._writing = asyncio.create_task(self._write_all())
         return await result
+
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     async def _write_all(self) -> None:
         while self._arrived:
