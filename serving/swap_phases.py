@@ -136,8 +136,7 @@ class SwapPhases:
             return
         with swap.timed("stage"):
             try:
-                if self._retiring:
-                    await bounded(self._all_retired(), self._settings.drain_seconds)
+                await bounded(self._all_retired(), self._settings.drain_seconds)
             except TimeoutError:
                 raise SwapStopped(
                     "deferred",
@@ -266,8 +265,9 @@ class SwapPhases:
         self._retiring.pop(release_id, None)
 
     async def _all_retired(self) -> None:
-        # Not gather: giving up must not cancel them.
-        await asyncio.wait(set(self._retiring.values()))
+        if retiring := set(self._retiring.values()):
+            # Not gather: giving up must not cancel them.
+            await asyncio.wait(retiring)
 
     async def _unload(self, release_id: str) -> None:
         try:

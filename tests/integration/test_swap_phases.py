@@ -16,6 +16,7 @@ from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
+from serving.swap_attempt import bounded
 from serving.swap_schemas import SwapResult
 from serving.weights import releases
 from serving.weights.release import Release
@@ -525,3 +526,20 @@ def test_a_broken_current_release_does_not_keep_the_pending_one_out(tmp_path: Pa
     flip_a_bit(tmp_path / first.id)
     live = started(tmp_path)
     assert live is not None and live.id == second.id
+
+
+def test_the_last_release_may_leave_just_before_it_is_waited_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        house = House(tmp_path)
+        await house.start()
+        phases = house.swapper._phases
+
+        async def leave() -> None:
+            phases._retiring.clear()
+
+        # It begins, and ends, between the decision to wait and the wait.
+        phases._retiring[house.new.id] = asyncio.create_task(leave())
+        await bounded(phases._all_retired(), 10)
+        await house.swapper.close()
+
+    asyncio.run(scenario())
