@@ -9,13 +9,17 @@ from collections.abc import Awaitable, Callable, Hashable
 
 from fastapi import Response
 
+_Kept = tuple[int, tuple[tuple[bytes, bytes], ...], bytes]
+"""Status, headers and body. Not the response: of tuples of bytes, however many, the collector of
+garbage looks at none."""
+
 
 class Answers:
     """At most `capacity` answers; the oldest go first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._answers: OrderedDict[Hashable, asyncio.Future[Response | None]] = OrderedDict()
+        self._answers: OrderedDict[Hashable, _Kept | asyncio.Future[_Kept | None]] = OrderedDict()
 
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
         """`call`'s answer, or the one that it gave for `key` before.
@@ -24,27 +28,31 @@ class Answers:
         delivery failed, and the sender's next attempt is handled anew.
         """
         while (earlier := self._answers.get(key)) is not None:
-            answer = await asyncio.shield(earlier)
-            if answer is not None:
-                return _copy(answer)
-        answering: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
+            kept = earlier if isinstance(earlier, tuple) else await asyncio.shield(earlier)
+            if kept is not None:
+                return _response(kept)
+        answering: asyncio.Future[_Kept | None] = asyncio.get_running_loop().create_future()
         self._answers[key] = answering
+        kept = None
         try:
             answer = await call()
             if answer.status_code < 300 and hasattr(answer, "body"):
-                answering.set_result(_copy(answer))
+                kept = answer.status_code, tuple(answer.raw_headers), bytes(answer.body)
             return answer
         finally:
-            if not answering.done():
-                if self._answers.get(key) is answering:
+            answering.set_result(kept)
+            if self._answers.get(key) is answering:
+                if kept is None:
                     del self._answers[key]
-                answering.set_result(None)
+                else:
+                    self._answers[key] = kept
             while len(self._answers) > self._capacity:
                 self._answers.popitem(last=False)
 
 
-def _copy(answer: Response) -> Response:
+def _response(kept: _Kept) -> Response:
     """Without the background tasks that the handler attached: those ran once."""
-    copy = Response(bytes(answer.body), status_code=answer.status_code)
-    copy.raw_headers = list(answer.raw_headers)
-    return copy
+    status, headers, body = kept
+    response = Response(body, status_code=status)
+    response.raw_headers = list(headers)
+    return response

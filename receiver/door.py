@@ -53,8 +53,9 @@ class Door:
     async def enter(self, request: Request, inner: Inner) -> Response:
         """The handler's answer, or the reason why the handler was not called."""
         at, began, status = time.time(), time.perf_counter(), 500
+        sent_id = sent_delivery_id(request.headers)
         try:
-            answer = await self._pass(request, inner)
+            answer = await self._pass(request, sent_id, inner)
             status = answer.status_code
             return answer
         except RequestValidationError:
@@ -64,7 +65,6 @@ class Door:
             status = refusal.status_code
             raise
         finally:
-            sent_id = sent_delivery_id(request.headers)
             self.history.add(
                 Received(
                     at=at,
@@ -75,7 +75,7 @@ class Door:
                 )
             )
 
-    async def _pass(self, request: Request, inner: Inner) -> Response:
+    async def _pass(self, request: Request, sent_id: str | None, inner: Inner) -> Response:
         try:
             async with asyncio.timeout(self.body_timeout_seconds):
                 body = await self._read(request)
@@ -90,7 +90,6 @@ class Door:
         if isinstance(event, NotAPush):
             return JSONResponse(event.answer)
 
-        sent_id = sent_delivery_id(request.headers)
         request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
         if self.durable is not None:
             return await self._store(self.durable, request, event)
