@@ -16,7 +16,7 @@ from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
-from serving.swap_attempt import bounded
+from serving.swap_attempt import SwapAttempt
 from serving.swap_schemas import SwapResult
 from serving.weights import releases
 from serving.weights.release import Release
@@ -528,18 +528,25 @@ def test_a_broken_current_release_does_not_keep_the_pending_one_out(tmp_path: Pa
     assert live is not None and live.id == second.id
 
 
-def test_the_last_release_may_leave_just_before_it_is_waited_for(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        house = House(tmp_path)
-        await house.start()
+def test_the_last_release_may_leave_just_before_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(house: House) -> None:
         phases = house.swapper._phases
+        preflight = phases._preflight
 
         async def leave() -> None:
             phases._retiring.clear()
 
-        # It begins, and ends, between the decision to wait and the wait.
-        phases._retiring[house.new.id] = asyncio.create_task(leave())
-        await bounded(phases._all_retired(), 10)
-        await house.swapper.close()
+        async def preflight_then_leave(swap: SwapAttempt) -> LiveRelease:
+            candidate = await preflight(swap)
+            # It begins, and ends, between the decision to wait and the wait.
+            phases._retiring["r000000-00000000"] = asyncio.create_task(leave())
+            return candidate
 
-    asyncio.run(scenario())
+        monkeypatch.setattr(phases, "_preflight", preflight_then_leave)
+        result = await house.swapper.swap(house.new.id)
+        assert result.result == "live"
+        assert await house.answers() == house.new.id
+
+    play(tmp_path, story)

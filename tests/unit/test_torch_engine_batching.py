@@ -47,6 +47,22 @@ async def until_idle(engine: TorchEngine) -> None:
             await asyncio.sleep(0.005)
 
 
+def take_2_ms_a_token(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """On a clock of its own. Whether each step decodes, and how many prompt tokens it reads."""
+    now, sizes, forward = 0.0, [], runner.forward
+
+    def slow(batch: Batch) -> Any:
+        nonlocal now
+        count = sum(len(chunk.token_ids) for chunk in batch.chunks)
+        now += 0.002 * count
+        sizes.append((bool(batch.token_ids), count))
+        return forward(batch)
+
+    monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
+    runner.forward = slow
+    return sizes
+
+
 def test_staging_on_one_core_leaves_the_steps_all_of_them(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,22 +170,10 @@ def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
 def test_a_step_beside_running_streams_keeps_to_its_seconds(
     published: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 0.0
-    monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
 
     async def scenario() -> list[tuple[bool, int]]:
         async with engine_with(published, step_seconds=0.05) as engine:
-            runner = lane_of(engine, published.id)._runner
-            forward, sizes = runner.forward, []
-
-            def slow(batch: Batch) -> Any:
-                nonlocal now
-                count = sum(len(chunk.token_ids) for chunk in batch.chunks)
-                now += 0.002 * count
-                sizes.append((bool(batch.token_ids), count))
-                return forward(batch)
-
-            runner.forward = slow
+            sizes = take_2_ms_a_token(lane_of(engine, published.id)._runner, monkeypatch)
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
             await anext(running)
             await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
@@ -190,22 +194,10 @@ def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
     published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = publish(build(llama_config(), seed=1), tmp_path)
-    now = 0.0
-    monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
 
     async def scenario() -> list[int]:
         async with engine_with(published, other, step_seconds=0.1) as engine:
-            runner = lane_of(engine, other.id)._runner
-            forward, sizes = runner.forward, []
-
-            def slow(batch: Batch) -> Any:
-                nonlocal now
-                count = sum(len(chunk.token_ids) for chunk in batch.chunks)
-                now += 0.002 * count
-                sizes.append(count)
-                return forward(batch)
-
-            runner.forward = slow
+            sizes = take_2_ms_a_token(lane_of(engine, other.id)._runner, monkeypatch)
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
             await anext(running)
             scored = greedy(prompt(100), max_tokens=0)
@@ -214,7 +206,7 @@ def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
                 pass
             await until_idle(engine)
             await ask(engine, other.id, scored)
-            return sizes
+            return [count for _, count in sizes]
 
     # Each of two lanes has half of 0.1 s: 25 tokens at 2 ms.
     assert asyncio.run(scenario()) == [16, 25, 25, 25, 9, 100]
