@@ -5,10 +5,12 @@ checkpoint that the first of them leaves. `python -m pipeline.retrain.processes`
 processes; with a number, it is torchrun, which starts so many of them.
 """
 
+import contextlib
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +61,20 @@ def from_first(value: float, device: torch.device) -> float:
     return float(told)
 
 
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """What `rank`, `world_size` and the sums are of, as torchrun's environment tells it."""
+    # Whoever imports this while there is a group keeps it, with threads that the interpreter's end
+    # then finds at work: an abort, now and then. Models import it.
+    import torch._dynamo  # noqa: F401
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def train_in_processes(job: "Job", count: int) -> None:
     """Run the train stage of `job` in `count` processes; leaves its finished checkpoint.
 
@@ -102,16 +118,20 @@ def main(arguments: list[str]) -> int:
 
 def _train_here() -> int:
     """The train stage of the job in JOB_DIR, as one of several processes."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with process_group():
+        return _train_in_group()
+
+
+def _train_in_group() -> int:
     from pipeline.retrain.data import sort_out
     from pipeline.retrain.job import Job
     from pipeline.retrain.parent import load_parent
     from pipeline.retrain.snapshot import DatasetSnapshot
     from pipeline.retrain.start import open_start
 
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     job = Job.from_environment(os.environ)
     try:
         snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
@@ -124,8 +144,6 @@ def _train_here() -> int:
         if rank() == 0:
             Path(job.dir / ERROR).write_text(str(error), encoding="utf-8")
         return 1
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

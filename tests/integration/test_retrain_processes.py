@@ -57,6 +57,34 @@ def test_processes_that_break_off_say_why(tmp_path: Path, base: str) -> None:
     assert "training diverged at learning rate" in str(outcome.reason)
 
 
+AFTER_A_GROUP = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.retrain.processes import process_group
+
+with process_group():
+    from transformers import LlamaForCausalLM
+
+    dist.all_reduce(torch.ones(1))
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+sys.exit(", ".join(name for name in names if "gloo" in name) or 0)
+"""
+
+
+@pytest.mark.skipif(not IS_LINUX, reason="threads are found in /proc")
+def test_a_group_leaves_no_thread_behind(tmp_path: Path) -> None:
+    """One that is still there at the interpreter's end can abort it."""
+    script = tmp_path / "after_a_group.py"
+    script.write_text(AFTER_A_GROUP)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+
+
 def processes_of(folder: Path) -> list[int]:
     """However they came to be, and whatever session they are in."""
     mark = os.fsencode(f"JOB_DIR={folder}")
