@@ -66,7 +66,7 @@ def process_group() -> Iterator[None]:
     """What `rank`, `world_size` and the sums are of, as torchrun's environment tells it."""
     # Whoever imports this while there is a group keeps it, with threads that the interpreter's end
     # then finds at work: an abort, now and then. Models import it.
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
