@@ -70,7 +70,8 @@ class Answer:
                     self.waiting.end()
                     first.observe(now - self.started)
                 else:
-                    interval.observe(now - before)
+                    for _ in range(delta.num_tokens):
+                        interval.observe((now - before) / delta.num_tokens)
                 before = now
                 new_tokens.inc(delta.num_tokens)
                 yield delta

@@ -38,6 +38,9 @@ class Generation:
     """Alternatives reported beside each new token; None for no logprobs at all."""
     num_prompt_logprobs: int | None = None
     """The same for each token of the prompt after the first."""
+    step_tokens: int = 1
+    """As many new tokens a step may hold, the first apart, where nobody reads them one by one: a
+    step costs the event loop as much as several tokens do. An engine may always hand over fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

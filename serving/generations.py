@@ -5,6 +5,10 @@ from serving.engine import Generation
 from serving.openai_schemas import MAX_SEED, MIN_SEED, SamplingRequest
 from serving.request_errors import RequestError
 
+WHOLE_STEP_TOKENS = 16
+"""Of an answer that is read as a whole. More would cost as little, and keep the event loop from
+streams for longer at a time."""
+
 
 def encode_prompt(live: LiveRelease, prompt: str | list[int], param: str) -> tuple[int, ...]:
     """Token ids of a prompt. Raises RequestError for none, or for ids that the network lacks."""
@@ -85,6 +89,8 @@ def make_generations(
             stop_token_ids=stop_token_ids,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
+            # A stop string is looked for as soon as it can be there: what follows is thrown away.
+            step_tokens=1 if request.stream or request.stops else WHOLE_STEP_TOKENS,
         )
         for number in range(num_sequences)
     ]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ class Size:
     clients: tuple[int, ...]
     tokens: tuple[int, ...]
     rounds: int
+    turn_seconds: float
+    """At least: what is over in a fraction of a second is done again until then, or whatever else
+    the machine does in that moment decides a round."""
 
 
-FULL = Size(shapes=("7M", "88M"), clients=(1, 4, 16), tokens=(64, 256), rounds=3)
-SMALL = Size(shapes=("tiny",), clients=(1, 2), tokens=(8,), rounds=1)
+FULL = Size(shapes=("7M", "88M"), clients=(1, 4, 16), tokens=(64, 256), rounds=3, turn_seconds=1.5)
+SMALL = Size(shapes=("tiny",), clients=(1, 2), tokens=(8,), rounds=1, turn_seconds=0.0)
 RATIOS = {("tiny", 1): 1.0, ("7M", 1): 1.5, ("7M", 16): 1.3, ("88M", 1): 1.2, ("88M", 16): 1.05}
 MATMUL_STEPS = 20
 Rates = dict[str, list[float]]
@@ -97,50 +101,63 @@ def _rates(shape: str, size: Size) -> dict[str, Rates]:
         release = publish(network, pipeline_dir(home))
         with serving("torch", release, home) as ours, serving("vllm-own", release, home) as theirs:
             return {
-                f"{clients}x{tokens}": _cell(ours, theirs, network, clients, tokens, size.rounds)
+                f"{clients}x{tokens}": _cell(ours, theirs, network, clients, tokens, size)
                 for clients, tokens in itertools.product(size.clients, size.tokens)
             }
 
 
 def _cell(
-    ours: Server, theirs: Server, network: Any, clients: int, tokens: int, rounds: int
+    ours: Server, theirs: Server, network: Any, clients: int, tokens: int, size: Size
 ) -> Rates:
     # Other prompts each time: nobody is to answer from its prefix cache.
     seeds = itertools.count(1)
+    per_second = partial(_per_second, seconds=size.turn_seconds)
 
     def over_http(server: Server) -> float:
-        started = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
-            for _ in pool.map(
-                lambda seed: server.ask(prompt_of(seed), tokens), _take(seeds, clients)
-            ):
-                pass
-        return clients * tokens / (time.perf_counter() - started)
+
+            def burst() -> None:
+                for _ in pool.map(
+                    lambda seed: server.ask(prompt_of(seed), tokens), _take(seeds, clients)
+                ):
+                    pass
+
+            return clients * tokens * per_second(burst)
 
     plain, packed = _matmuls(network, clients)
     found = in_turns(
-        rounds + 1,
+        size.rounds + 1,
         {
             "torch": lambda: over_http(ours),
             "vllm": lambda: over_http(theirs),
-            "generate": lambda: _generate(network, clients, tokens),
-            "linear": lambda: MATMUL_STEPS * clients / plain(),
-            "packed": lambda: MATMUL_STEPS * clients / packed(),
+            "generate": lambda: (
+                clients * tokens * per_second(lambda: _generate(network, clients, tokens))
+            ),
+            "linear": lambda: MATMUL_STEPS * clients * per_second(plain),
+            "packed": lambda: MATMUL_STEPS * clients * per_second(packed),
         },
     )
     # The first round warms up.
     return {name: values[1:] for name, values in found.items()}
 
 
+def _per_second(work: Callable[[], None], seconds: float) -> float:
+    started, count = time.perf_counter(), 0
+    while True:
+        work()
+        count += 1
+        if (taken := time.perf_counter() - started) >= seconds:
+            return count / taken
+
+
 def _take(seeds: "itertools.count[int]", count: int) -> list[int]:
     return list(itertools.islice(seeds, count))
 
 
-def _generate(network: Any, clients: int, tokens: int) -> float:
+def _generate(network: Any, clients: int, tokens: int) -> None:
     import torch
 
     ids = torch.tensor([prompt_of(seed, PROMPT_TOKENS) for seed in range(clients)])
-    started = time.perf_counter()
     with torch.inference_mode():
         network.generate(
             ids,
@@ -150,11 +167,10 @@ def _generate(network: Any, clients: int, tokens: int) -> float:
             do_sample=False,
             pad_token_id=0,
         )
-    return clients * tokens / (time.perf_counter() - started)
 
 
-def _matmuls(network: Any, clients: int) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Seconds of some steps in which every weight matrix is multiplied once and nothing else."""
+def _matmuls(network: Any, clients: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Some steps in which every weight matrix is multiplied once and nothing else."""
     import torch
     from torch.nn import functional as F
 
@@ -165,25 +181,19 @@ def _matmuls(network: Any, clients: int) -> tuple[Callable[[], float], Callable[
     with torch.inference_mode():
         packed = [Linear(weight, None) for weight in weights]
 
-    def timed(step: Callable[[], None]) -> Callable[[], float]:
-        def seconds() -> float:
-            with torch.inference_mode():
-                started = time.perf_counter()
-                for _ in range(MATMUL_STEPS):
-                    step()
-                return time.perf_counter() - started
+    @torch.inference_mode()
+    def plain_steps() -> None:
+        for _ in range(MATMUL_STEPS):
+            for weight in weights:
+                F.linear(inputs[weight.shape[1]], weight)
 
-        return seconds
+    @torch.inference_mode()
+    def packed_steps() -> None:
+        for _ in range(MATMUL_STEPS):
+            for weight, linear in zip(weights, packed, strict=True):
+                linear(inputs[weight.shape[1]])
 
-    def plain_step() -> None:
-        for weight in weights:
-            F.linear(inputs[weight.shape[1]], weight)
-
-    def packed_step() -> None:
-        for weight, linear in zip(weights, packed, strict=True):
-            linear(inputs[weight.shape[1]])
-
-    return timed(plain_step), timed(packed_step)
+    return plain_steps, packed_steps
 
 
 if __name__ == "__main__":

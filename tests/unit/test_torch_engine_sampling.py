@@ -31,7 +31,7 @@ def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> Sequence:
     )
     made.loop.close()
     for token_id in output:
-        made.add(token_id, 99)
+        made.add(token_id, None, 99)
     return made
 
 

@@ -156,9 +156,8 @@ class Lane:
             events.extend(self._sample(sampled, logits if len(rows) == row else logits[rows]))
         for sequence in scored:
             self._free(sequence)
-            events.append(
-                (sequence, Step(prompt_logprobs=_take_prompt(sequence), finish_reason="length"))
-            )
+            scores = sequence.take_prompt_logprobs()
+            events.append((sequence, Step(prompt_logprobs=scores, finish_reason="length")))
         return events
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> list[Event]:
@@ -166,14 +165,9 @@ class Lane:
         found = _token_logprobs(sequences, token_ids, logits)
         events: list[Event] = []
         for sequence, token_id in zip(sequences, token_ids, strict=True):
-            reason = sequence.add(token_id, self._runner.context)
-            step = Step(
-                token_ids=(token_id,),
-                logprobs=(found[sequence],) if sequence in found else (),
-                prompt_logprobs=_take_prompt(sequence),
-                finish_reason=reason,
-            )
-            events.append((sequence, step))
+            reason = sequence.add(token_id, found.get(sequence), self._runner.context)
+            if (step := sequence.take_step(reason)) is not None:
+                events.append((sequence, step))
             if reason is not None:
                 self._free(sequence)
         return events
@@ -192,11 +186,6 @@ def _score(sequence: Sequence, scored: list[TokenLogprob], logits: Tensor) -> No
     if targets:
         num_top = sequence.generation.num_prompt_logprobs or 0
         scored.extend(logprobs(targets, [num_top] * len(targets), logits[: len(targets)]))
-
-
-def _take_prompt(sequence: Sequence) -> tuple[TokenLogprob, ...] | None:
-    found, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-    return None if found is None else tuple(found)
 
 
 def _token_logprobs(

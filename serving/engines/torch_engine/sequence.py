@@ -29,6 +29,9 @@ class Sequence:
         self.num_read = 0
         """Tokens whose keys and values the slot holds."""
         self.output: list[int] = []
+        self._gathered: list[int] = []
+        """The end of `output` that is not handed over yet."""
+        self._logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if generation.num_prompt_logprobs is None else []
         )
@@ -54,9 +57,12 @@ class Sequence:
         """Prompt tokens that are not in the slot yet."""
         return len(self.generation.prompt) - self.num_read
 
-    def add(self, token_id: int, context: int) -> str | None:
+    def add(self, token_id: int, logprob: TokenLogprob | None, context: int) -> str | None:
         """Take a new token; the reason why it is the last one, or None."""
         self.output.append(token_id)
+        self._gathered.append(token_id)
+        if logprob is not None:
+            self._logprobs.append(logprob)
         if self.penalty is not None:
             self.penalty.add(token_id)
         if token_id in self.stop_ids and len(self.output) >= self.generation.min_tokens:
@@ -65,6 +71,27 @@ class Sequence:
         if len(self.output) >= self.generation.max_tokens or total >= context:
             return "length"
         return None
+
+    def take_step(self, finish_reason: str | None) -> Step | None:
+        """What is to be handed over now; None while tokens are gathered."""
+        is_first = len(self._gathered) == len(self.output)
+        is_full = len(self._gathered) >= self.generation.step_tokens
+        if not (is_first or is_full or finish_reason is not None):
+            return None
+        step = Step(
+            token_ids=tuple(self._gathered),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self.take_prompt_logprobs(),
+            finish_reason=finish_reason,
+        )
+        self._gathered.clear()
+        self._logprobs.clear()
+        return step
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
+        """Once; None after that, and where nobody asked."""
+        found, self.prompt_logprobs = self.prompt_logprobs, None
+        return None if found is None else tuple(found)
 
 
 class Penalty:
