@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from serving.engine import EngineError, Generation, StageError, Step
-from serving.engines.torch_engine.device import choose_device
+from serving.engines.torch_engine.device import choose_device, give_back_memory
 from serving.engines.torch_engine.lane import Lane
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
 from serving.engines.torch_engine.sampling import Sampler
@@ -168,6 +168,8 @@ class TorchEngine:
     def _forget(self, release_id: str) -> None:
         self._residents.pop(release_id, None)
         self._one_left.set()
+        if not self._is_closed:
+            self._loader.submit(give_back_memory)
 
     async def _wait_for_room(self, release_id: str) -> None:
         try:

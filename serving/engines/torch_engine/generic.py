@@ -98,6 +98,9 @@ class TransformersRunner:
         self._device = device
         self._caches: list[Any] = [None] * num_slots
 
+    def warm_up(self) -> None:
+        """Sequences are computed one by one: no batch has a size."""
+
     def move(self, source: int, target: int, length: int) -> None:
         self._caches[target], self._caches[source] = self._caches[source], None
 

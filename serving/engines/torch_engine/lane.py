@@ -32,6 +32,9 @@ class Lane:
         self._reading: list[Sequence] = []
         self._seconds_per_prompt_token = 0.0
 
+    def warm_up(self) -> None:
+        self._runner.warm_up()
+
     def submit(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 

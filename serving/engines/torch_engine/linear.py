@@ -35,6 +35,12 @@ class Linear:
             return y
         return F.linear(x, self._weight, self.bias)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        rows, columns = self._weight.shape
+        return rows, columns
+
     def plain_weight(self) -> Tensor:
         """[out, in], the very values that it was made of; a copy where it is packed."""
         return self._weight.to_dense(self._weight.dtype) if self._is_packed else self._weight

@@ -42,5 +42,8 @@ class Runner(Protocol):
         """float32 logits [rows, vocabulary]: one row per decoding slot, then the wanted rows of
         each chunk in turn."""
 
+    def warm_up(self) -> None:
+        """Make what the first batches of each size would be held up for, where there is such."""
+
     def move(self, source: int, target: int, length: int) -> None:
         """Make slot `target` what `source` is; `source` is free afterwards."""

@@ -28,6 +28,9 @@ class StepLoop:
         self._changed = threading.Condition()
         self._submitted: deque[Sequence] = deque()
         self._lanes: dict[str, Lane] = {}
+        self._cold: Lane | None = None
+        """The first lane, until it is warm: those that follow mostly are of its shape, and streams
+        run beside them."""
         self._leaving: dict[str, Callable[[], None]] = {}
         self._is_lending = False
         self._is_stopping = False
@@ -58,7 +61,10 @@ class StepLoop:
         with self._changed:
             if self._death is not None:
                 raise self._death
+            if not self._lanes:
+                self._cold = lane
             self._lanes[release_id] = lane
+            self._changed.notify()
 
     def retire(self, release_id: str, on_gone: Callable[[], None]) -> None:
         """Let a lane go once it is idle, and then call `on_gone`, on whatever thread that is."""
@@ -109,6 +115,7 @@ class StepLoop:
             self._is_ready.set()
             with torch.inference_mode():
                 while self._wait_for_work():
+                    self._warm_up(num_threads)
                     left = max(1, num_threads - self._is_lending)
                     if left != torch.get_num_threads():
                         torch.set_num_threads(left)
@@ -124,12 +131,28 @@ class StepLoop:
     def _wait_for_work(self) -> bool:
         """False when there is to be no more."""
         with self._changed:
-            while not (self._is_stopping or self._submitted or self._leaving or self._is_running()):
+            while not (
+                self._is_stopping
+                or self._submitted
+                or self._leaving
+                or self._cold
+                or self._is_running()
+            ):
                 self._changed.wait()
             while self._submitted:
                 sequence = self._submitted.popleft()
                 self._lanes[sequence.release_id].submit(sequence)
             return not self._is_stopping
+
+    def _warm_up(self, num_threads: int) -> None:
+        with self._changed:
+            lane, self._cold = self._cold, None
+        if lane is None:
+            return
+        # A kernel is one for so many threads, and while a release is staged there is one less.
+        for left in {max(1, num_threads - 1), num_threads}:
+            torch.set_num_threads(left)
+            lane.warm_up()
 
     def _is_running(self) -> bool:
         return any(not lane.is_idle for lane in self._lanes.values())

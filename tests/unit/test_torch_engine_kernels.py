@@ -1,0 +1,120 @@
+"""Batches come in few sizes, whose kernels are there before anybody waits for them."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from serving.engines.torch_engine import engine as engine_module
+from serving.engines.torch_engine import llama
+from serving.engines.torch_engine.linear import Linear
+from tests.torch_engine_fixtures import (
+    Published,
+    ask,
+    ask_all,
+    build,
+    engine_with,
+    expected,
+    greedy,
+    llama_config,
+    prompt,
+    publish,
+)
+
+Kernel = tuple[tuple[int, int], int, int]
+"""Of a matrix (out, in), for so many rows, on so many threads."""
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Published, Published]:
+    home = tmp_path_factory.mktemp("home")
+    return publish(build(llama_config(), 1), home), publish(build(llama_config(), 2), home)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[Kernel]:
+    """Those that are used, in order."""
+    used: list[Kernel] = []
+    multiply = Linear.__call__
+
+    def remember(matrix: Linear, x: Tensor) -> Tensor:
+        used.append((matrix.shape, len(x), torch.get_num_threads()))
+        return multiply(matrix, x)
+
+    monkeypatch.setattr(Linear, "__call__", remember)
+    return used
+
+
+def test_a_batch_of_any_size_finds_its_kernels(
+    releases: tuple[Published, Published], kernels: list[Kernel]
+) -> None:
+    first = releases[0]
+
+    async def warm_up_and_ask() -> tuple[set[Kernel], list[list[list[int]]]]:
+        async with engine_with(first, num_threads=2) as engine:
+            await ask(engine, first.id, greedy(prompt(1), 1))
+            warm = set(kernels)
+            kernels.clear()
+            return warm, [
+                await ask_all(
+                    engine, first.id, (greedy(prompt(2, seed=seed)) for seed in range(count))
+                )
+                for count in (1, 3, 5, 7, 11, 16)
+            ]
+
+    warm, answers = asyncio.run(warm_up_and_ask())
+    assert {threads for _, _, threads in warm} == {1, 2}, "with and without a core that is lent"
+    assert {rows for _, rows, _ in kernels} >= {1, 4, 8, 12, 16}
+    assert set(kernels) <= warm
+    for found in answers:
+        for seed, token_ids in enumerate(found):
+            assert token_ids == expected(first.network, prompt(2, seed=seed))
+
+
+def test_nothing_is_warmed_up_beside_streams(
+    releases: tuple[Published, Published], kernels: list[Kernel]
+) -> None:
+    first, second = releases
+
+    async def stage_beside() -> list[Kernel]:
+        async with engine_with(first) as engine:
+            await ask(engine, first.id, greedy(prompt(1), 1))
+            kernels.clear()
+            await engine.stage(second.release, second.folder)
+            await engine.commit(second.id)
+            await ask(engine, second.id, greedy(prompt(1), 1))
+            return list(kernels)
+
+    assert {rows for _, rows, _ in asyncio.run(stage_beside())} == {1}
+
+
+@given(st.integers(min_value=1, max_value=2_000))
+def test_rounding_up_costs_little(num_rows: int) -> None:
+    rounded = llama._rounded(num_rows)
+    assert num_rows <= rounded <= max(num_rows * 1.6, num_rows + 3)
+    assert llama._rounded(rounded) == rounded
+
+
+def test_memory_is_given_back_once_a_release_has_left(
+    releases: tuple[Published, Published], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = releases
+
+    async def replace() -> None:
+        given = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def remember() -> None:
+            assert first.id not in engine.resident_releases()
+            loop.call_soon_threadsafe(given.set)
+
+        async with engine_with(first, second) as engine:
+            monkeypatch.setattr(engine_module, "give_back_memory", remember)
+            await engine.unload(first.id)
+            async with asyncio.timeout(10):
+                await given.wait()
+
+    asyncio.run(replace())
