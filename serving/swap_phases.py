@@ -21,7 +21,7 @@ from serving.errors import ReleaseError
 from serving.probe import ProbeResult, measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
-from serving.tokenizer import ReleaseTokenizer, load_tokenizer
+from serving.tokenizer import LastTokenizer, ReleaseTokenizer
 from serving.weights import releases
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.release import RELEASE_FILE, Release
@@ -48,6 +48,7 @@ class SwapPhases:
         self._releases_dir = releases_dir
         self._pipeline = pipeline
         self._current = CurrentLink(releases_dir, settings.barrier_seconds)
+        self._tokenizer = LastTokenizer()
         self._retiring: dict[str, asyncio.Task[None]] = {}
         """Releases that are no longer live, whose last requests are still answered."""
 
@@ -108,7 +109,8 @@ class SwapPhases:
         )
 
     def _read(self, folder: Path) -> tuple[Release, ReleaseTokenizer]:
-        return self._check(folder), load_tokenizer(folder)
+        release = self._check(folder)
+        return release, self._tokenizer.load(release, folder)
 
     def _check(self, folder: Path) -> Release:
         if not (folder / RELEASE_FILE).exists():

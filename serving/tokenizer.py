@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 from serving.chat_template import ChatTemplate
 from serving.errors import ReleaseError
+from serving.weights.index import INDEX_FILES, is_shard_name
+from serving.weights.release import FileEntry, Release
 
 REPLACEMENT = "\ufffd"
 
@@ -78,6 +80,30 @@ class Detokenizer:
         self._given = len(self._ids)
         self._given_text = self._decode(self._ids[self._window :])
         return piece
+
+
+class LastTokenizer:
+    """The tokenizer of one release after the other, loaded where its files changed.
+
+    While one of a hundred thousand tokens is loaded no other thread runs for half a second or so,
+    and trained weights mostly come with the tokenizer that was there before.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[dict[str, FileEntry], ReleaseTokenizer] | None = None
+
+    def load(self, release: Release, folder: Path) -> ReleaseTokenizer:
+        """Of `folder`, whose files were found to be those of `release`. Raises ReleaseError."""
+        files = {
+            name: entry
+            for name, entry in release.files.items()
+            if not (is_shard_name(name) or name in INDEX_FILES.values() or name.endswith(".md"))
+        }
+        if self._last is not None and self._last[0] == files:
+            return self._last[1]
+        tokenizer = load_tokenizer(folder)
+        self._last = files, tokenizer
+        return tokenizer
 
 
 def load_tokenizer(folder: Path) -> ReleaseTokenizer:

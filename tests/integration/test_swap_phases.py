@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from serving import swap_phases
 from serving.admission import Admission, LiveRelease
 from serving.engine import EngineError, Generation, StageError
 from serving.engines.echo_engine import EchoEngine
@@ -265,7 +264,7 @@ def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
 
     async def story(house: House) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(swap_phases, "load_tokenizer", lambda folder: disk_is_back.wait(10))
+            patch.setattr(releases, "load_release", lambda folder: disk_is_back.wait(10))
             result = await house.swapper.swap(house.new.id)
         assert (result.result, result.phase) == ("failed", "preflight")
         assert result.reasons == ("preflight took more than 1 s",)
