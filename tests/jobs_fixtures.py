@@ -16,10 +16,13 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from jobs.launchers.process import identify
+from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
-from jobs.store import JobStore
+from jobs.store import Delivery, JobStore
 
 T = TypeVar("T")
+DONE = JobOutcome(result="promoted")
+FAILED = JobOutcome(result="failed", stage="train", reason="The loss is NaN.", exit_code=1)
 
 
 class Clock:
@@ -124,6 +127,10 @@ def revisions(new: str, old: str | None = None) -> RevisionRange:
     return RevisionRange(
         repo="acme/faq", ref="refs/heads/main", old_sha=old, new_sha=new, delivery_ids=()
     )
+
+
+def delivery(id: str, source: str = "hub") -> Delivery:
+    return Delivery(source=source, id=id, body="{}")
 
 
 def spec(

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp
 from jobs.store import JobStore
 from receiver import listen
 
+SECRET = {"X-Webhook-Secret": "s3cret"}
+
 
 @pytest.fixture(autouse=True)
 def no_secret_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""The database under the store: its schema, its faults, and who else has it open."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, inspect, text
+
+from jobs.errors import NewerSchema, StoreError
+from jobs.migrations import HEAD
+from jobs.schema import METADATA
+from jobs.store import JobStore
+from tests.jobs_fixtures import spec
+
+
+def test_the_migrations_build_what_the_code_declares(store: JobStore, store_url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    engine = create_engine(store_url)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD
+    engine.dispose()
+
+
+def test_the_database_itself_refuses_a_second_pending_job(store: JobStore, store_url: str) -> None:
+    store.submit(spec())
+    engine = create_engine(store_url)
+    names = {index["name"] for index in inspect(engine).get_indexes("jobs")}
+    engine.dispose()
+    assert {"one_pending_job_per_pipeline", "one_running_job_per_pipeline"} <= names
+
+
+def test_a_newer_schema_is_refused_and_left_alone(store_url: str) -> None:
+    JobStore.open(store_url).close()
+    engine = create_engine(store_url)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with pytest.raises(NewerSchema, match=r"'9999'.*upgrade hotpush"):
+        JobStore.open(store_url)
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
+    engine.dispose()
+
+
+def test_a_store_is_opened_by_many_at_once(store_url: str) -> None:
+    stores: list[JobStore] = []
+    threads = [
+        threading.Thread(target=lambda: stores.append(JobStore.open(store_url))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 4
+    for opened in stores:
+        opened.close()
+
+
+def test_jobs_outlive_the_store_that_took_them(store_url: str) -> None:
+    with JobStore.open(store_url) as first:
+        job = first.submit(spec("b", "a"), payload={"n": 1}).job
+    with JobStore.open(store_url) as second:
+        assert second.get(job.id) == job
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://127.0.0.1/jobs", "sqlite:///"),
+        ("://", "not a database URL"),
+        ("postgresql+psycopg://nobody:secret@127.0.0.1:1/jobs", "can be reached"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_named(url: str, message: str) -> None:
+    with pytest.raises(StoreError, match=message) as caught:
+        JobStore.open(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database " * 100)
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"notes\.txt.*not a database"):
+        JobStore.open(path)
+    assert path.read_bytes() == before
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"nowhere.*create it first"):
+        JobStore.open(tmp_path / "nowhere" / "jobs.db")

@@ -1,0 +1,131 @@
+"""Where a server listens, whom it refuses to be open to, and how it stops."""
+
+import asyncio
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from receiver import listen
+from receiver.errors import AddressUnavailable, OpenToEveryone
+from receiver.listen import bind
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from tests.jobs_fixtures import until
+from tests.receiver_payloads import (
+    dataset_update,
+)
+
+
+def test_a_server_without_a_secret_stays_on_this_machine() -> None:
+    server = WebhooksServer()
+    server.add_webhook("/x")(lambda payload: None)
+    for host in ("0.0.0.0", ""):
+        with pytest.raises(OpenToEveryone, match="WEBHOOK_SECRET"):
+            server.launch(server_name=host, server_port=0)
+
+
+def test_one_open_handler_is_enough_to_refuse() -> None:
+    server = WebhooksServer()
+    server.add_webhook("/closed", webhook_secret="x")(lambda payload: None)
+    server.add_webhook("/open")(lambda payload: None)
+    with pytest.raises(OpenToEveryone, match="/webhooks/open"):
+        server.launch(server_name="0.0.0.0", server_port=0)
+
+
+def test_a_server_that_is_reachable_takes_no_open_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing of the tests is to be reached from outside.
+    monkeypatch.setattr(listen, "bind", lambda _host, port: bind("127.0.0.1", port))
+    server = WebhooksServer()
+    server.add_webhook("/closed", webhook_secret="x")(lambda payload: None)
+    server.launch(prevent_thread_lock=True, server_name="0.0.0.0", server_port=0)
+    try:
+        with pytest.raises(OpenToEveryone, match="/webhooks/open"):
+            server.add_webhook("/open")(lambda payload: None)
+        assert list(server.registered_webhooks) == ["/webhooks/closed"]
+        server.add_webhook("/too", webhook_secret="y")(lambda payload: None)
+    finally:
+        server.close()
+    server.add_webhook("/open")(lambda payload: None)
+
+
+def test_an_address_that_cannot_be_taken() -> None:
+    server = WebhooksServer(webhook_secret="x")
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressUnavailable, match=rf"Port {port} on 127\.0\.0\.1 is in use"):
+            server.launch(server_port=port)
+    with pytest.raises(AddressUnavailable, match=r"203\.0\.113\.9"):
+        server.launch(server_name="203.0.113.9", server_port=0)
+
+
+def test_launch_from_a_running_loop_returns_and_moves_when_repeated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = WebhooksServer()
+    server.add_webhook("/x")(lambda payload: "called")
+
+    async def cell() -> str:
+        return server.launch(server_port=0)
+
+    first = asyncio.run(cell())
+    printed = capsys.readouterr().out
+    assert f"  - POST {first}/webhooks/x" in printed
+    assert "open to everyone: /webhooks/x" in printed
+    assert httpx.post(f"{first}/webhooks/x", json=dataset_update()).json() == "called"
+
+    server.add_webhook("/later")(lambda payload: "later")
+    assert httpx.post(f"{first}/webhooks/later", json=dataset_update()).json() == "later"
+
+    second = server.launch(prevent_thread_lock=True, server_port=0)
+    assert httpx.post(f"{second}/webhooks/x", json=dataset_update()).json() == "called"
+    with pytest.raises(httpx.ConnectError):
+        httpx.post(f"{first}/webhooks/x")
+    server.close()
+    server.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.post(f"{second}/webhooks/x")
+
+
+def takes_no_more(url: str) -> bool:
+    address = httpx.URL(url)
+    try:
+        socket.create_connection((address.host, address.port or 80)).close()
+    except ConnectionError:
+        return True
+    return False
+
+
+def test_a_stopping_server_lets_handlers_finish() -> None:
+    server = WebhooksServer()
+    began, ended = threading.Event(), threading.Event()
+
+    @server.add_webhook
+    def x(payload: WebhookPayload) -> str:
+        began.set()
+        until(lambda: takes_no_more(url))
+        ended.set()
+        return "finished"
+
+    url = server.launch(prevent_thread_lock=True, server_port=0)
+    answers: list[str] = []
+    caller = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/webhooks/x", json=dataset_update()).json())
+    )
+    caller.start()
+    assert began.wait(10)
+    server.close()
+    assert ended.is_set()
+    caller.join()
+    assert answers == ["finished"]
+
+
+@pytest.mark.parametrize("wrong", [{"port": 70000}, {"prot": 1}, {"public_url": "hooks.example"}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ReceiverSettings.model_validate(wrong)

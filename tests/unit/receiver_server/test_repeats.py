@@ -1,0 +1,116 @@
+"""A delivery that comes again has one effect, and the first one's answer."""
+
+import asyncio
+
+import httpx
+from starlette.testclient import TestClient
+
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from tests.receiver_fixtures import SECRET
+from tests.receiver_payloads import (
+    SIGNING_SECRET,
+    body_of,
+    dataset_update,
+    standard_headers,
+)
+
+
+def test_a_delivery_that_is_repeated_gets_the_first_answer(
+    server: WebhooksServer, client: TestClient
+) -> None:
+    calls: list[int] = []
+
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> int:
+        calls.append(1)
+        return len(calls)
+
+    server.add_webhook("/y")(x)
+
+    def post(delivery_id: str | None, path: str = "/webhooks/x") -> int:
+        headers = {} if delivery_id is None else {"Webhook-Id": delivery_id}
+        answer: int = client.post(path, json=dataset_update(), headers=headers).json()
+        return answer
+
+    assert [post("d1"), post("d1"), post("d2"), post("d1")] == [1, 1, 2, 1]
+    assert post("d1", "/webhooks/y") == 3, "ids are remembered for each handler"
+    assert [post(None), post(None)] == [4, 5], "without an id nothing tells two deliveries apart"
+
+
+def test_a_repeated_delivery_still_needs_the_proof(
+    server: WebhooksServer, client: TestClient
+) -> None:
+    server.add_webhook("/x")(lambda payload: "private")
+    headers = {"Webhook-Id": "d1"}
+    assert client.post("/webhooks/x", json=dataset_update(), headers=headers).status_code == 200
+    wrong = headers | {"X-Webhook-Secret": "wrong"}
+    assert client.post("/webhooks/x", json=dataset_update(), headers=wrong).status_code == 403
+
+
+def test_a_failed_delivery_is_handled_anew(server: WebhooksServer, client: TestClient) -> None:
+    outcomes = iter([RuntimeError(), "done"])
+
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> str:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    headers = {"Webhook-Id": "d1"}
+    statuses = [
+        client.post("/webhooks/x", json=dataset_update(), headers=headers).status_code
+        for _ in range(3)
+    ]
+    assert statuses == [500, 200, 200]
+
+
+def test_concurrent_attempts_of_one_delivery_are_one_call(server: WebhooksServer) -> None:
+    calls = []
+
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> int:
+        calls.append(1)
+        await asyncio.sleep(0.05)
+        return len(calls)
+
+    async def race() -> list[int]:
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://receiver", headers=SECRET
+        ) as client:
+            headers = {"Webhook-Id": "d1"}
+            posts = [
+                client.post("/webhooks/x", json=dataset_update(), headers=headers) for _ in range(8)
+            ]
+            return [answer.json() for answer in await asyncio.gather(*posts)]
+
+    assert asyncio.run(race()) == [1] * 8
+    assert calls == [1]
+
+
+def test_only_so_many_answers_are_remembered() -> None:
+    server = WebhooksServer(settings=ReceiverSettings(remembered_deliveries=2))
+    calls: list[str] = []
+    server.add_webhook("/x")(lambda payload, request: calls.append(request.headers["webhook-id"]))
+    with TestClient(server.app) as client:
+        for delivery_id in ("1", "2", "3", "3", "2", "1"):
+            headers = {"Webhook-Id": delivery_id}
+            client.post("/webhooks/x", json=dataset_update(), headers=headers)
+    assert calls == ["1", "2", "3", "1"]
+
+
+def test_a_signature_of_svix_is_repeated_under_the_id_that_it_covers() -> None:
+    server = WebhooksServer(webhook_secret=SIGNING_SECRET)
+    calls = []
+    server.add_webhook("/x", proof="standard-webhooks")(lambda payload: calls.append(payload))
+    body = body_of(dataset_update())
+    headers = {
+        name.replace("webhook-", "svix-"): value for name, value in standard_headers(body).items()
+    }
+    with TestClient(server.app) as client:
+        for unsigned in ("1", "2"):
+            sent = headers | {"Webhook-Id": unsigned}
+            assert client.post("/webhooks/x", content=body, headers=sent).status_code == 200
+    assert len(calls) == 1
