@@ -3,7 +3,7 @@
 Texts are scored one by one, without packing, as a server scores a prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +18,12 @@ if TYPE_CHECKING:
 
 TEXTS_PER_GROUP = 2
 MAX_TOKENS = 64
-FLOAT32_BOUND = 2e-3
-"""Two float32 implementations differ by some 1e-5; weights of another release by 1e-2 and more."""
+FLOAT32_BOUNDS = 2e-3, 8e-3
+"""The least and the most. Two float32 implementations differ by some 1e-5; weights of another
+release by 1e-2 and more."""
+FLOAT32_FACTOR = 2e-4
+"""Of the least probable token's logprob: where a network is sure, its logits are large, and float32
+is off by some 1e-4 of a logit after many layers."""
 LOW_PRECISION_FLOOR = 0.05
 LOW_PRECISION_FACTOR = 4.0
 """A server rounds in more places than the autocast that stands in for it here."""
@@ -37,6 +41,13 @@ def probe_texts(
     return list(dict.fromkeys(texts))
 
 
+def float32_bound(logprobs: Iterable[Iterable[float]]) -> float:
+    """Nats by which a server that computes in float32 may be off on texts of these logprobs."""
+    largest = max((-logprob for text in logprobs for logprob in text), default=0.0)
+    least, most = FLOAT32_BOUNDS
+    return min(max(least, FLOAT32_FACTOR * largest), most)
+
+
 def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Probe:
     """Score `texts` with the weights as they will be stored, and bound what may differ.
 
@@ -44,7 +55,7 @@ def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Pr
     """
     model.eval()
     exact = [_logprobs(model, text) for text in texts]
-    bounds = {"float32": FLOAT32_BOUND}
+    bounds = {"float32": float32_bound(exact)}
     for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         with torch.autocast(model.device.type, dtype):
             rounded = [_logprobs(model, text) for text in texts]

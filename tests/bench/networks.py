@@ -4,10 +4,7 @@ every token has a text of its own, so that each is an event of a stream."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from serving.weights.release import ProbeText
+from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
@@ -65,8 +62,8 @@ MIN_MARGIN = 1e-2
 """Between the logits of the best and the second token: batch shapes move the last bits of a logit,
 and no answer is to hang on them."""
 PROBE_TOKENS = ((72, 101, 108, 108, 111), tuple(range(1, 30)))
-BOUNDS = {"float32": 2e-3, "bfloat16": 0.25}
-"""Nats by which an engine may differ that computes in this. What is looked at is speed."""
+BFLOAT16_BOUND = 0.25
+"""Nats by which an engine may differ that computes in it. What is looked at is speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +90,7 @@ def publish(network: Any, pipeline_dir: Path, *, max_shard_bytes: int | None = N
     """The next release of a pipeline."""
     import torch
 
+    from pipeline.retrain.probe import float32_bound
     from serving.weights.publish import publish_state_dict
     from serving.weights.release import Probe, ProbeText
 
@@ -116,17 +114,14 @@ def publish(network: Any, pipeline_dir: Path, *, max_shard_bytes: int | None = N
         probe=Probe(
             dtype=str(network.dtype).removeprefix("torch."),
             texts=tuple(texts),
-            bounds=_bounds(texts),
+            bounds={
+                "float32": float32_bound(text.logprobs for text in texts),
+                "bfloat16": BFLOAT16_BOUND,
+            },
         ),
         max_shard_bytes=max_shard_bytes,
     )
     return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
-
-
-def _bounds(texts: "Sequence[ProbeText]") -> dict[str, float]:
-    # Random networks of many layers are so sure that float32 itself is off by more.
-    largest = max(-logprob for text in texts for logprob in text.logprobs)
-    return {**BOUNDS, "float32": max(BOUNDS["float32"], 2e-4 * largest)}
 
 
 def prompt_of(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
