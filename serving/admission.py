@@ -24,10 +24,18 @@ class LiveRelease:
     tokenizer: ReleaseTokenizer
     live_since: int
     """Unix seconds."""
+    engine_context: int | None = None
+    """Tokens that the engine has room for; None for all that the release allows."""
 
     @property
     def id(self) -> str:
         return self.release.id
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and new tokens together, at most."""
+        allowed = self.tokenizer.context_length
+        return allowed if self.engine_context is None else min(allowed, self.engine_context)
 
 
 class QueueFull(Exception):

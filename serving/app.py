@@ -121,7 +121,7 @@ def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...
             "release": live.id,
             "previous": flow.admission.previous,
             "dataset_revision": live.release.lineage.dataset_revision,
-            "max_model_len": live.tokenizer.context_length,
+            "max_model_len": live.context_length,
         }
 
     @app.get("/v1/models")

@@ -38,9 +38,10 @@ class Generation:
     """Alternatives reported beside each new token; None for no logprobs at all."""
     num_prompt_logprobs: int | None = None
     """The same for each token of the prompt after the first."""
-    step_tokens: int = 1
-    """As many new tokens a step may hold, the first apart, where nobody reads them one by one: a
-    step costs the event loop as much as several tokens do. An engine may always hand over fewer."""
+    max_step_tokens: int = 1
+    """New tokens of one step at most, the first apart, which comes at once. More than 1 where they
+    are not read one by one: a step costs the event loop as much as several tokens do. An engine may
+    always hand over fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from serving.engine import Generation
 from serving.openai_schemas import MAX_SEED, MIN_SEED, SamplingRequest
 from serving.request_errors import RequestError
 
-WHOLE_STEP_TOKENS = 16
+MAX_STEP_TOKENS = 16
 """Of an answer that is read as a whole. More would cost as little, and keep the event loop from
 streams for longer at a time."""
 
@@ -50,7 +50,7 @@ def make_generations(
     max_tokens_param: str = "max_tokens",
 ) -> list[Generation]:
     """One for each sequence of a prompt. Raises RequestError where the context is too small."""
-    context = live.tokenizer.context_length
+    context = live.context_length
     room = context - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
         raise _too_long(
@@ -90,7 +90,7 @@ def make_generations(
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             # A stop string is looked for as soon as it can be there: what follows is thrown away.
-            step_tokens=1 if request.stream or request.stops else WHOLE_STEP_TOKENS,
+            max_step_tokens=1 if request.stream or request.stops else MAX_STEP_TOKENS,
         )
         for number in range(num_sequences)
     ]

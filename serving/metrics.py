@@ -60,7 +60,7 @@ class Metrics:
         )
         self.token_interval_seconds = Histogram(
             "serving_token_interval_seconds",
-            "Between two steps of one sequence",
+            "Between two tokens of one sequence; of an answer that is no stream, a mean of several",
             ["release"],
             buckets=_INTERVAL,
             registry=registry,

@@ -21,7 +21,7 @@ from serving.errors import ReleaseError
 from serving.probe import ProbeResult, measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
-from serving.tokenizer import LastTokenizer, ReleaseTokenizer
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
 from serving.weights import releases
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.release import RELEASE_FILE, Release
@@ -48,7 +48,6 @@ class SwapPhases:
         self._releases_dir = releases_dir
         self._pipeline = pipeline
         self._current = CurrentLink(releases_dir, settings.barrier_seconds)
-        self._tokenizer = LastTokenizer()
         self._retiring: dict[str, asyncio.Task[None]] = {}
         """Releases that are no longer live, whose last requests are still answered."""
 
@@ -90,7 +89,8 @@ class SwapPhases:
         with swap.timed("preflight"):
             try:
                 release, tokenizer = await bounded(
-                    asyncio.to_thread(self._read, swap.folder), self._settings.phase_seconds
+                    asyncio.to_thread(self._read, swap.folder, self._admission.live),
+                    self._settings.phase_seconds,
                 )
             except TimeoutError:
                 raise SwapStopped(
@@ -108,9 +108,13 @@ class SwapPhases:
             live_since=int(time.time()),
         )
 
-    def _read(self, folder: Path) -> tuple[Release, ReleaseTokenizer]:
+    def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
         release = self._check(folder)
-        return release, self._tokenizer.load(release, folder)
+        # While a tokenizer is loaded no other thread runs, and so no stream; and trained weights
+        # mostly come with the one that was there before.
+        if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
+            return release, live.tokenizer
+        return release, load_tokenizer(folder)
 
     def _check(self, folder: Path) -> Release:
         if not (folder / RELEASE_FILE).exists():
@@ -163,10 +167,7 @@ class SwapPhases:
                 raise SwapStopped("failed", f"stage: {error}") from error
 
     def _within_the_engine(self, candidate: LiveRelease) -> LiveRelease:
-        tokenizer, limit = candidate.tokenizer, self._engine.max_context(candidate.id)
-        if limit is None or limit >= tokenizer.context_length:
-            return candidate
-        return replace(candidate, tokenizer=replace(tokenizer, context_length=limit))
+        return replace(candidate, engine_context=self._engine.max_context(candidate.id))
 
     async def _switch_beside(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None

@@ -82,28 +82,16 @@ class Detokenizer:
         return piece
 
 
-class LastTokenizer:
-    """The tokenizer of one release after the other, loaded where its files changed.
+def tokenizer_files(release: Release) -> dict[str, FileEntry]:
+    """The files that a tokenizer may be made of: all that are neither weights nor a description.
 
-    While one of a hundred thousand tokens is loaded no other thread runs for half a second or so,
-    and trained weights mostly come with the tokenizer that was there before.
+    Of releases where these are equal, so are the tokenizers.
     """
-
-    def __init__(self) -> None:
-        self._last: tuple[dict[str, FileEntry], ReleaseTokenizer] | None = None
-
-    def load(self, release: Release, folder: Path) -> ReleaseTokenizer:
-        """Of `folder`, whose files were found to be those of `release`. Raises ReleaseError."""
-        files = {
-            name: entry
-            for name, entry in release.files.items()
-            if not (is_shard_name(name) or name in INDEX_FILES.values() or name.endswith(".md"))
-        }
-        if self._last is not None and self._last[0] == files:
-            return self._last[1]
-        tokenizer = load_tokenizer(folder)
-        self._last = files, tokenizer
-        return tokenizer
+    return {
+        name: entry
+        for name, entry in release.files.items()
+        if not (is_shard_name(name) or name in INDEX_FILES.values() or name.endswith(".md"))
+    }
 
 
 def load_tokenizer(folder: Path) -> ReleaseTokenizer:

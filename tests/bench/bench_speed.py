@@ -109,7 +109,7 @@ def _rates(shape: str, size: Size) -> dict[str, Rates]:
 def _cell(
     ours: Server, theirs: Server, network: Any, clients: int, tokens: int, size: Size
 ) -> Rates:
-    # Other prompts each time: nobody is to answer from its prefix cache.
+    # Nobody answers from a prefix cache: vLLM's holds blocks of 128 tokens, and a prompt has 16.
     seeds = itertools.count(1)
     per_second = partial(_per_second, seconds=size.turn_seconds)
 

@@ -43,7 +43,7 @@ def test_whole_answers_are_gathered_and_each_token_is_measured(
         lines = http.get("/metrics").text.splitlines()
     assert answer.status_code == 200, answer.text
     (generation,) = [each for each in asked if each.max_tokens == 30]
-    assert (generation.step_tokens > 1) == is_gathered
+    assert (generation.max_step_tokens > 1) == is_gathered
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     label = f'{{release="{release.release_id}"}}'
     assert values[f"serving_first_token_seconds_count{label}"] == "1.0"

@@ -58,6 +58,8 @@ class RememberingRunner:
             rows.extend(found[{"none": len(found), "last": -1, "all": 0}[chunk.wants] :])
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
 
+    def warm_up(self) -> None: ...
+
     def move(self, source: int, target: int, length: int) -> None:
         assert len(self._slots[source]) == length
         self._slots[target], self._slots[source] = self._slots[source], []
@@ -77,6 +79,7 @@ generations = st.builds(
     temperature=st.just(0.0),
     stop_token_ids=st.sampled_from([(), (3,), (5, 6)]),
     num_prompt_logprobs=st.sampled_from([None, 1]),
+    max_step_tokens=st.integers(1, 5),
 )
 moves = st.lists(
     st.one_of(generations, st.integers(0, 9), st.just("step")), min_size=1, max_size=40

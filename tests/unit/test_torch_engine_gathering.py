@@ -32,7 +32,7 @@ def answers(published: Published, *generations: Generation) -> list[list[Step]]:
 
 
 def test_the_first_token_comes_at_once_and_the_others_together(published: Published) -> None:
-    asked = greedy(prompt(5), max_tokens=12, step_tokens=4)
+    asked = greedy(prompt(5), max_tokens=12, max_step_tokens=4)
     (steps,) = answers(published, asked)
     assert [len(step.token_ids) for step in steps] == [1, 4, 4, 3]
     assert [step.finish_reason for step in steps] == [None, None, None, "length"]
@@ -43,7 +43,7 @@ def test_they_are_what_single_steps_bring(published: Published) -> None:
     one_by_one, gathered = answers(
         published,
         greedy(prompt(6), **changes),
-        greedy(prompt(6), **changes, step_tokens=3),
+        greedy(prompt(6), **changes, max_step_tokens=3),
     )
     assert len(gathered) < len(one_by_one)
     assert tokens(gathered) == tokens(one_by_one)
@@ -67,7 +67,7 @@ def test_a_stop_token_ends_the_gathering(published: Published) -> None:
     right = tokens(steps)
     end = next(n for n in range(2, len(right)) if right[n] not in right[:n])
     stop = {"max_tokens": 12, "stop_token_ids": (right[end],)}
-    (stopped,) = answers(published, greedy(prompt(5), **stop, step_tokens=50))
+    (stopped,) = answers(published, greedy(prompt(5), **stop, max_step_tokens=50))
     assert tokens(stopped) == right[: end + 1]
     assert stopped[-1].finish_reason == "stop"
 
@@ -75,9 +75,12 @@ def test_a_stop_token_ends_the_gathering(published: Published) -> None:
 def test_a_slot_is_free_after_tokens_that_were_gathered_for_nobody(published: Published) -> None:
     async def leave_and_ask() -> list[Step]:
         async with engine_with(published, max_batch=1) as engine:
-            leaving = engine.generate(published.id, greedy(prompt(5), 100, step_tokens=90))
+            leaving = engine.generate(published.id, greedy(prompt(5), 100, max_step_tokens=90))
             await anext(leaving)
+            sequence = leaving._sequence  # type: ignore[attr-defined]
             del leaving
-            return await ask(engine, published.id, greedy(prompt(6), 4))
+            found = await ask(engine, published.id, greedy(prompt(6), 4))
+            assert len(sequence.output) < 100, "it was not cut short"
+            return found
 
     assert len(tokens(asyncio.run(leave_and_ask()))) == 4

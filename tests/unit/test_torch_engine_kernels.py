@@ -74,7 +74,7 @@ def test_a_batch_of_any_size_finds_its_kernels(
             assert token_ids == expected(first.network, prompt(2, seed=seed))
 
 
-def test_nothing_is_warmed_up_beside_streams(
+def test_only_the_first_release_is_warmed_up(
     releases: tuple[Published, Published], kernels: list[Kernel]
 ) -> None:
     first, second = releases
@@ -92,9 +92,9 @@ def test_nothing_is_warmed_up_beside_streams(
 
 
 @given(st.integers(min_value=1, max_value=2_000))
-def test_rounding_up_costs_little(num_rows: int) -> None:
+def test_a_batch_is_rounded_up_by_less_than_half(num_rows: int) -> None:
     rounded = llama._rounded(num_rows)
-    assert num_rows <= rounded <= max(num_rows * 1.6, num_rows + 3)
+    assert num_rows <= rounded < max(num_rows * 1.5, num_rows + 4)
     assert llama._rounded(rounded) == rounded
 
 
@@ -118,3 +118,22 @@ def test_memory_is_given_back_once_a_release_has_left(
                 await given.wait()
 
     asyncio.run(replace())
+
+
+def test_an_engine_that_cannot_be_warmed_up_answers(
+    releases: tuple[Published, Published],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(runner: llama.LlamaRunner) -> None:
+        raise RuntimeError("no kernels today")
+
+    monkeypatch.setattr(llama.LlamaRunner, "warm_up", fail)
+    first = releases[0]
+
+    async def ask_it() -> list[list[int]]:
+        async with engine_with(first) as engine:
+            return await ask_all(engine, first.id, [greedy(prompt(3))])
+
+    assert asyncio.run(ask_it()) == [expected(first.network, prompt(3))]
+    assert "no kernels today" in caplog.text

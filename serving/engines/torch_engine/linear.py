@@ -16,19 +16,19 @@ class Linear:
     `F.linear` takes on the plain layout.
     """
 
-    __slots__ = ("__weakref__", "_is_packed", "_weight", "bias")
+    __slots__ = ("__weakref__", "_weight", "bias", "is_packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` is [out, in] and `bias` [out], both on the device and in the dtype to use."""
         self.bias = bias
-        self._is_packed = _is_packable(weight)
-        if self._is_packed:
+        self.is_packed = _is_packable(weight)
+        if self.is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] to [rows, out]."""
-        if self._is_packed:
+        if self.is_packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self.bias, "none", [], ""
             )
@@ -43,7 +43,7 @@ class Linear:
 
     def plain_weight(self) -> Tensor:
         """[out, in], the very values that it was made of; a copy where it is packed."""
-        return self._weight.to_dense(self._weight.dtype) if self._is_packed else self._weight
+        return self._weight.to_dense(self._weight.dtype) if self.is_packed else self._weight
 
 
 def _is_packable(weight: Tensor) -> bool:

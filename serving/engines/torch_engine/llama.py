@@ -17,7 +17,7 @@ from serving.engines.torch_engine.units import Built
 
 # oneDNN makes a kernel for each number of rows, at about a millisecond and 0.4 MB, and keeps it:
 # numbers are rounded up. (Up to so many rows, to multiples of this.) Few rows cost about the same,
-# since a step reads every weight whatever their number.
+# since a step reads every weight whatever their number; more cost up to a fifth of the matrices'.
 _ROW_STEPS = ((2, 1), (16, 4), (32, 8), (64, 16), (256, 32))
 _ROW_STEP_ABOVE = 64
 _ROWS_WARMED_UP = 64
@@ -61,19 +61,22 @@ class LlamaRunner:
         self._layers = [_assemble(shape, built, layer) for layer in range(shape.num_layers)]
 
     def warm_up(self) -> None:
-        """Make the kernels of decoding batches and short prompts: no stream waits for one then."""
+        """Make the kernels of decoding batches, and of short prompts beside few of them."""
+        if not self._head.is_packed:
+            return
         layer = self._layers[0]
         matrices = (layer.qkv, layer.output, layer.gate_up, layer.down, self._head)
-        by_shape = {matrix.shape: matrix for matrix in matrices}
-        for num_rows in sorted({_rounded(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
-            for (_, columns), matrix in by_shape.items():
-                matrix(self._embedding.new_zeros(num_rows, columns))
+        by_kind = {(matrix.shape, matrix.bias is None): matrix for matrix in matrices}
+        most = max(_ROWS_WARMED_UP, self.num_slots)
+        for num_rows in sorted({_rounded(number) for number in range(1, most + 1)}):
+            for matrix in by_kind.values():
+                matrix(self._embedding.new_zeros(num_rows, matrix.shape[1]))
 
     def move(self, source: int, target: int, length: int) -> None:
         self._slots.move(source, target, length)
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = _Rows(batch, self._embedding.dtype, self._device)
+        rows = _Rows(batch, self._embedding.dtype, self._device, are_rounded=self._head.is_packed)
         x = F.embedding(rows.token_ids, self._embedding)
         rotation = self._rotations[rows.positions]
         for index, layer in enumerate(self._layers):
@@ -151,9 +154,11 @@ class LlamaRunner:
 
 
 class _Rows:
-    """A batch as tensors: one row per token, decoding slots first."""
+    """A batch as tensors: one row per token, decoding slots first, then padding where rounded."""
 
-    def __init__(self, batch: Batch, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, batch: Batch, dtype: torch.dtype, device: torch.device, *, are_rounded: bool
+    ) -> None:
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
@@ -169,14 +174,15 @@ class _Rows:
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
             slots.extend([chunk.slot] * len(chunk.token_ids))
         self.count, self.num_wanted = len(token_ids), len(wanted)
-        token_ids.extend(_padding(self.count))
-        positions.extend(_padding(self.count))
+        if are_rounded:
+            token_ids.extend(_padding(self.count))
+            positions.extend(_padding(self.count))
         self.token_ids = torch.tensor(token_ids, device=device)
         self.positions = torch.tensor(positions, device=device)
         self.slots = torch.tensor(slots, device=device)
         self.wanted: Tensor | None = None
         if self.num_wanted < self.count:
-            wanted.extend(_padding(self.num_wanted))
+            wanted.extend(_padding(self.num_wanted) if are_rounded else [])
             self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
         self.longest = max(batch.lengths, default=0) + 1
         self.mask = _length_mask(batch.lengths, self.longest, dtype, device)

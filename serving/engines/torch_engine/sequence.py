@@ -75,7 +75,7 @@ class Sequence:
     def take_step(self, finish_reason: str | None) -> Step | None:
         """What is to be handed over now; None while tokens are gathered."""
         is_first = len(self._gathered) == len(self.output)
-        is_full = len(self._gathered) >= self.generation.step_tokens
+        is_full = len(self._gathered) >= self.generation.max_step_tokens
         if not (is_first or is_full or finish_reason is not None):
             return None
         step = Step(

@@ -28,7 +28,7 @@ class TorchEngineSettings(TorchSettings):
     """`auto` computes in the dtype of the release where the device is fast in it, else float32."""
     max_batch_tokens: int = 512
     """Prompt tokens read in one step at most."""
-    step_seconds: float = 0.1
+    step_seconds: float = 0.05
     """How long steps that read a prompt may hold back the streams that run beside them, those of
     both releases together. Held as far as 16 prompt tokens a step, the least that is read."""
     memory_reserve_bytes: int = 256 << 20

@@ -152,7 +152,11 @@ class StepLoop:
         # A kernel is one for so many threads, and while a release is staged there is one less.
         for left in {max(1, num_threads - 1), num_threads}:
             torch.set_num_threads(left)
-            lane.warm_up()
+            try:
+                lane.warm_up()
+            except Exception:
+                # Nobody waits for this; what is wrong with the steps they say themselves.
+                _log.exception("the engine could not be warmed up")
 
     def _is_running(self) -> bool:
         return any(not lane.is_idle for lane in self._lanes.values())
@@ -190,6 +194,7 @@ class StepLoop:
                 events.extend(lane.fail(error))
             self._submitted.clear()
             self._lanes.clear()
+            self._cold = None
             gone = list(self._leaving.values())
             self._leaving.clear()
         _deliver(events)
