@@ -26,7 +26,7 @@ SHAPE = {
     "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "context": 384,
+    "context": 2048,
     "max_shard_bytes": 1_000_000,
 }
 BLOCK_TOKENS = 128

@@ -161,21 +161,22 @@ class TestTied(_VllmConformance):
         assert after["choices"][0] == before
 
     def test_a_client_that_hangs_up_frees_its_slot(self, running_vllm: Served) -> None:
-        body = {"prompt": PROMPTS[0], "max_tokens": 300, "stream": True, "ignore_eos": True, "n": 8}
+        body = {"prompt": PROMPTS[0], "max_tokens": 2000, "ignore_eos": True, "n": 8}
         # A letter each time: bytes that are no character yet are no event of a stream.
-        body["logit_bias"] = {"65": 100}
+        body |= {"stream": True, "logit_bias": {"65": 100}}
         process = running_vllm.engine.process
         assert process is not None
         with (
             running_vllm.client() as http,
             http.stream("POST", "/v1/completions", json=body) as stream,
         ):
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # held: letting go of it hangs up
+            next(lines)
             ended = time.monotonic() + 5
             while running_vllm.num_unfinished() < 8:  # the last of them may not be there yet
                 assert time.monotonic() < ended
                 time.sleep(0.001)
-        # Long before 300 tokens are generated, and vLLM holds no block of theirs.
+        # Long before 2,000 tokens are generated, and vLLM holds no block of theirs.
         ended = time.monotonic() + 5
         while running_vllm.num_unfinished():
             assert time.monotonic() < ended
