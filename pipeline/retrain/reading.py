@@ -7,6 +7,7 @@ must come out as it went in, or its hash means nothing.
 """
 
 import csv
+import glob
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -167,9 +168,9 @@ def _stream(reader: str, path: Path, file: str, **options: object) -> Iterator["
     if path.stat().st_size == 0:
         return
     try:
-        records = datasets.load_dataset(
-            reader, data_files=[str(path)], split="train", streaming=True, **options
-        )
+        # Not `load_dataset`, which tells the Hub of every call, and waits for its answer.
+        read = getattr(datasets.IterableDataset, f"from_{reader}")
+        records = read(glob.escape(str(path)), **options)
         yield from records.with_format("arrow").iter(batch_size=1024)
     except UnicodeDecodeError:
         raise

@@ -1,6 +1,7 @@
 """What data files give, and what bad ones get: an error with file and line."""
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,30 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     for file in ("rows.parquet", "rows.json", "rows.jsonl", "rows.csv"):
         found = [(row.prompt, row.completion) for row in read_rows(tmp_path, [file], LIMIT)]
         assert found == expected, file
+
+
+def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> None:
+    names = ["rows[1].jsonl", "rows*.jsonl", "rows?{a}.csv", "rows[!x].txt", "rows.jsonl"]
+    for name in names:
+        content = f"text\n{name}\n" if name.endswith(".csv") else json.dumps({"text": name})
+        (tmp_path / name).write_text(content)
+    for name in names:
+        (row,) = read_rows(tmp_path, [name], LIMIT)
+        assert row.text is not None and name in row.text
+
+
+def test_reading_asks_nobody_on_the_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    asked: list[object] = []
+    # What nobody sees where the name cannot be resolved, or where the environment forbids it.
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: asked.append(args))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    for file, content in (("a.jsonl", '{"text": "a"}'), ("a.csv", "text\na\n"), ("a.txt", "a")):
+        assert read(tmp_path, content, file)
+    assert asked == []
 
 
 def test_text_files_give_paragraphs(tmp_path: Path) -> None:
