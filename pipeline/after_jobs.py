@@ -59,7 +59,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
 
 
 def _clear(home: Home, job: Job) -> None:
-    retention.clear(home.jobs_dir / job.id)
+    retention.clear(job, home.jobs_dir / job.id)
 
 
 def _tell(settings: Settings, home: Home, job: Job) -> None:

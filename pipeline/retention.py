@@ -7,15 +7,22 @@ from collections.abc import Collection
 from pathlib import Path
 
 from jobs.folder import STALE
+from jobs.record import Job
 from jobs.store import JobStore
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 
 logger = logging.getLogger(__name__)
 
 
-def clear(job_dir: Path) -> None:
-    """Remove what only a next attempt would have needed, and files whose writer was killed."""
-    shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
+RETRAINING = "pipeline.retrain"
+"""The module in the command of a job whose folder this knows its way about in."""
+
+
+def clear(job: Job, job_dir: Path) -> None:
+    """Remove what only a next attempt would have needed, and files whose writer was killed. What a
+    trainer of one's own calls `checkpoints` stays."""
+    if RETRAINING in job.spec.command:
+        shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
     for path in job_dir.glob(".*.[0-9]*"):
         path.unlink(missing_ok=True)
 

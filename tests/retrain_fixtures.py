@@ -59,9 +59,15 @@ class Pipeline:
         return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, files))))
 
     def job(self, revision: Revision, *, no_delta: str | None = None, **settings: Any) -> Path:
-        """A job folder for `revision`, its parent found as the snapshot stage finds it."""
+        """A job folder for `revision` that has its snapshot."""
         folder = self.home / "jobs" / f"job-{len(list(self.home.glob('jobs/*')))}"
         folder.mkdir(parents=True)
+        write_record(folder / "snapshot.json", self.snapshot(revision, no_delta=no_delta))
+        write_record(folder / "spec.json", self.spec(revision.sha, **settings))
+        return folder
+
+    def snapshot(self, revision: Revision, *, no_delta: str | None = None) -> DatasetSnapshot:
+        """What the snapshot stage would find now."""
         parent = find_parent(self.dir)
         base = None
         if parent is not None and no_delta is None:
@@ -69,7 +75,7 @@ class Pipeline:
             old = self.home / "revisions" / sha
             found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
             base = Revision(sha=sha, folder=old, files=tuple(sorted(filter(is_data_file, found))))
-        snapshot = DatasetSnapshot(
+        return DatasetSnapshot(
             dataset=DATASET,
             ref="refs/heads/main",
             revision=revision,
@@ -77,9 +83,6 @@ class Pipeline:
             parent=parent.id if parent is not None else None,
             no_delta=no_delta if parent is not None else "there is no release to go on from",
         )
-        write_record(folder / "snapshot.json", snapshot)
-        write_record(folder / "spec.json", self.spec(revision.sha, **settings))
-        return folder
 
     def spec(self, sha: str, **settings: Any) -> JobSpec:
         return JobSpec(

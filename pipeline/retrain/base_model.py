@@ -120,8 +120,10 @@ def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(preset_config(preset, tokenizer))
+    # One by one, jobs of a pipeline come here: what is there is of one that was killed.
+    for killed in folder.parent.glob(f".{folder.name}.*"):
+        shutil.rmtree(killed)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     model.save_pretrained(aside)
     tokenizer.save_pretrained(aside)

@@ -104,3 +104,9 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
         return None
     state: State = torch.load(job_dir / checkpoint.file, weights_only=True, map_location="cpu")
     return checkpoint, state
+
+
+def is_finished(job_dir: Path) -> bool:
+    """Whether the training is over, and only its weights are to be loaded."""
+    checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
+    return checkpoint is not None and checkpoint.finished

@@ -26,8 +26,11 @@ from pipeline.retrain.errors import TrainError
 if TYPE_CHECKING:
     from pipeline.retrain.job import Job
 
+logger = logging.getLogger(__name__)
+
 ERROR = ".train-error"
 """In the job's folder: why the processes broke off, in words."""
+_ATTEMPTS = 3
 _STARTED_BY = "RETRAIN_STARTED_BY"
 """In the environment: the pid of the process that must not be outlived."""
 
@@ -78,7 +81,8 @@ def process_group() -> Iterator[None]:
 def train_in_processes(job: "Job", count: int) -> None:
     """Run the train stage of `job` in `count` processes; leaves its finished checkpoint.
 
-    Raises TrainError, with the processes' own reason where they gave one.
+    A process that was killed ends the others; all go on from the checkpoint, `_ATTEMPTS` times in
+    all. Raises TrainError, with the processes' own reason where they gave one.
     """
     error = job.dir / ERROR
     error.unlink(missing_ok=True)
@@ -91,14 +95,17 @@ def train_in_processes(job: "Job", count: int) -> None:
         _STARTED_BY: str(os.getpid()),
     }
     command = [sys.executable, "-m", "pipeline.retrain.processes", str(count)]
-    code = subprocess.run(command, env=environ, check=False).returncode
-    if code != 0:
-        raise TrainError(
-            error.read_text(encoding="utf-8")
-            if error.exists()
-            else f"one of {count} training processes ended with exit code {code}; the job's log "
-            "tells more, and `train.num_processes = 1` does without them"
-        )
+    for attempt in range(1, _ATTEMPTS + 1):
+        code = subprocess.run(command, env=environ, check=False).returncode
+        if code == 0:
+            return
+        if error.exists():
+            raise TrainError(error.read_text(encoding="utf-8"))
+        logger.warning("a training process ended, attempt %d of %d", attempt, _ATTEMPTS)
+    raise TrainError(
+        f"one of {count} training processes ended {_ATTEMPTS} times, the last time with exit code "
+        f"{code}; the job's log tells more, and `train.num_processes = 1` does without them"
+    )
 
 
 def main(arguments: list[str]) -> int:

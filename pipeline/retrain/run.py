@@ -26,11 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 def retrain(job: Job) -> JobOutcome:
-    """Run the job to its end. Raises RetrainError or ReleaseError where a stage fails."""
+    """Run the job to its end. Raises RetrainError or ReleaseError where a stage fails.
+
+    Where another release is served meanwhile than the one that it goes on from, it begins again
+    from that one: a rollback would be undone by what was trained from the release gone back from.
+    """
     check_reporters(job.settings.train.report_to)
     check_lora(job.settings.train)
-    release = _published_before(job)
-    if release is None:
+    while True:
+        try:
+            return _retrain(job)
+        except _ParentMoved as moved:
+            logger.warning("%s; beginning again from there", moved)
+            _forget_progress(job)
+
+
+class _ParentMoved(Exception):
+    """What is served, or waits for a server, is not what the job goes on from."""
+
+
+def _retrain(job: Job) -> JobOutcome:
+    snapshot, release = _published_before(job)
+    if snapshot is None or release is None:
         snapshot, parent = _snapshot(job)
         with job.stage("data"):
             data = sort_out(snapshot, parent, job.settings.base_model, job.settings.train)
@@ -45,6 +62,7 @@ def retrain(job: Job) -> JobOutcome:
     job.learned(release=release.id)
 
     with job.stage("promote"):
+        _check_parent(job, snapshot, release)
         promotion = promote(
             job.pipeline_dir,
             release.id,
@@ -59,21 +77,23 @@ def retrain(job: Job) -> JobOutcome:
     )
 
 
-def _published_before(job: Job) -> Release | None:
-    """This job's release, where an earlier attempt got as far."""
+def _published_before(job: Job) -> tuple[DatasetSnapshot | None, Release | None]:
+    """This job's release, where an earlier attempt got as far, and what it was trained on."""
     snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
     if snapshot is None:
-        return None  # the releases of this id are of another database's job
+        return None, None  # the releases of this id are of another database's job
     mine = _newest_of_a_job(job.pipeline_dir)
     if (
         mine is None
         or mine.lineage.job_id != job.id
         or mine.lineage.dataset_revision != snapshot.revision.sha
+        # One from before the job began again was measured against another parent.
+        or (mine.evaluation or {}).get("against") != (snapshot.parent or job.settings.base_model)
     ):
-        return None
+        return None, None
     job_folder.write_record(job.dir / job_folder.RELEASE, mine)
     job.learned(dataset_revision=mine.lineage.dataset_revision, parent_release=mine.lineage.parent)
-    return mine
+    return snapshot, mine
 
 
 def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
@@ -120,6 +140,7 @@ def _learn(
         logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
 
     with job.stage("evaluate"):
+        _check_parent(job, snapshot)
         path = job.dir / job_folder.EVALUATION
         evaluation = job_folder.read_record(path, Evaluation)
         if evaluation is None:
@@ -130,6 +151,7 @@ def _learn(
         return evaluation, None
 
     with job.stage("export"):
+        _check_parent(job, snapshot)
         release = start.export(job, evaluation, _lineage(job, snapshot, parent, data, evaluation))
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
     return evaluation, release
@@ -157,12 +179,37 @@ def _lineage(
     )
 
 
-def _clear_away(job: Job) -> None:
-    """Remove what only this job needed, and the releases that are too old to go back to."""
-    removed = prune(job.pipeline_dir, job.settings.keep)
-    if removed:
-        logger.info("pruned %s", ", ".join(removed))
+def _check_parent(job: Job, snapshot: DatasetSnapshot, release: Release | None = None) -> None:
+    """Raises _ParentMoved. The job's own `release` may be served already: its promotion is asked
+    for again after a kill."""
+    found = find_parent(job.pipeline_dir)
+    now = found.id if found is not None else None
+    if now != snapshot.parent and (release is None or now != release.id):
+        raise _ParentMoved(
+            f"the job went on from {snapshot.parent or 'no release'}, and {now or 'none'} is "
+            "served meanwhile"
+        )
+
+
+def _forget_progress(job: Job) -> None:
+    """The snapshot last: a job that is killed in here finds again that its parent moved. A release
+    that was published before stays where it is, and is never served by this job."""
+    (job.dir / job_folder.CHECKPOINT).unlink(missing_ok=True)
     shutil.rmtree(job.dir / job_folder.CHECKPOINTS_DIR, ignore_errors=True)
-    parent = find_parent(job.pipeline_dir)
-    seen = parent.lineage.dataset_revision if parent is not None else None
-    job.hub.forget_others(*filter(None, (job.progress.dataset_revision, seen)))
+    for record in (job_folder.EVALUATION, job_folder.RELEASE, job_folder.SNAPSHOT):
+        (job.dir / record).unlink(missing_ok=True)
+
+
+def _clear_away(job: Job) -> None:
+    """Remove the releases and dataset revisions that are too old to go back to. The checkpoints
+    stay until the outcome is written: a job that is killed before must not train again."""
+    try:
+        removed = prune(job.pipeline_dir, job.settings.keep)
+        if removed:
+            logger.info("pruned %s", ", ".join(removed))
+        parent = find_parent(job.pipeline_dir)
+        seen = parent.lineage.dataset_revision if parent is not None else None
+        job.hub.forget_others(*filter(None, (job.progress.dataset_revision, seen)))
+    except Exception:
+        # The job has ended as it has ended, and the next one clears away again.
+        logger.exception("not everything old could be removed")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.retrain.base_model import PRESETS, base_folder
-from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.checkpoint import Checkpoint, is_finished
 from pipeline.retrain.data import Data
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.evaluate import Evaluation, compare
@@ -68,10 +68,11 @@ class Start:
             max_length=self.max_length,
             tokens_before=self.tokens_before,
         )
+        reports_here = rank() == 0 and not is_finished(job.dir)
         with (
             lora(self.model, settings.train),
             open_reporters(
-                settings.train.report_to if rank() == 0 else (),
+                settings.train.report_to if reports_here else (),
                 folder=job.dir,
                 pipeline=settings.pipeline,
                 job_id=job.id,

@@ -4,8 +4,9 @@ Text is learned whole; of `prompt` and `completion` only the completion, of `mes
 assistant says. A prompt is tokenized by itself, as the server will do it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.errors import BaseModelError
@@ -39,7 +40,7 @@ def sequences(
         if row.text is not None:
             pieces = _text(row.text, tokenizer, max_length)
         elif row.messages is not None:
-            pieces = [_messages(row.messages, tokenizer, max_length)]
+            pieces = _messages(row.messages, tokenizer, max_length)
         else:
             pieces = [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
         for token_ids, learned in pieces:
@@ -75,8 +76,11 @@ def _completion(
 ) -> _Piece:
     before = _ids(tokenizer, prompt)
     after = [*_ids(tokenizer, completion, add_special_tokens=False), tokenizer.eos_token_id]
-    if not before:
-        before = [tokenizer.eos_token_id]
+    return _fitting(before or [tokenizer.eos_token_id], after, max_length)
+
+
+def _fitting(before: list[int], after: list[int], max_length: int) -> _Piece:
+    """What is learned loses its end, and what stands before it its beginning."""
     after = after[: max_length - 1]
     before = before[-(max_length - len(after)) :]
     return before + after, [False] * len(before) + [True] * len(after)
@@ -84,8 +88,9 @@ def _completion(
 
 def _messages(
     messages: tuple[Message, ...], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> _Piece:
-    """Render the whole conversation once; what the assistant adds to each prompt is learned."""
+) -> list[_Piece]:
+    """Render the whole conversation once; what the assistant adds to each prompt is learned. One
+    that is too long gives a piece for each answer, with as much as fits of what leads to it."""
     if tokenizer.chat_template is None:
         raise BaseModelError(
             "the dataset has `messages`, but the base model's tokenizer has no chat template; take "
@@ -113,4 +118,18 @@ def _messages(
         any(first <= start < last for first, last in spans) and start < end
         for start, end in encoded["offset_mapping"]
     ]
-    return encoded["input_ids"][-max_length:], learned[-max_length:]
+    token_ids: list[int] = encoded["input_ids"]
+    if len(token_ids) <= max_length:
+        return [(token_ids, learned)]
+    return [
+        _fitting(token_ids[:first], token_ids[first:last], max_length)
+        for first, last in _runs(learned)
+    ]
+
+
+def _runs(learned: list[bool]) -> Iterator[tuple[int, int]]:
+    """First and last, which is not of it, of each stretch of tokens that are learned."""
+    for is_learned, run in groupby(range(len(learned)), key=learned.__getitem__):
+        places = list(run)
+        if is_learned:
+            yield places[0], places[-1] + 1

@@ -259,14 +259,27 @@ def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_pa
     assert lately.exists() and not aside.exists()
 
 
-def test_what_only_a_next_attempt_needed_goes_at_once(tmp_path: Path) -> None:
+def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:
+    command = ("python", "-m", "pipeline.retrain")
+    job = store.submit(JobSpec(command=command, pipeline="facts")).job
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"much")
     for name in (".outcome.json.123", ".lock", "outcome.json"):
         (tmp_path / name).touch()
-    retention.clear(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "outcome.json"]
-    retention.clear(tmp_path / "gone")
+    retention.clear(job, tmp_path)
+    left = {path.name for path in tmp_path.iterdir() if path.suffix != ".sqlite"}
+    assert left >= {".lock", "outcome.json"}
+    assert not left & {"checkpoints", ".outcome.json.123"}
+    retention.clear(job, tmp_path / "gone")
+
+
+def test_what_a_trainer_of_ones_own_calls_checkpoints_stays(
+    store: JobStore, tmp_path: Path
+) -> None:
+    job = store.submit(JobSpec(command=("./train.sh",), pipeline="facts")).job
+    (tmp_path / "checkpoints").mkdir()
+    retention.clear(job, tmp_path)
+    assert (tmp_path / "checkpoints").is_dir()
 
 
 # Metrics and logs

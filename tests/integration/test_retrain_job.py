@@ -248,12 +248,37 @@ def test_the_metrics_tell_every_stage_and_step(pipeline: Pipeline) -> None:
     assert read_metrics(path, end) == ((), end)
 
 
-def test_old_releases_and_working_files_go(pipeline: Pipeline) -> None:
+def test_old_releases_go(pipeline: Pipeline) -> None:
     for places in (4, 5, 6):
         gate = {"max_old_ratio": 99.0, "max_new_ratio": 99.0}
         pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}, keep=2, gate=gate)
     assert [release[:7] for release in release_ids(pipeline.dir)] == ["r000002", "r000003"]
-    assert not list(pipeline.home.glob("jobs/*/checkpoints"))
+
+
+def test_what_cannot_be_cleared_away_is_no_failure(pipeline: Pipeline) -> None:
+    pipeline.dir.mkdir(parents=True)
+    (pipeline.dir / "pinned").write_text("a line that is no release\n")
+    outcome = pipeline.learn({"a.jsonl": jsonl(facts())})
+    assert (outcome.result, outcome.exit_code) == ("published", 0)
+
+
+def test_a_job_that_is_killed_after_a_refusal_does_not_train_again(pipeline: Pipeline) -> None:
+    pipeline.learn({"a.jsonl": jsonl(facts(num_places=10))})
+    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=1))}))
+    refused = pipeline.run(folder)
+    assert refused.result == "rejected"
+    (folder / "outcome.json").unlink()
+    (folder / "metrics.jsonl").unlink()
+    assert pipeline.run(folder) == refused
+    metrics, _ = read_metrics(folder / "metrics.jsonl")
+    assert not [metric for metric in metrics if metric.event == "step"]
+
+
+def test_half_a_base_model_of_a_killed_job_goes(pipeline: Pipeline) -> None:
+    half = pipeline.home / "bases/facts/.tiny.999"
+    half.mkdir(parents=True)
+    assert pipeline.learn({"a.jsonl": jsonl(facts())}).result == "published"
+    assert not half.exists()
 
 
 def test_the_release_of_another_databases_job_is_not_this_ones(pipeline: Pipeline) -> None:

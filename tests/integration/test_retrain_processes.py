@@ -1,6 +1,7 @@
 """Several training processes: the losses of one, and their faults told like its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,26 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     steps = [metric.step for metric in metrics if metric.event == "step"]
     assert steps.count(1) == 1
     assert steps[-1] == saved.steps
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_LINUX, reason="processes are found in /proc")
+def test_a_training_process_that_is_killed_is_started_again(tmp_path: Path, base: str) -> None:
+    train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
+    pipeline = Pipeline(tmp_path, base_model=base, train=train | {"max_epochs": 1000})
+    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
+    job = pipeline.start(folder)
+    try:
+        until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=60)
+        (last, *_) = sorted(processes_of(folder), reverse=True)
+        os.kill(last, signal.SIGKILL)
+        assert job.wait(120) == 0, (folder / "log.txt").read_text()
+    finally:
+        job.kill()
+        job.wait()
+    log = (folder / "log.txt").read_text()
+    assert "a training process ended, attempt 1 of 3" in log
+    assert pipeline.run(folder).result == "published"
+    metrics, _ = read_metrics(folder / "metrics.jsonl")
+    steps = [metric.step for metric in metrics if metric.event == "step"]
+    assert steps.count(1) == 1

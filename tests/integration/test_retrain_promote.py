@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pipeline.retrain.errors import PromoteError
 from pipeline.retrain.promote import Promotion, promote
 from serving.swap_schemas import SwapRequest, SwapResult
-from serving.weights.releases import pending_release
+from serving.weights.releases import clear_pending, pending_release, set_current, set_pending
 
 RELEASE = "r000003-0123abcd"
 Answer = tuple[int, SwapResult | str]
@@ -103,6 +103,26 @@ def test_a_deferred_swap_is_asked_for_again(tmp_path: Path) -> None:
     assert found.result == "promoted"
     with pytest.raises(PromoteError, match="pipeline releases swap"):
         asked(tmp_path, (503, deferred))
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_a_release_that_somebody_chose_meanwhile_stands(tmp_path: Path, is_served: bool) -> None:
+    set_current(tmp_path, "r000002-0123abcd")
+    deferred = SwapResult(result="deferred", release=RELEASE, phase="barrier")
+
+    def defer() -> Answer:
+        set_pending(tmp_path, "r000001-0123abcd")
+        if is_served:
+            set_current(tmp_path, "r000001-0123abcd")
+            clear_pending(tmp_path, "r000001-0123abcd")
+        return 503, deferred
+
+    with server(defer) as (url, asked_with):
+        found = promote(tmp_path, RELEASE, server_url=url, admin_token=None, patience_seconds=30)
+    assert found.result == "superseded"
+    assert "r000001-0123abcd was taken instead" in str(found.reason)
+    assert len(asked_with) == 1
+    assert pending_release(tmp_path) == (None if is_served else "r000001-0123abcd")
 
 
 @pytest.mark.parametrize(

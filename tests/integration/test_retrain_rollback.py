@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.retrain import base_model
+from pipeline.retrain import base_model, run
+from pipeline.retrain.metrics import MetricsWriter
 from serving.weights.releases import (
     clear_pending,
     load_release,
@@ -64,3 +65,68 @@ def test_going_back_and_pushing_the_old_rows_again_changes_nothing(tmp_path: Pat
     serve(pipeline.dir, first)
     assert pipeline.learn(old).result == "unchanged"
     assert pipeline.learn(new).parent_release == first
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate", "export", "promote"])
+def test_a_running_job_begins_again_from_what_was_gone_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+    first, second = (
+        str(pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}).release)
+        for places in (6, 7)
+    )
+    serve(pipeline.dir, second)
+    revision = pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+    # There is no hub to ask again.
+    monkeypatch.setattr(run, "take_snapshot", lambda *_: pipeline.snapshot(revision))
+    begun: list[str] = []
+
+    def write(metrics: MetricsWriter, at: str, event: str, **values: object) -> None:
+        if event == "start":
+            begun.append(at)
+            if begun.count(stage) == 1 and at == stage:
+                serve(pipeline.dir, first)
+        written(metrics, at, event, **values)
+
+    written: Callable[..., None] = MetricsWriter.write
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    outcome = pipeline.run(pipeline.job(revision))
+
+    assert outcome.result == "published", outcome.reason
+    assert begun.count("train") == 2
+    lineage = load_release(pipeline.dir / str(outcome.release)).lineage
+    assert (lineage.mode, lineage.parent) == ("delta", first)
+    assert outcome.parent_release == first
+    evaluation = json.loads((tmp_path / "jobs/job-2/evaluation.json").read_text())
+    assert evaluation["against"] == first
+    assert pending_release(pipeline.dir) == outcome.release
+
+
+def test_a_release_from_before_it_began_again_is_not_promoted_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+    first, second = (
+        str(pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}).release)
+        for places in (6, 7)
+    )
+    serve(pipeline.dir, second)
+    revision = pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+    folder = pipeline.job(revision)
+    stale = pipeline.run(folder).release
+    clear_pending(pipeline.dir, str(stale))
+    # Killed before it promoted; somebody went back; killed again once it had begun again.
+    serve(pipeline.dir, first)
+    (folder / "outcome.json").unlink()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(run, "take_snapshot", lambda *_: pipeline.snapshot(revision))
+        patched.setattr(run, "_learn", _killed)
+        pipeline.run(folder)
+    outcome = pipeline.run(folder)
+    assert outcome.release not in (stale, None)
+    assert load_release(pipeline.dir / str(outcome.release)).lineage.parent == first
+
+
+def _killed(*_: object) -> None:
+    raise KeyboardInterrupt

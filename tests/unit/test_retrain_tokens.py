@@ -106,6 +106,40 @@ def test_a_long_prompt_loses_its_beginning(tokenizer: PreTrainedTokenizerFast) -
     assert learned_text(tokenizer, found, 16) == " fox<|end|>"
 
 
+def test_a_long_conversation_gives_each_answer_with_what_leads_to_it(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    talk = row(
+        messages=(
+            ("user", SENTENCE * 3),
+            ("assistant", "the fox"),
+            ("user", "and the dog"),
+            ("assistant", "sleeps " + SENTENCE * 3),
+        )
+    )
+    whole = str(
+        tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in talk.messages or ()],
+            tokenize=False,
+        )
+    )
+    first, second = sequences([talk], tokenizer, 32)
+    assert len(first.token_ids) <= 32 and len(second.token_ids) == 32
+    said = [
+        str(
+            tokenizer.decode(
+                [id for id, learned in zip(each.token_ids, each.learned, strict=True) if learned]
+            )
+        )
+        for each in (first, second)
+    ]
+    assert said[0] == "the fox<|end|>"
+    assert ("sleeps " + SENTENCE * 3).startswith(said[1])
+    for each in (first, second):
+        assert str(tokenizer.decode(each.token_ids)) in whole
+        assert not each.learned[0] and any(each.learned)
+
+
 @given(lengths=st.lists(st.integers(1, 64), max_size=300))
 @settings(max_examples=50)
 def test_packing_places_every_sequence_once_and_overfills_nothing(lengths: list[int]) -> None:
