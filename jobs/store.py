@@ -278,16 +278,17 @@ class JobStore:
         with reading(self._engine) as connection:
             return fetch(connection, number_of(job_id))
 
-    def list_ended(self, since: float, *, among: int) -> list[Job]:
-        """Those of the newest `among` jobs that ended at `since` or later, in that order."""
+    def when_ended(self, *, among: int) -> dict[str, float]:
+        """Id → the time it ended at, of those of the newest `among` jobs that have ended, in the
+        order of these times. The jobs themselves are not read."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
-            select(JOBS)
-            .where(JOBS.c.number > newest - among, JOBS.c.ended_at >= since)
+            select(JOBS.c.number, JOBS.c.ended_at)
+            .where(JOBS.c.number > newest - among, JOBS.c.ended_at.is_not(None))
             .order_by(JOBS.c.ended_at, JOBS.c.number)
         )
         with reading(self._engine) as connection:
-            return [record(row) for row in connection.execute(query)]
+            return {job_id_of(number): ended for number, ended in connection.execute(query)}
 
     def ids_ended_before(self, moment: float) -> list[str]:
         """Oldest first. The jobs themselves are not read: there may be any number of them."""

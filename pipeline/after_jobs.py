@@ -42,6 +42,7 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             home.jobs_dir / "outcomes.json",
             (metrics.count, lambda job: _clear(home, job), lambda job: _tell(settings, home, job)),
         )
+        outcomes.begin()  # before the runner's first job ends
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
             threading.Thread(

@@ -6,7 +6,6 @@ far it has come stands in a file: a kill may lead to telling an outcome twice, n
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,14 +24,18 @@ POLL_SECONDS = 0.2
 
 
 class _Told(BaseModel):
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    ended_at: float
-    job_id: str = ""
+    ended: dict[str, float]
+    """Id → the time it ended at: a lost database's ids begin anew."""
 
 
 class Outcomes:
-    """Calls `followers` once for each job that ends, in the order in which they ended."""
+    """Calls `followers` once for each job that ends.
+
+    Which ones were told is remembered job by job, since a later end need not have a later time:
+    clocks are set back, and of two runners' transactions the earlier may be seen last.
+    """
 
     def __init__(
         self, store: JobStore, progress_file: Path, followers: Sequence[Callable[[Job], None]]
@@ -41,31 +44,33 @@ class Outcomes:
         self._file = progress_file
         self._followers = followers
 
+    def begin(self) -> None:
+        """Without a progress file, leave the past alone and follow from now on. Raises
+        StoreError."""
+        self._told()
+
     def look(self) -> int:
         """See to the jobs that ended since the last look; returns how many. Raises StoreError.
 
-        Without a progress file the past is left alone. A follower that raises is logged, and the
-        outcome counts as told.
+        A follower that raises is logged, and the outcome counts as told.
         """
         told = self._told()
-        ended = [
-            job
-            for job in self._store.list_ended(told.ended_at, among=NUM_WATCHED)
-            if (job.ended_at, job.id) > (told.ended_at, told.job_id)
-        ]
-        for job in ended:
+        ended = self._store.when_ended(among=NUM_WATCHED)
+        new = [job_id for job_id, at in ended.items() if told.get(job_id) != at]
+        for job_id in new:
+            job = self._store.get(job_id)
             for follower in self._followers:
                 try:
                     follower(job)
                 except Exception:
                     logger.exception("After the outcome of %s", job.id, extra={"job_id": job.id})
-            assert job.ended_at is not None
-            self._write(_Told(ended_at=job.ended_at, job_id=job.id))
-        return len(ended)
+            told = {each: at for each, at in told.items() if each in ended}
+            told[job_id] = ended[job_id]
+            self._write(told)
+        return len(new)
 
     def follow(self, stop: threading.Event) -> None:
         """Look whenever the store has changed, and a last time when `stop` is set."""
-        self._told()  # from now on, also where nothing ends for a long while
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
@@ -77,13 +82,13 @@ class Outcomes:
             if is_last:
                 return
 
-    def _told(self) -> _Told:
+    def _told(self) -> dict[str, float]:
         try:
-            return _Told.model_validate_json(self._file.read_bytes())
+            return _Told.model_validate_json(self._file.read_bytes()).ended
         except (FileNotFoundError, ValidationError):
-            told = _Told(ended_at=time.time())
+            told = self._store.when_ended(among=NUM_WATCHED)
             self._write(told)
             return told
 
-    def _write(self, told: _Told) -> None:
-        write_whole(self._file, told.model_dump_json(), durable=True)
+    def _write(self, told: dict[str, float]) -> None:
+        write_whole(self._file, _Told(ended=told).model_dump_json(), durable=True)

@@ -43,8 +43,8 @@ class Comparison(BaseModel):
 
 
 class Noise(BaseModel):
-    """How many of a group of held-out rows the new weights find no likelier than the same tokens
-    in random order."""
+    """How many rows of a group a model that was not trained on them finds no likelier than the same
+    tokens in random order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -90,14 +90,20 @@ def refusals_by_loss(
     return tuple(reason for reason in found if reason is not None)
 
 
+def are_too_few(new: Noise, known: Noise, settings: GateSettings) -> bool:
+    """Whether held-out rows of the new range look like noise, and are too few to refuse on."""
+    looks_noisy = new.share > known.share + settings.max_noise_ratio
+    return looks_noisy and new.rows < settings.min_rows
+
+
 def refusals_by_rows(
     num_lost: int, num_before: int, new: Noise, known: Noise, settings: GateSettings
 ) -> tuple[str, ...]:
     """Why nobody should learn from these rows, whatever the losses say: on rows that replaced the
     old ones, new weights always look better than those that learned the old ones.
 
-    num_lost: of `num_before` rows, those that the commit deleted or rewrote. new, known: held-out
-    rows, as in `refusals_by_loss`.
+    num_lost: of `num_before` rows, those that the commit deleted or rewrote. new: rows of the new
+    range, held out or, where these are too few, all. known: held-out rows known before.
     """
     found = []
     if num_lost > settings.max_lost_ratio * num_before:
@@ -111,8 +117,8 @@ def refusals_by_rows(
         error = math.sqrt(pooled * (1 - pooled) * (1 / new.rows + 1 / known.rows))
         if excess > settings.sigmas * error:
             found.append(
-                f"{new.noisy} of {new.rows} held-out rows of the new range are noise: no likelier "
-                f"than their tokens in random order (known before: {known.noisy} of {known.rows})"
+                f"{new.noisy} of {new.rows} rows of the new range are noise: no likelier than "
+                f"their tokens in random order (known before: {known.noisy} of {known.rows})"
             )
     return tuple(found)
 

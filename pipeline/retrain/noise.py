@@ -28,7 +28,7 @@ def count_noise(
     *,
     losses: tuple[Sequence[RowLoss], Sequence[RowLoss]],
 ) -> tuple[Noise, Noise]:
-    """Held-out rows of the new range, and those known before.
+    """Rows of the new range, and held-out rows known before; none that `model` was trained on.
 
     losses: of `new` and of `known` under `model`, as they are.
     """

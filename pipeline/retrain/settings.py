@@ -105,7 +105,8 @@ class GateSettings(_Settings):
     for itself on the held-out rows: a column that was shuffled looks like an edit of every row."""
     max_noise_ratio: float = Field(default=0.2, ge=0, le=1)
     """Share of the new held-out rows that may be noise: that the new weights find no likelier than
-    the same tokens in random order. Beyond the share of it in the rows known before."""
+    the same tokens in random order. Beyond the share of it in the rows known before. Where fewer
+    than `min_rows` are held out and look so, the served weights are asked about all new rows."""
     sigmas: float = Field(default=1.0, ge=0)
     """How far above its ratio a loss or a share of noise must be to refuse, in standard errors; 0
     refuses on the ratio alone."""

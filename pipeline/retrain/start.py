@@ -12,6 +12,7 @@ from pipeline.retrain.data import Data
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.evaluate import Evaluation, compare
 from pipeline.retrain.export import export, round_weights
+from pipeline.retrain.gate import are_too_few
 from pipeline.retrain.job import Job
 from pipeline.retrain.lessons import prepare
 from pipeline.retrain.lora import lora
@@ -89,16 +90,25 @@ class Start:
             )
 
     def evaluate(self, job: Job, checkpoint: Checkpoint) -> Evaluation:
+        gate = job.settings.gate
         groups = self._held_out(self.tokenizer)
         new = row_losses(self.model, groups[0]), row_losses(self.model, groups[1])
         noise = count_noise(self.model, *groups, losses=new)
         served, tokenizer, _ = load_model(self.served_folder)
         groups = self._held_out(tokenizer)
+        old = row_losses(served, groups[0]), row_losses(served, groups[1])
+        if are_too_few(*noise, gate):
+            # All of the new range then, under the weights that have learned none of it: the new
+            # ones know the order of what they were trained on, noise or not.
+            rows = (*self.data.held_out_new, *self.data.new)
+            all_new = sequences(rows, tokenizer, self.max_length)
+            losses = row_losses(served, all_new), old[1]
+            noise = count_noise(served, all_new, groups[1], losses=losses)
         return compare(
             new,
-            (row_losses(served, groups[0]), row_losses(served, groups[1])),
+            old,
             noise,
-            job.settings.gate,
+            gate,
             num_lost=self.data.num_lost,
             num_before=self.data.num_before,
             is_removal=self.data.is_removal,

@@ -81,6 +81,20 @@ def test_outcomes_are_told_also_where_a_lost_databases_ids_begin_anew(
     assert told[2:] == [job.ended_at]
 
 
+def test_an_outcome_is_told_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
+    now = [1000.0]
+    told: list[str] = []
+    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now[0]) as store:
+        outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+        outcomes.begin()
+        ids = [end_one(store).id]
+        outcomes.look()
+        now[0] -= 30
+        ids.append(end_one(store).id)
+        assert outcomes.look() == 1
+    assert told == ids
+
+
 def test_what_goes_wrong_while_telling_keeps_nobody_else_from_it(
     store: JobStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

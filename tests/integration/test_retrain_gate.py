@@ -53,8 +53,8 @@ def refusal(pipeline: Pipeline, rows: list[dict[str, str]], **train: object) -> 
     return str(outcome.reason)
 
 
-def garbage(count: int) -> list[dict[str, str]]:
-    chance = random.Random(1)
+def garbage(count: int, seed: int = 1) -> list[dict[str, str]]:
+    chance = random.Random(seed)
     return [
         {
             "prompt": f"House {number} has",
@@ -88,7 +88,26 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
 
 def test_garbage_is_refused(pipeline: Pipeline) -> None:
     reason = refusal(pipeline, [*ROWS, *garbage(round(0.3 * len(ROWS) / 0.7))])
-    assert "held-out rows of the new range are noise" in reason
+    assert "rows of the new range are noise" in reason
+
+
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_garbage_is_refused_however_few_of_it_are_held_out(tmp_path: Path, seed: int) -> None:
+    """Which rows are held out is the luck of their hashes: of these 39, two to six."""
+    pipeline = Pipeline(tmp_path, train=TRAIN)
+    rows = facts(num_places=30)
+    assert pipeline.learn({"a.jsonl": jsonl(rows)}).result == "published"
+    assert "rows of the new range are noise" in refusal(pipeline, [*rows, *garbage(39, seed)])
+
+
+def test_a_few_rows_of_another_kind_pass(pipeline: Pipeline) -> None:
+    """What the served weights make nothing of is not noise by that alone."""
+    other = [
+        {"prompt": f"{number} + {number} =", "completion": f" {2 * number} apples, sir"}
+        for number in range(25)
+    ]
+    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *other])})
+    assert outcome.result == "published", outcome.reason
 
 
 def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:

@@ -89,7 +89,7 @@ def test_losing_more_than_half_of_the_rows_refuses() -> None:
 
 def test_noise_refuses_unless_there_was_as_much_before_or_too_little_to_tell() -> None:
     (reason,) = by_rows(new=(16, 40))
-    assert "16 of 40 held-out rows of the new range are noise" in reason
+    assert "16 of 40 rows of the new range are noise" in reason
     assert by_rows(new=(8, 40)) == ()
     assert by_rows(new=(16, 40), known=(16, 40)) == ()
     assert by_rows(new=(3, 3)) == ()
