@@ -155,6 +155,7 @@ class Swapper:
             result.result,
             result.phase,
             "; ".join(result.reasons) or f"before it {result.previous}",
+            extra={"release": result.release},
         )
         self._metrics.count_swap(result)
         if not swap.result.done():

@@ -64,13 +64,14 @@ def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
     assert "is kept until it is unpinned" in done
     assert (workplace.folder / "pipeline-backup" / "tokens.json").exists()
 
-    lines = [json.loads(line) for line in log_lines(workplace, "runner")]
-    about = [line for line in lines if line.get("job_id") == job["id"]]
-    assert about and about[0]["delivery_ids"] == job["outcome"]["delivery_ids"]
-    received = [json.loads(line) for line in log_lines(workplace, "receiver")]
-    assert {"delivery_id": job["outcome"]["delivery_ids"][0], "job_id": job["id"]}.items() <= next(
-        line for line in received if "job_id" in line
-    ).items()
+    # One push, from log to log.
+    (delivery_id,) = job["outcome"]["delivery_ids"]
+    (delivered,) = logged(workplace, "hub", delivery_id=delivery_id)
+    assert delivered["message"].endswith(": taken")
+    assert logged(workplace, "receiver", delivery_id=delivery_id, job_id=job["id"])
+    ran = logged(workplace, "runner", job_id=job["id"])
+    assert ran[0]["delivery_ids"] == [delivery_id]
+    assert logged(workplace, "serve", release=job["outcome"]["release"])
 
 
 def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
@@ -92,10 +93,11 @@ def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def log_lines(workplace: Workplace, service: str) -> list[str]:
-    """Those of the logger; what a service says when it starts is for a person."""
+def logged(workplace: Workplace, service: str, **ids: str) -> list[dict[str, Any]]:
+    """Lines of its logger about these; what a service says when it starts is for a person."""
     text = (workplace.home / "logs" / f"{service}.log").read_text()
-    return [line for line in text.splitlines() if line.startswith("{")]
+    lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return [line for line in lines if ids.items() <= line.items()]
 
 
 def workplace_call(workplace: Workplace, script: str, commands: Path) -> str:
