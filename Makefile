@@ -47,6 +47,7 @@ check: $(INSTALLED)
 	PYTHONPATH=. $(BIN)/lint-imports
 
 soak: $(INSTALLED)
+	$(BIN)/python -m pytest tests/soak/test_disk.py
 	$(BIN)/python -m tests.soak $(N)
 
 soak-webhooks: $(INSTALLED)

@@ -1,5 +1,6 @@
 """The training loop on a model of a few thousand weights: accumulation, clipping, when it stops."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from pipeline.retrain import train as loop
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.metrics import MetricsWriter, read_metrics
 from pipeline.retrain.packing import batch, pack
+from pipeline.retrain.scoring import autocast
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import Sequence
 from pipeline.retrain.train import Lessons, train
@@ -138,3 +140,36 @@ def test_labels_are_the_completions_tokens_one_place_earlier() -> None:
         [32, *[-1] * 8],
     ]
     assert part.position_ids.tolist()[0] == [0, 1, 2, 3, 0, 1, 2, 3, 4]
+
+
+def in_bfloat16(device: torch.device) -> AbstractContextManager[object]:
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def test_the_curve_in_bfloat16_is_that_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arithmetic that `autocast` takes on a GPU, here on whatever computes."""
+    _, exact = learn(tmp_path / "float32", rate=1e-2)
+    types: set[torch.dtype] = set()
+    model = make_model()
+    model.model.layers[0].mlp.register_forward_hook(lambda *call: types.add(call[-1].dtype))
+    monkeypatch.setattr(loop, "autocast", in_bfloat16)
+    _, rounded = learn(tmp_path / "bfloat16", model, rate=1e-2)
+    assert torch.bfloat16 in types  # and float32, where held-out rows are measured
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert exact[-1] < 0.9 * exact[0]
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert rounded != exact
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_trains_in_bfloat16(tmp_path: Path) -> None:
+    _, exact = learn(tmp_path / "cpu", rate=1e-2)
+    model = make_model().cuda()
+    _, rounded = learn(tmp_path / "gpu", model, rate=1e-2)
+    with autocast(model.device):
+        assert torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+    assert rounded == pytest.approx(exact, rel=0.05)
