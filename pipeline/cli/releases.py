@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pipeline.cli.options import JsonOption, PipelineOption
-from pipeline.cli.swap import served_before, swap_in
+from pipeline.cli.swap import swap_in
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -97,12 +97,13 @@ def swap(
 
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Serve what the server answered from before, where that is older; else the release that the
+    """Serve what was served before, where that is older; else the release that the
     served one was trained from, or the one before it."""
     from serving.errors import ReleaseError
     from serving.weights.releases import (
         list_releases,
         load_release,
+        previous_release,
         release_number,
         served_release,
     )
@@ -124,7 +125,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         print(f"pipeline: {error}; going back to the one before it", file=sys.stderr)
         parent = None
     # Never a newer one: going back twice is not going forth.
-    choices = (served_before(_configured(pipeline), served.name), parent, older[-1])
+    choices = (previous_release(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
 

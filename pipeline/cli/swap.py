@@ -13,28 +13,6 @@ if TYPE_CHECKING:
     from serving.swap_schemas import SwapResult
 
 
-def served_before(pipeline: "PipelineSettings", served: str) -> str | None:
-    """By the word of the server that serves it now; None where none is up or it tells of none."""
-    import httpx
-
-    from pipeline.settings import load_settings
-    from serving.api_keys import load_api_keys
-
-    settings = load_settings()
-    keys = load_api_keys(settings.serving)
-    try:
-        response = httpx.get(
-            f"{settings.server_url(pipeline)}/v1/models",
-            headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
-            timeout=5,
-            trust_env=False,
-        )
-        (live,) = response.raise_for_status().json()["data"]
-        return live["previous"] if live["release"] == served else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return None  # or something else listens there
-
-
 def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> None:
     """Have the release served, and print what came of it; without a server, leave it for the next.
 

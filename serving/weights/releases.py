@@ -4,6 +4,7 @@ A pipeline's folder is `<home>/releases/<pipeline>`, called `pipeline_dir` here:
 
     r000042-1f3ac9d2/   a release, immutable
     current             a link to the served release; only the server writes it, after the probe
+    previous            a link to what was served before it, whatever server it was
     pending             the id of a release that the next server to start swaps in
     pinned              ids that are never pruned, one per line
     counter             the last number given to a release, never given again
@@ -28,14 +29,16 @@ from serving.weights.release import RELEASE_FILE, Release
 logger = logging.getLogger(__name__)
 
 CURRENT = "current"
+PREVIOUS = "previous"
 PENDING = "pending"
 PINNED = "pinned"
 COUNTER = "counter"
 UNFINISHED = ".unfinished-"
 """Prefix of folders that are being written or removed; without the lock held they are leftovers."""
 REPLACING = ".replacing-"
-"""Prefix of what becomes `current` or `pending`. These are written without the lock, which a
-publisher holds for long; so one is a leftover only once it is older than REPLACING_SECONDS."""
+"""Prefix of what becomes `current`, `previous` or `pending`. These are written without the lock,
+which a publisher holds for long; so one is a leftover only once it is older than
+REPLACING_SECONDS."""
 REPLACING_SECONDS = 60.0
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
@@ -95,21 +98,48 @@ def served_release(pipeline_dir: Path) -> Path | None:
 
     None before the first release. The folder may be gone; `load_release` says so.
     """
-    try:
-        target = os.readlink(pipeline_dir / CURRENT)
-    except FileNotFoundError:
-        return None
-    release_number(target)
-    return pipeline_dir / target
+    target = _target(pipeline_dir / CURRENT)
+    return None if target is None else pipeline_dir / target
+
+
+def previous_release(pipeline_dir: Path) -> str | None:
+    """The id of what was served before the served one; it may be pruned by now."""
+    return _target(pipeline_dir / PREVIOUS)
 
 
 def set_current(pipeline_dir: Path, release_id: str) -> None:
     """Point `current` at a release, in one step. For the server alone."""
     release_number(release_id)
+    before, going_back_to = (_whole_target(pipeline_dir / name) for name in (CURRENT, PREVIOUS))
+    # Going back, the way forth is not remembered.
+    if before is not None and release_id not in (before, going_back_to):
+        _link(pipeline_dir, PREVIOUS, before)
+    _link(pipeline_dir, CURRENT, release_id)
+    fsync_dir(pipeline_dir)
+
+
+def _target(link: Path) -> str | None:
+    try:
+        target = os.readlink(link)
+    except FileNotFoundError:
+        return None
+    release_number(target)
+    return target
+
+
+def _whole_target(link: Path) -> str | None:
+    """None also for one that names no release."""
+    try:
+        return _target(link)
+    except ReleaseError as error:
+        logger.warning("%s is replaced: %s", link, error)
+        return None
+
+
+def _link(pipeline_dir: Path, name: str, release_id: str) -> None:
     link = pipeline_dir / f"{REPLACING}{uuid.uuid4().hex[:8]}"
     os.symlink(release_id, link)
-    os.replace(link, pipeline_dir / CURRENT)
-    fsync_dir(pipeline_dir)
+    os.replace(link, pipeline_dir / name)
 
 
 def pending_release(pipeline_dir: Path) -> str | None:

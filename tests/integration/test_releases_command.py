@@ -191,6 +191,20 @@ def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Conf
         assert again.output == f"{ids[0]} is served already\n"
 
 
+def test_rollback_knows_what_was_served_before_the_server_was_started_again(
+    configure: Configure,
+) -> None:
+    folder = configure(*free_ports(1))
+    ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
+    for release in (ids[0], ids[2]):  # ids[1] was published, and never served
+        releases.set_current(folder, release)
+    assert releases.previous_release(folder) == ids[0]
+    with running(with_own_token(folder)) as url:
+        configure(int(url.rpartition(":")[2]))
+        assert httpx.get(f"{url}/health").json()["release"] == ids[2]
+        assert pipeline("releases", "rollback").output.startswith(f"{ids[0]} is served, instead")
+
+
 def test_a_release_that_is_not_there_is_told_with_where_to_look(configure: Configure) -> None:
     configure(1)
     refused = pipeline("releases", "swap", "r000009-00000000")

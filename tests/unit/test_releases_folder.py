@@ -44,7 +44,27 @@ def test_current_moves_in_one_step(tmp_path: Path) -> None:
     releases.set_current(tmp_path, "r000001-aaaaaaaa")
     releases.set_current(tmp_path, "r000002-ffffffff")
     assert releases.served_release(tmp_path) == tmp_path / "r000002-ffffffff"
-    assert [path.name for path in tmp_path.iterdir()] == ["current"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "previous"]
+
+
+def test_what_was_served_before_is_known_and_a_way_forth_is_not(tmp_path: Path) -> None:
+    first, second, third = (f"r00000{number}-00000000" for number in (1, 2, 3))
+    releases.set_current(tmp_path, first)
+    assert releases.previous_release(tmp_path) is None
+    for release in (second, second, third):
+        releases.set_current(tmp_path, release)
+    assert releases.previous_release(tmp_path) == second
+    releases.set_current(tmp_path, second)
+    assert releases.previous_release(tmp_path) == second
+
+
+@pytest.mark.parametrize("broken", ["current", "previous"])
+def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
+    (tmp_path / broken).symlink_to("/etc")
+    for release in ("r000001-00000000", "r000002-00000000", "r000003-00000000"):
+        releases.set_current(tmp_path, release)
+    assert releases.served_release(tmp_path) == tmp_path / "r000003-00000000"
+    assert releases.previous_release(tmp_path) == "r000002-00000000"
 
 
 @pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])
