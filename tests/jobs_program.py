@@ -95,6 +95,14 @@ def use_torch(num_threads: str) -> None:
     say(f"sum {product.sum().item():.0f} preloaded {'torch' in sys.modules}")
 
 
+def session_niceness(pid: int | str) -> int | None:
+    """None where the system has none, see sched(7)."""
+    try:
+        return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+    except FileNotFoundError:
+        return None
+
+
 def show_process(*_: str) -> None:
     say(
         json.dumps(
@@ -103,6 +111,7 @@ def show_process(*_: str) -> None:
                 "cwd": os.getcwd(),
                 "name": __name__,
                 "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+                "niceness of the session": session_niceness("self"),
                 "stdin": sys.stdin.read(),
                 "leads_session": os.getsid(0) == os.getpid(),
                 "warm": "jobs.launchers.supervise" in sys.modules,

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ IS_LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
 """Settings of a process of its own, see prctl(2)."""
+_AUTOGROUP_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,28 @@ def end_with(parent: int) -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+
+
+def be_nice(niceness: int) -> None:
+    """Let this process, and what it starts in its session, step back behind those of niceness 0;
+    never forward.
+
+    Where Linux groups processes by session to share the processors out ("autogroup", sched(7)), a
+    nice value counts among those of one session only, and the session has one of its own.
+    """
+    niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
+    os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    # Without grouping there is no such file. For who is not root it can be written ten times a
+    # second, by all processes together.
+    for _ in range(_AUTOGROUP_ATTEMPTS):
+        try:
+            Path("/proc/self/autogroup").write_text(str(niceness))
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:
+            return
+        else:
+            return
 
 
 def _stat(pid: int) -> _Stat | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jobs.folder import EXIT, LOCK, LOG, PROCESS, read_record, write_whole
-from jobs.launchers.process import IS_LINUX, end_with, identify, prctl
+from jobs.launchers.process import IS_LINUX, be_nice, end_with, identify, prctl
 
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -135,7 +135,7 @@ def _leave_with(leader: int) -> None:
 
 
 def _become(request: Request, report: int, in_place: bool) -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, max(request.niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+    be_nice(request.niceness)
     if in_place:
         os.close(report)
         _run_module(request)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.launchers.process import end_with
+from jobs.launchers.process import be_nice, end_with
 from pipeline.errors import PipelineError
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
@@ -113,6 +113,7 @@ def main(arguments: list[str]) -> int:
     session finds these: each ends with the one that started it instead."""
     end_with(int(os.environ[_STARTED_BY]))
     os.environ[_STARTED_BY] = str(os.getpid())
+    be_nice(0)  # as the job is, in a session of its own
     if not arguments:
         return _train_here()
     from torch.distributed.run import main as torchrun

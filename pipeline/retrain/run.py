@@ -135,6 +135,7 @@ def _learn(
 
     start = open_start(job, data, parent)
     with job.stage("train"):
+        _check_parent(job, snapshot)
         job.learned(parent_release=parent.id if parent and data.mode == "delta" else None)
         checkpoint = start.train(job)
         logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 from pipeline.retrain.loss import summed_loss
 from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.packing import batch, block_length, epochs, pack
+from pipeline.retrain.packing import batch, block_length, epochs
 from pipeline.retrain.processes import add_up, from_first, rank, world_size
 from pipeline.retrain.scoring import autocast, mean_loss, predict, row_losses
 from pipeline.retrain.settings import TrainSettings
@@ -53,22 +54,29 @@ class Lessons:
 class Plan:
     block_length: int
     blocks_per_step: int
-    steps: int
+    blocks: int
+    """Of all steps; the last step may have fewer than the others."""
+
+    @property
+    def steps(self) -> int:
+        return math.ceil(self.blocks / self.blocks_per_step)
 
     @classmethod
     def of(cls, lessons: Lessons, settings: TrainSettings) -> "Plan":
+        """As many blocks as the epochs and the tokens of `lessons` allow, and one at least."""
         lengths = [len(sequence.token_ids) for sequence in lessons.training]
         length = block_length(lessons.training)
         num_tokens = min(lessons.max_epochs * sum(lengths), lessons.max_tokens)
         step_tokens = settings.tokens_per_step or min(
             MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, num_tokens / USUAL_STEPS)
         )
-        num_blocks = len(pack(lengths, length)) * num_tokens / sum(lengths)
-        per_step = max(1, round(step_tokens / length))
+        blocks = chain.from_iterable(epochs(lessons.training, length, settings.seed))
+        ends = accumulate(sum(lengths[index] for index in block) for block in blocks)
+        fitting = sum(1 for _ in takewhile(lambda end: end <= num_tokens, ends))
         return cls(
             block_length=length,
-            blocks_per_step=per_step,
-            steps=max(1, math.ceil(num_blocks / per_step)),
+            blocks_per_step=max(1, round(step_tokens / length)),
+            blocks=max(1, fitting),
         )
 
 
@@ -196,18 +204,15 @@ def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim
 
 def _steps(
     sequences: Sequence[TokenSequence], plan: Plan, seed: int, skip: int
-) -> Iterator[list[list[int]]]:
-    """The blocks of each step, without end, from step `skip` on."""
-    step: list[list[int]] = []
-    number = 0
-    for passed in epochs(sequences, plan.block_length, seed):
-        for block in passed:
-            step.append(block)
-            if len(step) == plan.blocks_per_step:
-                if number >= skip:
-                    yield step
-                number += 1
-                step = []
+) -> Iterator[Sequence[Sequence[int]]]:
+    """The blocks of each step of the plan, from step `skip` on."""
+    blocks = islice(
+        chain.from_iterable(epochs(sequences, plan.block_length, seed)),
+        skip * plan.blocks_per_step,
+        plan.blocks,
+    )
+    while step := list(islice(blocks, plan.blocks_per_step)):
+        yield step
 
 
 def _step(

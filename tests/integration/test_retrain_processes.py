@@ -18,6 +18,7 @@ from pipeline.retrain.job_folder import read_record as read_job_record
 from pipeline.retrain.metrics import read_metrics
 from pipeline.retrain.rows import Row
 from tests.jobs_fixtures import until
+from tests.jobs_program import session_niceness
 from tests.retrain_fixtures import Pipeline, facts, jsonl
 
 TRAIN = {"max_tokens": 4_000, "tokens_per_step": 512, "learning_rate": 1e-3, "evaluations": 3}
@@ -119,7 +120,7 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
         attempt=1,
         command=[sys.executable, "-m", "pipeline.retrain"],
         env=pipeline.environ(folder),
-        niceness=0,
+        niceness=7,
     )
     leader = subprocess.Popen(
         [sys.executable, "-m", "jobs.launchers.supervise"],
@@ -131,7 +132,10 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     leader.stdin.close()
     try:
         until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=60)
-        assert len(processes_of(folder)) >= 4, "the job, torchrun, and two that train"
+        training = processes_of(folder)
+        assert len(training) >= 4, "the job, torchrun, and two that train"
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in training} == {7}
+        assert {session_niceness(pid) for pid in training} <= {7, None}
         told = read_record(folder / PROCESS)
         assert told is not None and told["pid"] == leader.pid
     finally:

@@ -1,13 +1,16 @@
 """The plan of a training: how long, in what steps, at which rate, on what."""
 
+import math
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.retrain.lessons import delta_mix
 from pipeline.retrain.settings import TrainSettings
 from pipeline.retrain.tokens import Sequence
-from pipeline.retrain.train import Lessons, Plan, learning_rate
+from pipeline.retrain.train import Lessons, Plan, _steps, learning_rate
 
 
 def rows(count: int, length: int = 20) -> list[Sequence]:
@@ -28,10 +31,52 @@ def plan(count: int, length: int = 20, **settings: object) -> Plan:
 
 def test_the_token_budget_bounds_a_large_dataset_and_the_epochs_a_small_one() -> None:
     large = plan(5_000, 100, max_tokens=50_000)
-    trained = large.steps * large.blocks_per_step * large.block_length
-    assert 50_000 <= trained < 70_000
-    small = plan(100, 20, max_epochs=3)
-    assert small.steps * small.blocks_per_step * small.block_length == pytest.approx(6_000, rel=0.2)
+    # A hundred and twenty-eight tokens hold one such row: these are tokens of rows, not of blocks.
+    assert (large.block_length, large.blocks) == (128, 500)
+    small = plan(96, 20, max_epochs=3)
+    assert (small.block_length, small.blocks) == (128, 3 * 96 / 6)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 150), min_size=1, max_size=60),
+    epochs=st.floats(0.3, 4),
+    max_tokens=st.integers(1, 9_000),
+    tokens_per_step=st.integers(1, 2_000),
+    skip=st.integers(0, 5),
+)
+def test_the_steps_are_those_of_the_plan_and_keep_to_its_tokens(
+    lengths: list[int], epochs: float, max_tokens: int, tokens_per_step: int, skip: int
+) -> None:
+    training = [rows(1, length)[0] for length in lengths]
+    lessons = Lessons(
+        training=training,
+        held_out=[],
+        learning_rate=1.0,
+        max_tokens=max_tokens,
+        max_epochs=epochs,
+    )
+    found = Plan.of(lessons, TrainSettings(tokens_per_step=tokens_per_step))
+    steps = list(_steps(training, found, 0, skip=0))
+    assert len(steps) == found.steps
+    assert steps[skip:] == list(_steps(training, found, 0, skip=skip))
+    blocks = [block for step in steps for block in step]
+    assert len(blocks) == found.blocks
+    seen = Counter(index for block in blocks for index in block)
+    assert max(seen.values()) <= math.ceil(epochs)
+    if len(blocks) > 1:
+        assert sum(lengths[index] * count for index, count in seen.items()) <= max_tokens
+
+
+def test_an_epoch_is_every_row_once() -> None:
+    training = rows(61, 50)
+    lessons = Lessons(
+        training=training, held_out=[], learning_rate=1.0, max_tokens=10**6, max_epochs=1.0
+    )
+    found = Plan.of(lessons, TrainSettings(tokens_per_step=1_000))
+    seen = [
+        index for step in _steps(training, found, 0, skip=0) for block in step for index in block
+    ]
+    assert sorted(seen) == list(range(61))
 
 
 def test_small_datasets_get_small_steps_and_a_setting_overrides_it() -> None:
