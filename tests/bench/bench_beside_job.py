@@ -112,7 +112,7 @@ def _is_over(metrics: Path) -> bool:
     with metrics.open("rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 400))
-        lines = file.read().splitlines()
+        *lines, _ = file.read().split(b"\n")  # what follows the last end is being written
     last = json.loads(lines[-1])
     return bool(last["stage"] != "train" or last["event"] == "end")
 
