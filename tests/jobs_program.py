@@ -98,9 +98,10 @@ def use_torch(num_threads: str) -> None:
 def session_niceness(pid: int | str) -> int | None:
     """None where the system has none, see sched(7)."""
     try:
-        return int(Path(f"/proc/{pid}/autogroup").read_text().split()[-1])
+        words = Path(f"/proc/{pid}/autogroup").read_text().split()
     except FileNotFoundError:
         return None
+    return int(words[-1]) if words else None
 
 
 def show_process(*_: str) -> None:

@@ -89,12 +89,14 @@ def be_nice(niceness: int) -> None:
     """
     niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    # Without grouping there is no such file. For who is not root it can be written ten times a
-    # second, by all processes together.
+    session = Path("/proc/self/autogroup")  # missing or empty where processes are not grouped
     for _ in range(_AUTOGROUP_ATTEMPTS):
         try:
-            Path("/proc/self/autogroup").write_text(str(niceness))
+            found = session.read_text().split()
+            if found and int(found[-1]) < niceness:
+                session.write_text(str(niceness))
         except BlockingIOError:
+            # Who is not root may write ten times a second, all processes together.
             time.sleep(0.1)
         except OSError:
             return
