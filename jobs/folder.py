@@ -24,6 +24,8 @@ EXIT = "exit.json"
 """Of the local launcher: attempt and exit code; outlives everyone who might have waited."""
 LOCK = ".lock"
 """Held by the leading process, so that two attempts of a job can never run side by side."""
+COMPUTING = "computing"
+"""Beside the folders: running jobs share a lock on it, so that a server leaves them a core."""
 
 
 def write_whole(path: Path, content: str, *, durable: bool = False) -> None:

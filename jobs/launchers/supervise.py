@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from jobs.folder import EXIT, LOCK, LOG, PROCESS, read_record, write_whole
+from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_record, write_whole
 from jobs.launchers.process import IS_LINUX, be_nice, end_with, identify, prctl
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,6 +61,7 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     _redirect(job_dir / LOG)
     os.chdir(job_dir)
     _take_attempt(job_dir, request.attempt)
+    _say_that_it_computes(job_dir.parent / COMPUTING)
     if prctl is not None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command come to this process
     leader = os.getpid()
@@ -117,6 +118,13 @@ def _take_attempt(job_dir: Path, attempt: int) -> None:
     earlier = read_record(job_dir / PROCESS)
     if earlier is not None and earlier["attempt"] >= attempt:
         os._exit(0)
+
+
+def _say_that_it_computes(path: Path) -> None:
+    # Never closed: it is free once this process is gone, and a command that runs in place.
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with contextlib.suppress(OSError):  # there are no locks on that file system
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def _announce(job_dir: Path, attempt: int) -> None:

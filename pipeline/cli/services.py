@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from jobs.folder import COMPUTING
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -142,7 +143,7 @@ def serve(
         folder = releases_dir / release
     releases_dir.mkdir(parents=True, exist_ok=True)
     app = create_app(
-        engine=_engine(serving),
+        engine=_engine(serving, neighbours=home.jobs_dir / COMPUTING),
         settings=serving,
         releases_dir=releases_dir,
         pipeline=name,
@@ -152,7 +153,7 @@ def serve(
     serve_app(app, serving)
 
 
-def _engine(settings: "ServingSettings") -> "Engine":
+def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
     extra = "vllm" if settings.engine == "vllm" else "torch"
     try:
         match settings.engine:
@@ -172,7 +173,7 @@ def _engine(settings: "ServingSettings") -> "Engine":
                 from serving.engines.torch_engine import engine as torch_engine
 
                 return torch_engine.create_engine(
-                    dtype=settings.dtype, **settings.torch.model_dump()
+                    dtype=settings.dtype, neighbours=neighbours, **settings.torch.model_dump()
                 )
     except ModuleNotFoundError as error:
         raise PipelineError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs.folder import EXIT, LOCK, LOG, PROCESS, read_record
+from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_record
 from jobs.launcher import Launch, Status
 from jobs.launchers.local import LocalLauncher
 from tests.jobs_fixtures import is_gone, pids_in, until
@@ -218,6 +218,25 @@ def test_a_command_that_ignores_the_stop_is_killed(bench: Bench) -> None:
     bench.launcher.stop(handle, force=True)
     assert bench.ended(handle).exit_code == -signal.SIGKILL
     assert is_gone(pid)
+
+
+def test_a_server_can_tell_that_a_job_computes_until_nobody_does(bench: Bench) -> None:
+    lock = bench.jobs_dir / COMPUTING
+
+    def is_held() -> bool:
+        with lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    handle = bench.start("sleep_until_stopped")
+    bench.pids(1)
+    assert is_held()
+    os.kill(bench.leader(), signal.SIGKILL)
+    assert bench.ended(handle).phase == "vanished"
+    until(lambda: not is_held())
 
 
 def test_what_a_command_leaves_behind_ends_with_it(bench: Bench) -> None:

@@ -2,21 +2,16 @@
 
 import asyncio
 import gc
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from serving.engine import EngineError, StageError, Step
-from serving.engines.torch_engine import engine as engine_module
-from serving.engines.torch_engine import lane, llama
+from serving.engines.torch_engine import lane
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.staging import Staged
-from serving.weights.release import Release
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -61,71 +56,6 @@ def take_2_ms_a_token(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tupl
     monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
     runner.forward = slow
     return sizes
-
-
-def test_staging_on_one_core_leaves_the_steps_all_of_them(
-    published: Published, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_work: set[int] = set()
-    forward = llama.LlamaRunner.forward
-
-    def counted(runner: llama.LlamaRunner, batch: Batch) -> torch.Tensor:
-        at_work.add(torch.get_num_threads())
-        return forward(runner, batch)
-
-    monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
-
-    async def scenario() -> None:
-        async with engine_with(published, num_threads=None) as engine:
-            await ask(engine, published.id, greedy(prompt(5), 3))
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for _ in range(2):  # the second engine begins after the first one has staged
-            asyncio.run(scenario())
-        assert at_work == {2}
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_while_a_release_is_staged_the_steps_leave_it_a_core(
-    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other = publish(build(llama_config(), seed=1), tmp_path)
-    at_work: list[int] = []
-    has_lent = threading.Event()
-    forward, load = llama.LlamaRunner.forward, engine_module.load_runner
-
-    def counted(runner: llama.LlamaRunner, batch: Batch) -> torch.Tensor:
-        at_work.append(torch.get_num_threads())
-        if at_work[-1] == 1:
-            has_lent.set()
-        return forward(runner, batch)
-
-    def load_late(release: Release, *args: Any, **kwargs: Any) -> Staged:
-        if release.id == other.id:
-            assert has_lent.wait(10)
-        return load(release, *args, **kwargs)
-
-    monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
-    monkeypatch.setattr(engine_module, "load_runner", load_late)
-
-    async def scenario() -> None:
-        async with engine_with(published, num_threads=2) as engine:
-            running = engine.generate(published.id, greedy(prompt(5), max_tokens=120))
-            await anext(running)
-            assert at_work[-1] == 2
-            staging = asyncio.create_task(engine.stage(other.release, other.folder))
-            async for _ in running:
-                if staging.done():
-                    break
-            await staging
-            await ask(engine, published.id, greedy(prompt(5), max_tokens=2))
-            assert at_work[-1] == 2
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16])

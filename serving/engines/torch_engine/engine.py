@@ -13,6 +13,7 @@ from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.torch_engine.device import choose_device, give_back_memory
 from serving.engines.torch_engine.lane import Lane
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
+from serving.engines.torch_engine.neighbours import Neighbours
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -73,7 +74,9 @@ class TorchEngine:
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
         self._stop_staging = threading.Event()
         self._is_closed = False
-        self._steps = StepLoop(num_threads=settings.num_threads)
+        self._steps = StepLoop(
+            num_threads=settings.num_threads, neighbours=Neighbours(settings.neighbours)
+        )
 
     async def stage(self, release: Release, folder: Path) -> None:
         async with self._staging:

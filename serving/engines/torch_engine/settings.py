@@ -1,5 +1,6 @@
 """What the embedded engine is told: `[serving.torch]`, and what an engine of one's own may set."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,5 +34,7 @@ class TorchEngineSettings(TorchSettings):
     both releases together. Held as far as 16 prompt tokens a step, the least that is read."""
     memory_reserve_bytes: int = 256 << 20
     """Left free by staging."""
+    neighbours: Path | None = None
+    """A file on which others hold a lock while they compute: steps leave them a core then."""
     stage_wait_seconds: float = 120.0
     """How long a third release waits for one of two to end."""

@@ -12,6 +12,7 @@ import torch
 
 from serving.engine import EngineError, Step
 from serving.engines.torch_engine.lane import Event, Lane
+from serving.engines.torch_engine.neighbours import Neighbours
 from serving.engines.torch_engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ class StepLoop:
     Lanes take turns, a step each, so an old release ends its sequences beside the new one's.
     """
 
-    def __init__(self, *, num_threads: int | None) -> None:
+    def __init__(self, *, num_threads: int | None, neighbours: Neighbours) -> None:
         self._num_threads = num_threads
+        self._neighbours = neighbours
         self._changed = threading.Condition()
         self._submitted: deque[Sequence] = deque()
         self._lanes: dict[str, Lane] = {}
@@ -116,7 +118,7 @@ class StepLoop:
             with torch.inference_mode():
                 while self._wait_for_work():
                     self._warm_up(num_threads)
-                    left = max(1, num_threads - self._is_lending)
+                    left = max(1, num_threads - self._is_lending - self._neighbours.are_at_work)
                     if left != torch.get_num_threads():
                         torch.set_num_threads(left)
                     self._step_every_lane()
@@ -149,7 +151,8 @@ class StepLoop:
             lane, self._cold = self._cold, None
         if lane is None:
             return
-        # A kernel is one for so many threads, and while a release is staged there is one less.
+        # A kernel is one for so many threads, and while a release is staged, or others compute,
+        # there is one less.
         for left in {max(1, num_threads - 1), num_threads}:
             torch.set_num_threads(left)
             try:
