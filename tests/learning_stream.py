@@ -32,6 +32,8 @@ class Learned:
     seconds: float = 0.0
     """Of processor time, in one thread."""
     new_loss: float = float("nan")
+    new_loss_before: float = float("nan")
+    """Of the parent release, on the same rows, of which it has seen none."""
     old_loss: float = float("nan")
     old_loss_before: float = float("nan")
     """Of the parent release, on the same rows."""
@@ -93,6 +95,7 @@ def _learn(pipeline: Pipeline, commit: Commit) -> tuple[str, dict[str, Any]]:
         "tokens": evaluation["tokens"],
         "seconds": seconds,
         "new_loss": _number(evaluation["new"]["loss"]),
+        "new_loss_before": _number(evaluation["new"]["served_loss"]),
         "old_loss": _number(evaluation["known"]["loss"]),
         "old_loss_before": _number(evaluation["known"]["served_loss"]),
         "loss": nats / sum(group["tokens"] for group in groups),

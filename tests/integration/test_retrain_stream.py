@@ -29,8 +29,7 @@ def test_deltas_keep_up_with_a_full_retraining(
     for row in found:
         if row.mode == "delta":
             assert row.old_change <= 0.02, shown
-            assert row.new_loss < found[0].loss, shown
+            assert row.new_loss < 0.99 * row.new_loss_before, shown
     last = found[LAST_DELTA]
-    # A quarter, and the last step's rounding.
     assert last.share_of_tokens <= 0.25, shown
     assert last.against_full <= 0.01, shown
