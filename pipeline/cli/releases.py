@@ -97,8 +97,8 @@ def swap(
 
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Serve what was served before, where that is older; else the release that the
-    served one was trained from, or the one before it."""
+    """Serve what was served before, where that is older; else the release that the served one was
+    trained from, or the one before it."""
     from serving.errors import ReleaseError
     from serving.weights.releases import (
         list_releases,

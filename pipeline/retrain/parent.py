@@ -26,13 +26,15 @@ class Parent:
         )
 
 
-def find_parent(pipeline_dir: Path) -> Parent | None:
-    """The release that waits for a server, else the served one, else None.
-
-    Raises ReleaseError where there is one that cannot be read.
-    """
+def chosen_release(pipeline_dir: Path) -> Path | None:
+    """The folder of the release that waits for a server, else of the served one, else None."""
     pending = pending_release(pipeline_dir)
-    folder = pipeline_dir / pending if pending is not None else served_release(pipeline_dir)
+    return pipeline_dir / pending if pending is not None else served_release(pipeline_dir)
+
+
+def find_parent(pipeline_dir: Path) -> Parent | None:
+    """The chosen release. Raises ReleaseError where there is one that cannot be read."""
+    folder = chosen_release(pipeline_dir)
     return None if folder is None else Parent.of(load_release(folder), folder)
 
 

@@ -10,13 +10,9 @@ import httpx
 from pydantic import ValidationError
 
 from pipeline.retrain.errors import PromoteError
+from pipeline.retrain.parent import chosen_release
 from serving.swap_schemas import SwapRequest, SwapResult
-from serving.weights.releases import (
-    clear_pending,
-    pending_release,
-    served_release,
-    set_pending,
-)
+from serving.weights.releases import clear_pending, set_pending
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +42,7 @@ def promote(
     The marker comes first: a server that starts after the last attempt finds the release by it.
     Where somebody decides for another release while a server is asked again, that stands.
     """
-    before = _decided(pipeline_dir)
+    before = chosen_release(pipeline_dir)
     set_pending(pipeline_dir, release_id)
     if server_url is None:
         return Promotion(
@@ -79,17 +75,9 @@ def promote(
                     f"long requests hold it up; try `pipeline releases swap {release_id}` later"
                 )
         time.sleep(RETRY_SECONDS)
-        decided = _decided(pipeline_dir)
-        if decided not in (release_id, before):
-            return Promotion(result="superseded", reason=f"release {decided} was taken instead")
-
-
-def _decided(pipeline_dir: Path) -> str | None:
-    """The release that waits for a server, else the served one."""
-    if (pending := pending_release(pipeline_dir)) is not None:
-        return pending
-    served = served_release(pipeline_dir)
-    return served.name if served is not None else None
+        chosen = chosen_release(pipeline_dir)
+        if chosen is not None and chosen not in (pipeline_dir / release_id, before):
+            return Promotion(result="superseded", reason=f"release {chosen.name} was taken instead")
 
 
 def _ask(server_url: str, admin_token: str | None, release_id: str) -> httpx.Response:

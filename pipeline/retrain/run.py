@@ -14,7 +14,7 @@ from pipeline.retrain.data import Data, is_unchanged, sort_out
 from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.job import Job
 from pipeline.retrain.lora import check_lora
-from pipeline.retrain.parent import Parent, find_parent, load_parent
+from pipeline.retrain.parent import Parent, chosen_release, find_parent, load_parent
 from pipeline.retrain.promote import promote
 from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
@@ -183,8 +183,8 @@ def _lineage(
 def _check_parent(job: Job, snapshot: DatasetSnapshot, release: Release | None = None) -> None:
     """Raises _ParentMoved. The job's own `release` may be served already: its promotion is asked
     for again after a kill."""
-    found = find_parent(job.pipeline_dir)
-    now = found.id if found is not None else None
+    chosen = chosen_release(job.pipeline_dir)
+    now = chosen.name if chosen is not None else None
     if now != snapshot.parent and (release is None or now != release.id):
         raise _ParentMoved(
             f"the job went on from {snapshot.parent or 'no release'}, and {now or 'none'} is "

@@ -42,7 +42,7 @@ class TrainSettings(_Settings):
     train the preset on about 3,000 tokens/s. Where deltas have taken the served release further
     than this, a full training may go as far, up to four times this: it is measured against it."""
     delta_tokens_ratio: float = Field(default=0.24, gt=0, le=1)
-    """A delta's training tokens, to a step, as a share of what a full training would take now."""
+    """A delta's training tokens, at most, as a share of what a full training would take now."""
     replay_ratio: float = Field(default=3.0, ge=0)
     """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
     min_replay_tokens: int = Field(default=16_384, ge=0)

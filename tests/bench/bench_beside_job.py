@@ -62,8 +62,8 @@ def measure(size: Size) -> Result:
             reported("median while a job trains", 1e3 * percentile(beside, 0.5), "ms"),
             reported("tokens while it trained", len(beside), ""),
         ),
-        bounded_by="cores: the server computes with all of them, and the job, which is niced, gets "
-        "what is left; memory bandwidth and caches are shared",
+        bounded_by="cores: the server leaves the job one, and all else on the machine shares the "
+        "others with it; memory bandwidth and caches are shared, too",
         detail={"p99_before": percentile(before, 0.99), "p99_after": percentile(after, 0.99)},
     )
 

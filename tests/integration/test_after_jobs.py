@@ -276,14 +276,13 @@ def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_pa
 def test_what_only_a_next_attempt_needed_goes_at_once(store: JobStore, tmp_path: Path) -> None:
     command = ("python", "-m", "pipeline.retrain")
     job = store.submit(JobSpec(command=command, pipeline="facts")).job
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "step-1.pt").write_bytes(b"much")
+    folder = tmp_path / job.id
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "checkpoints" / "step-1.pt").write_bytes(b"much")
     for name in (".outcome.json.123", ".lock", "outcome.json"):
-        (tmp_path / name).touch()
-    retention.clear(job, tmp_path)
-    left = {path.name for path in tmp_path.iterdir() if path.suffix != ".sqlite"}
-    assert left >= {".lock", "outcome.json"}
-    assert not left & {"checkpoints", ".outcome.json.123"}
+        (folder / name).touch()
+    retention.clear(job, folder)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "outcome.json"]
     retention.clear(job, tmp_path / "gone")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.retrain import base_model, run
 from pipeline.retrain.metrics import MetricsWriter
+from pipeline.retrain.snapshot import Revision
 from serving.weights.releases import (
     clear_pending,
     load_release,
@@ -67,17 +68,22 @@ def test_going_back_and_pushing_the_old_rows_again_changes_nothing(tmp_path: Pat
     assert pipeline.learn(new).parent_release == first
 
 
-@pytest.mark.parametrize("stage", ["train", "evaluate", "export", "promote"])
-def test_a_running_job_begins_again_from_what_was_gone_back_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+def on_its_second_release(home: Path) -> tuple[Pipeline, str, Revision]:
+    """A pipeline, its first release, which is no longer served, and a third commit."""
+    pipeline = Pipeline(home, train=SMALL, gate={"sigmas": 99.0})
     first, second = (
         str(pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}).release)
         for places in (6, 7)
     )
     serve(pipeline.dir, second)
-    revision = pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+    return pipeline, first, pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate", "export", "promote"])
+def test_a_running_job_begins_again_from_what_was_gone_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    pipeline, first, revision = on_its_second_release(tmp_path)
     # There is no hub to ask again.
     monkeypatch.setattr(run, "take_snapshot", lambda *_: pipeline.snapshot(revision))
     begun: list[str] = []
@@ -106,13 +112,7 @@ def test_a_running_job_begins_again_from_what_was_gone_back_to(
 def test_a_release_from_before_it_began_again_is_not_promoted_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
-    first, second = (
-        str(pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}).release)
-        for places in (6, 7)
-    )
-    serve(pipeline.dir, second)
-    revision = pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
+    pipeline, first, revision = on_its_second_release(tmp_path)
     folder = pipeline.job(revision)
     stale = pipeline.run(folder).release
     clear_pending(pipeline.dir, str(stale))
