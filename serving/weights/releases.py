@@ -104,15 +104,15 @@ def served_release(pipeline_dir: Path) -> Path | None:
 
 def previous_release(pipeline_dir: Path) -> str | None:
     """The id of what was served before the served one; it may be pruned by now."""
-    return _target(pipeline_dir / PREVIOUS)
+    return _whole_target(pipeline_dir / PREVIOUS)
 
 
 def set_current(pipeline_dir: Path, release_id: str) -> None:
     """Point `current` at a release, in one step. For the server alone."""
     release_number(release_id)
-    before, going_back_to = (_whole_target(pipeline_dir / name) for name in (CURRENT, PREVIOUS))
+    before = _whole_target(pipeline_dir / CURRENT)
     # Going back, the way forth is not remembered.
-    if before is not None and release_id not in (before, going_back_to):
+    if before is not None and release_id not in (before, previous_release(pipeline_dir)):
         _link(pipeline_dir, PREVIOUS, before)
     _link(pipeline_dir, CURRENT, release_id)
     fsync_dir(pipeline_dir)
@@ -132,7 +132,7 @@ def _whole_target(link: Path) -> str | None:
     try:
         return _target(link)
     except ReleaseError as error:
-        logger.warning("%s is replaced: %s", link, error)
+        logger.warning("%s: %s", link, error)
         return None
 
 

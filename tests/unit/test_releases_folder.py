@@ -61,6 +61,7 @@ def test_what_was_served_before_is_known_and_a_way_forth_is_not(tmp_path: Path) 
 @pytest.mark.parametrize("broken", ["current", "previous"])
 def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
     (tmp_path / broken).symlink_to("/etc")
+    assert releases.previous_release(tmp_path) is None
     for release in ("r000001-00000000", "r000002-00000000", "r000003-00000000"):
         releases.set_current(tmp_path, release)
     assert releases.served_release(tmp_path) == tmp_path / "r000003-00000000"
