@@ -11,17 +11,18 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
-from jobs.errors import PendingJob
+from jobs.errors import JobNotFound, PendingJob
 from jobs.record import Delivery, Job, JobRequest, Submission
 from jobs.rows import (
     due_at,
-    fetch,
     is_delivery,
+    job_id_of,
     joined,
+    name_deliveries,
     newest_commit,
     number_of,
     record,
-    with_delivery,
+    spec_as_json,
 )
 from jobs.schema import DELIVERIES, JOBS
 from jobs.spec import JobSpec
@@ -48,8 +49,7 @@ def place_all(
         if number is not None:
             submission = Submission(job=placing.job(number), is_new=False, how="duplicate")
         else:
-            spec = with_delivery(request.spec, delivery.id)
-            submission = placing.place(spec, request.payload, request.joins)
+            submission = placing.place(request.spec, request.payload, request.joins, delivery.id)
             told[key] = delivery, number_of(submission.job.id)
         submissions.append(submission)
     placing.write()
@@ -111,8 +111,25 @@ class _Placing:
         self._now = now
         self._latest: dict[str, _Latest | None] = {}
         self._changed: set[str] = set()
+        self._named: list[tuple[int, str]] = []
+        """A job's number, and a delivery that it answers for now."""
 
-    def place(self, spec: JobSpec, payload: dict[str, Any] | None, joins: bool) -> Submission:
+    def place(
+        self,
+        spec: JobSpec,
+        payload: dict[str, Any] | None,
+        joins: bool,
+        delivery_id: str | None = None,
+    ) -> Submission:
+        submission = self._place(spec, payload, joins)
+        # Nobody has read a pending job, so it can name the deliveries that it also answers.
+        if spec.revisions is not None and submission.job.state == "SCHEDULING":
+            number = number_of(submission.job.id)
+            arrived = () if delivery_id is None else (delivery_id,)
+            self._named += [(number, id) for id in (*spec.revisions.delivery_ids, *arrived)]
+        return submission
+
+    def _place(self, spec: JobSpec, payload: dict[str, Any] | None, joins: bool) -> Submission:
         latest = self._twin_alone(spec) if spec.pipeline is None else self._newest(spec.pipeline)
         if (
             # Only the latest job counts: after a push of A, of B and of A again, the last one has
@@ -122,7 +139,7 @@ class _Placing:
             and latest.dedupe_key == spec.dedupe_key
             and latest.job.state != "ERROR"
         ):
-            return Submission(job=self._named(latest, spec), is_new=False, how="duplicate")
+            return Submission(job=latest.job, is_new=False, how="duplicate")
         if spec.pipeline is None or latest is None or latest.job.state != "SCHEDULING":
             job = self._insert(spec, payload)
             self._keep(spec.pipeline, _Latest(job=job, dedupe_key=spec.dedupe_key))
@@ -138,7 +155,10 @@ class _Placing:
         for latest in self._latest.values():
             if latest is not None and number_of(latest.job.id) == number:
                 return latest.job
-        return fetch(self._connection, number)
+        row = self._connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
+        if row is None:
+            raise JobNotFound(job_id_of(number))
+        return record(row)
 
     def write(self) -> None:
         for pipeline in self._changed:
@@ -148,12 +168,13 @@ class _Placing:
                 update(JOBS)
                 .where(JOBS.c.number == number_of(latest.job.id))
                 .values(
-                    spec=latest.job.spec.model_dump_json(),
+                    spec=spec_as_json(latest.job.spec),
                     run_after=latest.job.run_after,
                     payload=_as_json(latest.job.payload),
                     dedupe_key=latest.dedupe_key,
                 )
             )
+        name_deliveries(self._connection, self._named, self._now)
 
     def _newest(self, pipeline: str) -> _Latest | None:
         if pipeline not in self._latest:
@@ -174,18 +195,6 @@ class _Placing:
         row = self._connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
         return None if row is None else _Latest(job=record(row), dedupe_key=row.dedupe_key)
 
-    def _named(self, latest: _Latest, spec: JobSpec) -> Job:
-        """Nobody has read a pending job, so it can name the deliveries that it also answers."""
-        job = latest.job
-        if job.state != "SCHEDULING" or spec.revisions is None or spec.pipeline is None:
-            return job
-        named = job.spec
-        for delivery_id in spec.revisions.delivery_ids:
-            named = with_delivery(named, delivery_id)
-        job = replace(job, spec=named)
-        self._keep(spec.pipeline, replace(latest, job=job), is_changed=True)
-        return job
-
     def _merged(self, latest: _Latest, spec: JobSpec, payload: dict[str, Any] | None) -> _Latest:
         both = joined(latest.job.spec, spec)
         run_after = due_at(both, latest.job.created_at, self._now)
@@ -201,7 +210,7 @@ class _Placing:
             .values(
                 pipeline=spec.pipeline,
                 state="SCHEDULING",
-                spec=spec.model_dump_json(),
+                spec=spec_as_json(spec),
                 payload=_as_json(payload),
                 dedupe_key=spec.dedupe_key,
                 created_at=self._now,

@@ -76,6 +76,7 @@ class JobRequest:
 @dataclass(frozen=True, kw_only=True)
 class Submission:
     job: Job
+    """Without the deliveries that it answers for, which may be many: `JobStore.get` names them."""
     is_new: bool
     """Whether `job` was created by this call."""
     how: Literal["created", "merged", "duplicate"]

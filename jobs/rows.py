@@ -1,14 +1,16 @@
 """Single steps on the rows of the store; each runs inside a transaction of `jobs/store.py`."""
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Update, insert, select, update
+from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
 
 from jobs.errors import IllegalMove, JobNotFound, LeaseLost
 from jobs.outcome import JobOutcome
 from jobs.record import MOVES, Delivery, Job, state_after
-from jobs.schema import DELIVERIES, JOBS
+from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, insert_missing
 from jobs.spec import JobSpec
 
 # Of so many digits every number fits into an INTEGER of PostgreSQL.
@@ -27,11 +29,11 @@ def number_of(job_id: str) -> int:
     return int(digits)
 
 
-def record(row: Row[Any]) -> Job:
+def record(row: Row[Any], delivery_ids: Sequence[str] = ()) -> Job:
     return Job(
         id=job_id_of(row.number),
         state=row.state,
-        spec=JobSpec.model_validate_json(row.spec),
+        spec=_naming(JobSpec.model_validate_json(row.spec), tuple(delivery_ids)),
         payload=None if row.payload is None else json.loads(row.payload),
         outcome=None if row.outcome is None else JobOutcome.model_validate_json(row.outcome),
         created_at=row.created_at,
@@ -47,16 +49,41 @@ def record(row: Row[Any]) -> Job:
     )
 
 
+def spec_as_json(spec: JobSpec) -> str:
+    """For the column, which names no deliveries."""
+    return _naming(spec, ()).model_dump_json()
+
+
+def _naming(spec: JobSpec, delivery_ids: tuple[str, ...]) -> JobSpec:
+    if spec.revisions is None or spec.revisions.delivery_ids == delivery_ids:
+        return spec
+    revisions = spec.revisions.model_copy(update={"delivery_ids": delivery_ids})
+    return spec.model_copy(update={"revisions": revisions})
+
+
+def read(connection: Connection, query: Select[Any]) -> list[Job]:
+    """The jobs that `query` selects, in its order, with the deliveries that each answers for."""
+    rows = connection.execute(query).all()
+    delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
+    chosen = query.with_only_columns(JOBS.c.number)
+    names = select(JOB_DELIVERIES.c.job_number, JOB_DELIVERIES.c.delivery_id)
+    names = names.where(JOB_DELIVERIES.c.job_number.in_(chosen)).order_by(JOB_DELIVERIES.c.arrival)
+    for number, delivery_id in connection.execute(names):
+        delivery_ids[number].append(delivery_id)
+    return [record(row, delivery_ids[row.number]) for row in rows]
+
+
 def fetch(connection: Connection, number: int) -> Job:
-    row = connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
-    if row is None:
+    found = read(connection, select(JOBS).where(JOBS.c.number == number))
+    if not found:
         raise JobNotFound(job_id_of(number))
-    return record(row)
+    return found[0]
 
 
 def change(connection: Connection, job_id: str, **values: Any) -> Job:
-    query: Update = update(JOBS).where(JOBS.c.number == number_of(job_id)).values(**values)
-    return record(connection.execute(query.returning(*JOBS.c)).one())
+    number = number_of(job_id)
+    connection.execute(update(JOBS).where(JOBS.c.number == number).values(**values))
+    return fetch(connection, number)
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
@@ -73,7 +100,8 @@ def end(connection: Connection, job: Job, outcome: JobOutcome | None, now: float
     successor = fetch_pending(connection, job.spec.pipeline) if state == "ERROR" else None
     if successor is not None:
         spec = joined(job.spec, successor.spec)
-        change(connection, successor.id, spec=spec.model_dump_json())
+        change(connection, successor.id, spec=spec_as_json(spec))
+        _name_for(connection, successor, job)
     return change(
         connection,
         job.id,
@@ -88,10 +116,8 @@ def end(connection: Connection, job: Job, outcome: JobOutcome | None, now: float
 def fetch_pending(connection: Connection, pipeline: str | None) -> Job | None:
     if pipeline is None:
         return None
-    row = connection.execute(
-        select(JOBS).where(JOBS.c.pipeline == pipeline, JOBS.c.state == "SCHEDULING")
-    ).one_or_none()
-    return None if row is None else record(row)
+    pending = select(JOBS).where(JOBS.c.pipeline == pipeline, JOBS.c.state == "SCHEDULING")
+    return next(iter(read(connection, pending)), None)
 
 
 def joined(older: JobSpec, newer: JobSpec) -> JobSpec:
@@ -112,13 +138,34 @@ def newest_commit(spec: JobSpec) -> str | None:
     return None if spec.revisions is None else spec.revisions.new_sha
 
 
-def with_delivery(spec: JobSpec, delivery_id: str) -> JobSpec:
-    if spec.revisions is None or delivery_id in spec.revisions.delivery_ids:
-        return spec
-    ids = (*spec.revisions.delivery_ids, delivery_id)
-    return spec.model_copy(
-        update={"revisions": spec.revisions.model_copy(update={"delivery_ids": ids})}
+def name_deliveries(
+    connection: Connection, named: Sequence[tuple[int, str]], received_at: float
+) -> None:
+    """Let each job, by its number, answer for that delivery too. A delivery is named once."""
+    if not named:
+        return
+    arrived = connection.scalar(select(func.max(JOB_DELIVERIES.c.arrival))) or 0
+    connection.execute(
+        insert_missing(connection, JOB_DELIVERIES),
+        [
+            {
+                "job_number": number,
+                "delivery_id": delivery_id,
+                "arrival": arrival,
+                "received_at": received_at,
+            }
+            for arrival, (number, delivery_id) in enumerate(named, start=arrived + 1)
+        ],
     )
+
+
+def _name_for(connection: Connection, successor: Job, failed: Job) -> None:
+    columns = JOB_DELIVERIES.c
+    of_both = select(
+        literal(number_of(successor.id)), columns.delivery_id, columns.arrival, columns.received_at
+    ).where(columns.job_number == number_of(failed.id))
+    names = ["job_number", "delivery_id", "arrival", "received_at"]
+    connection.execute(insert_missing(connection, JOB_DELIVERIES).from_select(names, of_both))
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:

@@ -29,6 +29,7 @@ from sqlalchemy import (
     make_url,
     text,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from jobs.errors import StoreError
@@ -87,6 +88,19 @@ DELIVERIES = Table(
     ),
     Index("deliveries_by_job", "job_number"),
 )
+
+JOB_DELIVERIES = Table(
+    "job_deliveries",
+    METADATA,
+    Column("job_number", Integer, primary_key=True),
+    Column("delivery_id", String, primary_key=True),
+    # Counts up over all jobs.
+    Column("arrival", Integer, nullable=False),
+    Column("received_at", Float, nullable=False),
+    Index("job_deliveries_by_arrival", "arrival"),
+)
+"""Every delivery that a job answers for, also one that an earlier job was the answer to and failed
+over. Rows of their own: a pending job may absorb any number, and is written again for each."""
 
 _WRITERS_LOCK = 0x686F7470757368  # an arbitrary key of ours among Postgres' advisory locks
 
@@ -191,6 +205,13 @@ def reading(engine: Engine) -> Iterator[Connection]:
     """A transaction that only reads. Raises StoreError where the database fails."""
     with _translated(engine), engine.connect() as connection, connection.begin():
         yield connection
+
+
+def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that leaves rows alone whose key is there."""
+    if connection.dialect.name == "postgresql":
+        return postgresql.insert(table).on_conflict_do_nothing()
+    return sqlite.insert(table).on_conflict_do_nothing()
 
 
 class ChangeDetector:

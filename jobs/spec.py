@@ -42,19 +42,12 @@ class RevisionRange(_Record):
         return self.old_sha is not None and self.old_sha == other.new_sha
 
     def absorb(self, arrived: "RevisionRange") -> "RevisionRange":
-        """Both ranges as one. `arrived` came later, and is newer unless the commits say otherwise:
-        deliveries may overtake each other."""
+        """The commits of both ranges as one, with this one's deliveries. `arrived` came later, and
+        is newer unless the commits say otherwise: deliveries may overtake each other."""
         first, last = self, arrived
         if self.follows(arrived) and not arrived.follows(self):
             first, last = arrived, self
-        new_ids = tuple(id for id in arrived.delivery_ids if id not in self.delivery_ids)
-        return self.model_copy(
-            update={
-                "old_sha": first.old_sha,
-                "new_sha": last.new_sha,
-                "delivery_ids": self.delivery_ids + new_ids,
-            }
-        )
+        return self.model_copy(update={"old_sha": first.old_sha, "new_sha": last.new_sha})
 
 
 class JobSpec(_Record):

@@ -25,10 +25,10 @@ from jobs.rows import (
     is_delivery,
     job_id_of,
     number_of,
-    record,
+    read,
     write_ignored,
 )
-from jobs.schema import DELIVERIES, JOBS, ChangeDetector, connect, reading, writing
+from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, connect, reading, writing
 from jobs.spec import JobSpec
 
 __all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
@@ -309,16 +309,16 @@ class JobStore:
         if state is not None:
             query = query.where(JOBS.c.state == state)
         with reading(self._engine) as connection:
-            return [record(row) for row in connection.execute(query)]
+            return read(connection, query)
 
     def waited_since(self, job: Job) -> float:
         """When the first commit that the job answers for was received: also where an earlier job
         of its pipeline failed over it. When it was submitted, for a job by hand."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
-                select(func.min(DELIVERIES.c.received_at))
-                .join(JOBS, JOBS.c.number == DELIVERIES.c.job_number)
-                .where(JOBS.c.pipeline == job.spec.pipeline, DELIVERIES.c.id.in_(delivery_ids(job)))
+                select(func.min(JOB_DELIVERIES.c.received_at)).where(
+                    JOB_DELIVERIES.c.job_number == number_of(job.id)
+                )
             )
         return job.created_at if received_at is None else received_at
 

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest revision under `versions/`; a store that is at it opens without loading Alembic."""
 
 
@@ -21,7 +21,7 @@ def migrate(engine: Engine) -> None:
     with writing(engine) as connection:
         # Again: another process may have been quicker.
         if _checked(engine, connection) != HEAD:
-            _upgrade(connection)
+            upgrade(connection, HEAD)
 
 
 def check_schema(engine: Engine) -> str | None:
@@ -53,7 +53,8 @@ def _known_revisions() -> set[str]:
     return {path.name.split("_")[0] for path in (Path(__file__).parent / "versions").glob("0*.py")}
 
 
-def _upgrade(connection: Connection) -> None:
+def upgrade(connection: Connection, revision: str) -> None:
+    """Within the connection's transaction."""
     from alembic import command
     from alembic.config import Config
 
@@ -61,4 +62,4 @@ def _upgrade(connection: Connection) -> None:
     # A "%" in the path would be read as an interpolation.
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)

@@ -2,12 +2,13 @@
 
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from jobs.record import Delivery, JobRequest
-from jobs.spec import JobSpec
+from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
 from receiver.delivery_log import DeliveryLog, EndedCall, NewDelivery
 
@@ -80,6 +81,32 @@ def test_of_its_call(log: DeliveryLog, num_steps: Callable[[], int]) -> None:
     assert handle(log) == 0
     assert log.due(1.0, []) == []
     assert 0 < late < 1.5 * early
+
+
+def test_of_a_job_that_absorbs_them(tmp_path: Path, num_steps: Callable[[], int]) -> None:
+    commits = RevisionRange(repo="acme/faq", ref="refs/heads/main", new_sha="a" * 40)
+    spec = JobSpec(command=("true",), pipeline="faq", revisions=commits)
+
+    def push(first: int, number: int = BATCH) -> None:
+        ids = [f"delivery-{first + place}" for place in range(number)]
+        told = [Delivery(source="hub", id=id, body="{}") for id in ids]
+        jobs.submit_all([JobRequest(spec=spec, delivery=delivery) for delivery in told])
+
+    def length_of_its_row() -> int:
+        with closing(sqlite3.connect(tmp_path / "jobs.db")) as database:
+            (length,) = database.execute("SELECT length(spec) FROM jobs").fetchone()
+        return int(length)
+
+    with JobStore.open(tmp_path / "jobs.db") as jobs:
+        push(0)
+        early, short = cost(num_steps, lambda: push(BATCH)), length_of_its_row()
+        push(2 * BATCH, HISTORY)
+        late, long = cost(num_steps, lambda: push(2 * HISTORY)), length_of_its_row()
+        job = jobs.claim("me", 60)
+    assert job is not None and job.spec.revisions is not None
+    assert len(job.spec.revisions.delivery_ids) == HISTORY + 3 * BATCH
+    assert 0 < late < 1.5 * early
+    assert long == short
 
 
 def test_of_a_job(tmp_path: Path, num_steps: Callable[[], int]) -> None:

@@ -7,10 +7,20 @@ import pytest
 from sqlalchemy import create_engine, inspect, text
 
 from jobs.errors import NewerSchema, StoreError
-from jobs.migrations import HEAD
+from jobs.migrations import HEAD, upgrade
+from jobs.record import delivery_ids as delivery_ids_of
 from jobs.schema import METADATA
 from jobs.store import JobStore
-from tests.jobs_fixtures import spec
+from tests.jobs_fixtures import delivery, revisions, spec
+
+OLD_JOB = text(
+    "INSERT INTO jobs (pipeline, state, spec, created_at, run_after, attempt, num_lost, "
+    "cancel_requested) VALUES (:pipeline, :state, :spec, 50, 50, 0, 0, false)"
+)
+OLD_DELIVERY = text(
+    "INSERT INTO deliveries (source, id, body, received_at, job_number) "
+    "VALUES ('hub', :id, '{}', :at, 1)"
+)
 
 
 def test_the_migrations_build_what_the_code_declares(store: JobStore, store_url: str) -> None:
@@ -42,6 +52,37 @@ def test_a_newer_schema_is_refused_and_left_alone(store_url: str) -> None:
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
     engine.dispose()
+
+
+def test_a_store_of_the_first_schema_is_upgraded_with_all_that_its_jobs_answer_for(
+    store_url: str,
+) -> None:
+    engine = create_engine(store_url)
+    with engine.begin() as connection:
+        upgrade(connection, "0001")
+        for pipeline, state, delivery_ids in (
+            ("faq", "ERROR", ("d2", "d1")),
+            ("faq", "SCHEDULING", ("d2", "d1", "d0")),
+            (None, "RUNNING", None),
+        ):
+            commits = revisions("b", "a").model_copy(update={"delivery_ids": delivery_ids})
+            old = spec(pipeline=pipeline).model_copy(
+                update={"revisions": commits if delivery_ids else None}
+            )
+            values = {"pipeline": pipeline, "state": state, "spec": old.model_dump_json()}
+            connection.execute(OLD_JOB, values)
+        for id, received_at in (("d2", 20.0), ("d1", 30.0)):
+            connection.execute(OLD_DELIVERY, {"id": id, "at": received_at})
+    engine.dispose()
+    with JobStore.open(store_url) as store:
+        plain, pending, failed = store.list()
+        assert delivery_ids_of(failed) == ("d2", "d1")
+        assert delivery_ids_of(pending) == ("d2", "d1", "d0")
+        assert delivery_ids_of(plain) == ()
+        waited_since = [store.waited_since(job) for job in (plain, pending, failed)]
+        assert waited_since == [50.0, 20.0, 20.0]
+        store.submit(spec("c", "b"), delivery=delivery("d3"))
+        assert delivery_ids_of(store.get(pending.id)) == ("d2", "d1", "d0", "d3")
 
 
 def test_a_store_is_opened_by_many_at_once(store_url: str) -> None:

@@ -133,12 +133,13 @@ def test_a_dedupe_key_gives_the_latest_job_back(store: JobStore) -> None:
     first = store.submit(spec("b", "a", dedupe_key="main@b"), delivery=delivery("d1")).job
     again = store.submit(spec("b", "a", dedupe_key="main@b"), delivery=delivery("d2"))
     assert (again.how, again.job.id) == ("duplicate", first.id)
-    assert again.job.spec.revisions is not None
-    assert again.job.spec.revisions.delivery_ids == ("d1", "d2")
     assert store.answer_to("hub", "d2") == {"job": first.id}
     running = store.claim("me", 60)
-    assert running is not None
-    assert store.submit(spec("b", dedupe_key="main@b"), delivery=delivery("d3")).job == running
+    assert running is not None and running.spec.revisions is not None
+    assert running.spec.revisions.delivery_ids == ("d1", "d2")
+    late = store.submit(spec("b", dedupe_key="main@b"), delivery=delivery("d3"))
+    assert (late.how, late.job.id) == ("duplicate", first.id)
+    assert store.get(first.id) == running, "what has begun names no more deliveries"
     store.finish(running.id, "me", DONE)
     assert store.submit(spec("b", dedupe_key="main@b")).job.id == first.id
 
@@ -171,6 +172,16 @@ def test_a_plain_command_has_its_dedupe_key_to_itself(store: JobStore) -> None:
     first = store.submit(spec(pipeline=None, dedupe_key="k")).job
     assert store.submit(spec(pipeline=None, dedupe_key="other")).is_new
     assert store.submit(spec(pipeline=None, dedupe_key="k")).job.id == first.id
+
+
+def test_a_delivery_is_named_once_however_often_it_comes(store: JobStore) -> None:
+    store.submit(spec("b", "a"), delivery=delivery("d2", "one"))
+    store.submit(spec("c", "b"), delivery=delivery("d1", "one"))
+    store.submit(spec("c", "b"), delivery=delivery("d2", "other"))
+    store.submit(spec("c", "b"), delivery=delivery("d1", "one"))
+    (job,) = store.list()
+    assert job.spec.revisions is not None
+    assert job.spec.revisions.delivery_ids == ("d2", "d1")
 
 
 def test_a_burst_from_many_threads_is_one_pending_job(store: JobStore) -> None:
