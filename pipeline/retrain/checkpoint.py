@@ -37,6 +37,8 @@ class Checkpoint(BaseModel):
     file: str
     """Relative to the job's folder. Weights, optimizer and random state; once finished, the best
     weights only."""
+    trained_share: float = 1.0
+    """Of the best weights in those that were kept; the rest is what the training started from."""
     finished: bool = False
 
 

@@ -42,6 +42,7 @@ def prepare(
     held_out = [
         sequences(rows, tokenizer, max_length) for rows in (data.held_out_new, data.held_out_known)
     ]
+    min_share = 1.0
     peak = train.learning_rate or _usual_learning_rate(settings)
     budget = max(train.max_tokens, min(tokens_before, CATCH_UP * train.max_tokens))
     if data.mode == "full":
@@ -50,6 +51,7 @@ def prepare(
         budget = round(budget * train.delta_tokens_ratio)
         training, max_epochs = delta_mix(new, known, budget, train), 1.0
         peak *= train.delta_learning_rate_ratio
+        min_share = train.delta_min_share
     if not training or not any(held_out):
         raise DataError("no row has anything to learn: every text or completion is empty")
     return Lessons(
@@ -58,6 +60,7 @@ def prepare(
         learning_rate=peak,
         max_tokens=budget,
         max_epochs=max_epochs,
+        min_trained_share=min_share,
     )
 
 

@@ -14,6 +14,7 @@ from pipeline.retrain.reporters import Report
 
 Stage = Literal["snapshot", "data", "train", "evaluate", "export", "promote"]
 STAGES: tuple[Stage, ...] = ("snapshot", "data", "train", "evaluate", "export", "promote")
+Event = Literal["start", "end", "step", "evaluation", "average"]
 
 
 class Metric(BaseModel):
@@ -24,13 +25,16 @@ class Metric(BaseModel):
     time: float
     """Seconds since the epoch."""
     stage: Stage
-    event: Literal["start", "end", "step", "evaluation"]
+    event: Event
     step: int | None = None
     """Updates of the weights so far."""
     steps: int | None = None
     """Updates planned; early stopping may end before."""
     loss: float | None = None
-    """Nats per predicted token: of the step's own rows, or, for an evaluation, held out."""
+    """Nats per predicted token: of the step's own rows, or, for an evaluation and an average, held
+    out."""
+    share: float | None = None
+    """Of the trained weights, in an average with those that the training started from."""
     learning_rate: float | None = None
     tokens: int | None = None
     """Trained on so far, without padding."""
@@ -51,7 +55,7 @@ class MetricsWriter:
     def write(
         self,
         stage: Stage,
-        event: Literal["start", "end", "step", "evaluation"],
+        event: Event,
         **values: float | int | None,
     ) -> None:
         line = {"time": time.time(), "stage": stage, "event": event, **values}

@@ -43,6 +43,10 @@ class TrainSettings(_Settings):
     than this, a full training may go as far, up to four times this: it is measured against it."""
     delta_tokens_ratio: float = Field(default=0.24, gt=0, le=1)
     """A delta's training tokens, at most, as a share of what a full training would take now."""
+    delta_min_share: float = Field(default=0.5, gt=0, le=1)
+    """A delta's weights are averaged with the served release's where that lowers the loss on all
+    held-out rows: what it forgot comes back. This is the least share of its own; 1 keeps them as
+    they are."""
     replay_ratio: float = Field(default=3.0, ge=0)
     """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
     min_replay_tokens: int = Field(default=16_384, ge=0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.retrain import checkpoint as checkpoints
+from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint, State
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
@@ -48,6 +49,14 @@ class Lessons:
     """At the peak."""
     max_tokens: int
     max_epochs: float
+    min_trained_share: float = 1.0
+    """Below 1, the best weights are averaged with those that the training started from, as far as
+    this, where that is better on all held-out rows together."""
+
+    @property
+    def may_average(self) -> bool:
+        """Both kinds of rows have a say, or there is nothing to weigh against each other."""
+        return self.min_trained_share < 1 and all(self.held_out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +107,7 @@ def train(
     optimizer = _optimizer(model, settings)
     done = Checkpoint(job_id=job_id, step=0, steps=plan.steps, tokens=0, file="")
     best: dict[str, Tensor] | None = None
+    before = checkpoints.copy_weights(model) if lessons.may_average and rank() == 0 else None
     if (found := checkpoints.load(job_dir)) is not None:
         done, state = found
         checkpoints.set_weights(model, state["weights"])
@@ -154,9 +164,14 @@ def train(
     if best is None:
         raise AssertionError("the last step is always measured")
     checkpoints.set_weights(model, best)
+    if before is not None:
+        rows = list(chain.from_iterable(lessons.held_out))
+        share, loss = average(model, before, best, rows, least=lessons.min_trained_share)
+        done = done.model_copy(update={"trained_share": share})
+        metrics.write("train", "average", share=share, loss=loss)
     done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/best.pt", "finished": True})
     if is_first:
-        checkpoints.save(job_dir, done, {"weights": best})
+        checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
     return done
 
 

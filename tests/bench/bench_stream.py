@@ -137,7 +137,8 @@ def _set_preset(hidden: int) -> None:
 
 def _follow(home: Path, commits: Sequence[Commit], size: Size) -> Sequence[Measured]:
     train = {"max_tokens": size.max_tokens}
-    pipeline = Pipeline(home / "stream", train=train)
+    # All of them: the first release is measured on every revision.
+    pipeline = Pipeline(home / "stream", train=train, keep=len(commits) + 1)
     first_rows: dict[str, Row] = {}
     before: dict[str, Row] = {}
     served_before = first_release = None

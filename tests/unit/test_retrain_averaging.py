@@ -1,0 +1,119 @@
+"""A delta keeps as much of what it learned as is good for all held-out rows."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.retrain.averaging import average
+from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
+from pipeline.retrain.metrics import MetricsWriter, read_metrics
+from pipeline.retrain.scoring import mean_loss, row_losses
+from pipeline.retrain.settings import TrainSettings
+from pipeline.retrain.tokens import Sequence
+from pipeline.retrain.train import Lessons, train
+from tests.unit.test_retrain_steps import learn, make_model, one_thread, rows
+
+__all__ = ["one_thread"]
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+    """Weights that fit the rows."""
+    model = make_model()
+    learn(tmp_path_factory.mktemp("learned") / "job", model, rate=1e-2, tokens_per_step=128)
+    return copy_weights(model)
+
+
+def moved(weights: dict[str, Tensor], by: float) -> dict[str, Tensor]:
+    """Away from where they fit, the one way or the other."""
+    torch.manual_seed(1)
+    return {name: tensor + by * torch.randn(tensor.shape) for name, tensor in weights.items()}
+
+
+def loss_of(weights: dict[str, Tensor]) -> float:
+    model = make_model()
+    set_weights(model, weights)
+    return mean_loss(row_losses(model, rows(8)))
+
+
+def test_half_way_between_two_that_went_too_far_is_best(learned: dict[str, Tensor]) -> None:
+    start, trained = moved(learned, 0.3), moved(learned, -0.3)
+    model = make_model()
+    share, loss = average(model, start, trained, rows(8), least=0.3)
+    assert 0.3 < share < 0.7
+    assert loss < 0.9 * min(loss_of(start), loss_of(trained))
+    kept = copy_weights(model)
+    assert loss == pytest.approx(loss_of(kept), rel=1e-5)
+    for name in kept:
+        expected = start[name] + share * (trained[name] - start[name])
+        torch.testing.assert_close(kept[name], expected)
+
+
+def test_there_is_a_least_share(learned: dict[str, Tensor]) -> None:
+    share, _ = average(make_model(), learned, moved(learned, 0.3), rows(8), least=0.55)
+    assert share == 0.55
+
+
+def test_what_is_better_alone_stays_as_it_is(learned: dict[str, Tensor]) -> None:
+    model = make_model()
+    share, _ = average(model, moved(learned, 0.3), learned, rows(8), least=0.5)
+    assert share == 1.0
+    assert all(torch.equal(learned[name], tensor) for name, tensor in copy_weights(model).items())
+
+
+def test_what_training_left_alone_stays_the_same_to_the_bit(learned: dict[str, Tensor]) -> None:
+    model = make_model()
+    trained = moved(learned, 0.3) | {NAME: learned[NAME]}
+    share, _ = average(model, learned, trained, rows(8), least=0.5)
+    assert share < 1
+    assert torch.equal(copy_weights(model)[NAME], learned[NAME])
+
+
+def test_weights_that_are_no_numbers_are_not_hidden(learned: dict[str, Tensor]) -> None:
+    model = make_model()
+    broken = learned | {NAME: torch.full_like(learned[NAME], torch.nan)}
+    share, loss = average(model, learned, broken, rows(8), least=0.5)
+    assert share == 1.0 and loss != loss
+    assert copy_weights(model)[NAME].isnan().all()
+
+
+def backwards(row: Sequence) -> Sequence:
+    return Sequence(row.token_ids[::-1], row.learned, row.row)
+
+
+def delta(folder: Path, held_out: list[list[Sequence]], start: dict[str, Tensor]) -> Checkpoint:
+    """One that goes on from `start` on rows that contradict those known, with large steps."""
+    folder.mkdir(exist_ok=True)
+    model = make_model()
+    set_weights(model, start)
+    lessons = Lessons(
+        training=[backwards(row) for row in rows(4)],
+        held_out=held_out,
+        learning_rate=0.05,
+        max_tokens=600,
+        max_epochs=8.0,
+        min_trained_share=0.5,
+    )
+    settings = TrainSettings(tokens_per_step=128)
+    metrics = MetricsWriter(folder / "metrics.jsonl")
+    done = train(model, lessons, settings, job_dir=folder, job_id="j1", metrics=metrics)
+    again = make_model()
+    assert train(again, lessons, settings, job_dir=folder, job_id="j1", metrics=metrics) == done
+    for name, tensor in copy_weights(model).items():
+        assert torch.equal(copy_weights(again)[name], tensor), "a job that begins again"
+    return done
+
+
+def test_a_delta_is_averaged_where_both_kinds_of_rows_have_a_say(
+    tmp_path: Path, learned: dict[str, Tensor]
+) -> None:
+    new, known = [backwards(row) for row in rows(6)[4:]], rows(64)[50:]
+    done = delta(tmp_path / "both", [new, known], learned)
+    found, _ = read_metrics(tmp_path / "both" / "metrics.jsonl")
+    (told,) = [each for each in found if each.event == "average"]
+    assert told.share == done.trained_share < 1
+    assert delta(tmp_path / "one", [[], known], learned).trained_share == 1
