@@ -47,6 +47,7 @@ class Batches(Generic[Item, Result]):
 
     async def _write_all(self) -> None:
         while self._arrived:
+            await asyncio.sleep(0)  # what the loop has at hand already goes along
             batch, self._arrived = self._arrived, []
             try:
                 results = await self._write([item for item, _ in batch])

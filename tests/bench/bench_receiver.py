@@ -42,7 +42,7 @@ class Size:
     """Of each load."""
 
 
-FULL, SMALL = Size(rounds=5, seconds=6.0), Size(rounds=1, seconds=0.5)
+FULL, SMALL = Size(rounds=15, seconds=2.0), Size(rounds=1, seconds=0.5)
 
 OURS = """
 import sys
