@@ -3,6 +3,7 @@
 A row is on disk before its sender is answered. Headers that carry a proof are never written.
 """
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
@@ -29,7 +30,9 @@ _PROOF_HEADERS = {
     "x-webhook-secret",
 }
 
-_SCHEMA = """
+_SCHEMA_VERSION = 1
+_SCHEMA = f"""
+PRAGMA user_version = {_SCHEMA_VERSION};
 CREATE TABLE IF NOT EXISTS deliveries (
     path TEXT NOT NULL,
     id TEXT NOT NULL,
@@ -71,7 +74,8 @@ class EndedCall:
 class DeliveryLog:
     """For one process at a time, which a lock beside the file holds to, and one thread at a time.
 
-    Times are seconds since the epoch. Raises `ReceiverError` if another process has the file open.
+    Times are seconds since the epoch. Raises `ReceiverError` if another process has the file open,
+    or where a newer release or another program wrote it, which leaves it as it is.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,6 +88,11 @@ class DeliveryLog:
                 f"Another receiver stores its deliveries in {path}: stop it, or set"
                 " `deliveries_path` to another file."
             ) from error
+        try:
+            _check_version(path)
+        except BaseException:
+            self._lock.release()
+            raise
         self._connection = _connect(path, synchronous="NORMAL")
         self._connection.executescript(_SCHEMA)
         self._synced = _connect(path, synchronous="FULL")
@@ -179,6 +188,26 @@ class DeliveryLog:
         """Deliveries that were handled, and did not arrive again for long."""
         self._connection.execute(
             "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?", (now - KEPT_SECONDS,)
+        )
+
+
+def _check_version(path: Path) -> None:
+    if not path.exists():
+        return
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise ReceiverError(
+            f"Deliveries cannot be stored in {path}: {error}. Set `deliveries_path` to another"
+            " file, or move this one away."
+        ) from error
+    if version > _SCHEMA_VERSION:
+        raise ReceiverError(
+            f"{path} has schema {version}, and this release knows none beyond {_SCHEMA_VERSION}: a"
+            " newer release wrote it. It was not touched; upgrade hotpush, or set `deliveries_path`"
+            " to another file."
         )
 
 

@@ -281,6 +281,34 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         DeliveryLog(tmp_path / "receiver.db")
 
 
+def test_a_file_of_a_newer_release_or_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    DeliveryLog(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (1,)
+        database.execute("PRAGMA user_version = 2")
+    newer = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ReceiverError, match=r"receiver\.db has schema 2.*upgrade hotpush"):
+            DeliveryLog(path)
+    assert path.read_bytes() == newer
+    path.write_text("not a database " * 100)
+    with pytest.raises(ReceiverError, match=r"receiver\.db: file is not a database.*another file"):
+        DeliveryLog(path)
+    assert path.read_text() == "not a database " * 100
+
+
+def test_a_file_from_before_the_first_version_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    delivery = NewDelivery(path="/x", id="d1", headers={}, body=b"{}")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([delivery], now=1000.0)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 0")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
+
+
 def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServer) -> None:
     def handler(payload: WebhookPayload) -> None: ...
 
