@@ -31,7 +31,7 @@ def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
     pipeline_dir = tmp_path / "releases" / "answers"
     chance = random.Random(0)
     announced: list[str] = []
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         process = subprocess.Popen(
             [sys.executable, "-c", PUBLISH_FOREVER, str(pipeline_dir), str(source)],
             stdout=subprocess.PIPE,
@@ -39,6 +39,8 @@ def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
+        if kill % 2:  # every other one dies at a later release than its first
+            announced.append(process.stdout.readline().strip())
         time.sleep(chance.uniform(0, 0.1))  # the moment of the kill is what varies here
         process.send_signal(signal.SIGKILL)
         rest, _ = process.communicate()
@@ -51,4 +53,4 @@ def test_a_killed_publisher_leaves_nothing_half(tmp_path: Path) -> None:
         left = {path.name for path in pipeline_dir.iterdir() if path.name.startswith(".unfinished")}
         assert left == set()
     numbers = [release_number(release.id) for release in list_releases(pipeline_dir)]
-    assert announced and len(numbers) == len(set(numbers))
+    assert len(announced) >= KILLS // 2 and len(numbers) == len(set(numbers))
