@@ -36,6 +36,8 @@ USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 FINAL_LEARNING_RATE = 0.1
 """Of the peak, at the last step."""
+AVERAGING_EVALUATIONS = 4
+"""An average is measured on as many held-out tokens as so many evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +167,15 @@ def train(
         raise AssertionError("the last step is always measured")
     checkpoints.set_weights(model, best)
     if before is not None:
-        rows = list(chain.from_iterable(lessons.held_out))
-        share, loss = average(model, before, best, rows, least=lessons.min_trained_share)
+        groups = _measured(lessons.held_out, AVERAGING_EVALUATIONS * settings.evaluation_tokens)
+        sizes = [sum(row.num_learned for row in group) for group in lessons.held_out]
+        share, loss = average(
+            model,
+            before,
+            best,
+            lambda: _loss_of_all(model, groups, sizes),
+            least=lessons.min_trained_share,
+        )
         done = done.model_copy(update={"trained_share": share})
         metrics.write("train", "average", share=share, loss=loss)
     done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/best.pt", "finished": True})
@@ -300,6 +309,14 @@ def _measured(
 
 def _balanced_loss(model: "PreTrainedModel", groups: Sequence[Sequence[TokenSequence]]) -> float:
     return sum(mean_loss(row_losses(model, group)) for group in groups) / len(groups)
+
+
+def _loss_of_all(
+    model: "PreTrainedModel", groups: Sequence[Sequence[TokenSequence]], sizes: Sequence[int]
+) -> float:
+    """Per token of groups of these sizes, of which so many rows are measured."""
+    losses = [mean_loss(row_losses(model, group)) for group in groups]
+    return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
 
 
 def _state(

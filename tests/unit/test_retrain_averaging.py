@@ -1,10 +1,12 @@
 """A delta keeps as much of what it learned as is good for all held-out rows."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
@@ -34,16 +36,20 @@ def moved(weights: dict[str, Tensor], by: float) -> dict[str, Tensor]:
     return {name: tensor + by * torch.randn(tensor.shape) for name, tensor in weights.items()}
 
 
+def measure(model: LlamaForCausalLM) -> Callable[[], float]:
+    return lambda: mean_loss(row_losses(model, rows(8)))
+
+
 def loss_of(weights: dict[str, Tensor]) -> float:
     model = make_model()
     set_weights(model, weights)
-    return mean_loss(row_losses(model, rows(8)))
+    return measure(model)()
 
 
 def test_half_way_between_two_that_went_too_far_is_best(learned: dict[str, Tensor]) -> None:
     start, trained = moved(learned, 0.3), moved(learned, -0.3)
     model = make_model()
-    share, loss = average(model, start, trained, rows(8), least=0.3)
+    share, loss = average(model, start, trained, measure(model), least=0.3)
     assert 0.3 < share < 0.7
     assert loss < 0.9 * min(loss_of(start), loss_of(trained))
     kept = copy_weights(model)
@@ -54,13 +60,14 @@ def test_half_way_between_two_that_went_too_far_is_best(learned: dict[str, Tenso
 
 
 def test_there_is_a_least_share(learned: dict[str, Tensor]) -> None:
-    share, _ = average(make_model(), learned, moved(learned, 0.3), rows(8), least=0.55)
+    model = make_model()
+    share, _ = average(model, moved(learned, 0.1), moved(learned, 1.0), measure(model), least=0.55)
     assert share == 0.55
 
 
 def test_what_is_better_alone_stays_as_it_is(learned: dict[str, Tensor]) -> None:
     model = make_model()
-    share, _ = average(model, moved(learned, 0.3), learned, rows(8), least=0.5)
+    share, _ = average(model, moved(learned, 0.3), learned, measure(model), least=0.5)
     assert share == 1.0
     assert all(torch.equal(learned[name], tensor) for name, tensor in copy_weights(model).items())
 
@@ -68,7 +75,7 @@ def test_what_is_better_alone_stays_as_it_is(learned: dict[str, Tensor]) -> None
 def test_what_training_left_alone_stays_the_same_to_the_bit(learned: dict[str, Tensor]) -> None:
     model = make_model()
     trained = moved(learned, 0.3) | {NAME: learned[NAME]}
-    share, _ = average(model, learned, trained, rows(8), least=0.5)
+    share, _ = average(model, learned, trained, measure(model), least=0.5)
     assert share < 1
     assert torch.equal(copy_weights(model)[NAME], learned[NAME])
 
@@ -76,7 +83,7 @@ def test_what_training_left_alone_stays_the_same_to_the_bit(learned: dict[str, T
 def test_weights_that_are_no_numbers_are_not_hidden(learned: dict[str, Tensor]) -> None:
     model = make_model()
     broken = learned | {NAME: torch.full_like(learned[NAME], torch.nan)}
-    share, loss = average(model, learned, broken, rows(8), least=0.5)
+    share, loss = average(model, learned, broken, measure(model), least=0.5)
     assert share == 1.0 and loss != loss
     assert copy_weights(model)[NAME].isnan().all()
 
