@@ -166,7 +166,7 @@ def weights_key(release: Release) -> bytes:
     """What the echo engine computes with: one digest for all tensors, however they are sharded."""
     whole = hashlib.sha256()
     for name, entry in sorted(release.tensors.items()):
-        whole.update(f"{name}\0{entry.sha256}\n".encode())
+        whole.update(f"{name}\0{entry.digest}\n".encode())
     return whole.digest()
 
 

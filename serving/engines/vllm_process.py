@@ -92,9 +92,9 @@ class VllmProcess:
         """Read what differs from the current weights. Raises StageError, EngineError."""
         base = self._held[self.release_id]
         changed = {
-            name: (entry.file, entry.sha256)
+            name: (entry.file, entry.digest)
             for name, entry in release.tensors.items()
-            if self.way == "reload" or entry.sha256 != base.tensors[name].sha256
+            if self.way == "reload" or entry.digest != base.tensors[name].digest
         }
         await self._check_memory(release, changed)
         await self.call("hotpush_stage", release.id, base.id, str(folder), changed)

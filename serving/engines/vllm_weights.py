@@ -6,7 +6,6 @@ exchanges what differs, and nothing else. `ReloadedWeights` leaves all of it to 
 from memory. Both run inside the worker's process and know nothing of requests.
 """
 
-import hashlib
 import os
 import sys
 import threading
@@ -29,10 +28,12 @@ from serving.engines.vllm_shadow import (
     load_and_trace,
     pack,
 )
+from serving.weights.digests import tensor_digest
 from serving.weights.shards import is_finite, read_tensors, tensor_bytes
+from serving.weights.verify import wrong_digest
 
 Changed = Mapping[str, tuple[str, str]]
-"""Tensor name → (shard, sha256 of the tensor)."""
+"""Tensor name → (shard, digest of the tensor)."""
 
 _STAGING_NICENESS = 5
 
@@ -229,14 +230,12 @@ def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.T
     """Each one finite, and proved by its digest."""
     weight_map = {name: file for name, (file, _) in changed.items()}
     for name, tensor in read_tensors(folder, weight_map).items():
-        file, sha256 = changed[name]
+        file, expected = changed[name]
         if not is_finite(tensor):
             raise StagingFailed(f"{file}: tensor {name}: holds NaN or infinity")
-        found = hashlib.sha256(tensor_bytes(tensor)).hexdigest()
-        if found != sha256:
-            raise StagingFailed(
-                f"{file}: tensor {name}: sha256 is {found[:12]}…, not {sha256[:12]}…"
-            )
+        found = tensor_digest(tensor_bytes(tensor), like=expected)
+        if found != expected:
+            raise StagingFailed(wrong_digest(file, name, found=found, expected=expected))
         yield name, tensor
 
 

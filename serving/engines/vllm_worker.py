@@ -69,7 +69,7 @@ class HotpushWorker:
     ) -> None:
         """Begin on a thread of its own; ask `hotpush_status`."""
         # Tuples are lists on the wire.
-        told = {name: (file, sha256) for name, (file, sha256) in changed.items()}
+        told = {name: (file, digest) for name, (file, digest) in changed.items()}
         job = _Staging(
             partial(self.hotpush_weights.stage, release_id, base_id, Path(folder), told),
             partial(self.hotpush_weights.forget, release_id),

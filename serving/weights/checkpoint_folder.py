@@ -101,7 +101,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
-    """Size and sha256 of each shard and each tensor; shards alone tell of no ties. Raises
+    """Size and sha256 of each shard, a digest of each tensor; shards alone tell of no ties. Raises
     ReleaseError where shards and `weight_map` differ."""
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}

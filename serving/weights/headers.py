@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 import mmap
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,27 +59,36 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    """Size and sha256 of a safetensors file and of each tensor in it. Raises ReleaseError."""
+    """Size and sha256 of a safetensors file, and a digest of each tensor. Raises ReleaseError."""
     header = read_header(path)
+    with mapped_shard(path, header) as (start, contents), ShardDigests() as digests:
+        digests.add(start)
+        for name, content in contents.items():
+            digests.add_tensor(name, content)
+        whole, of_tensors = digests.finish()
+    return whole, {
+        name: TensorEntry(
+            file=path.name, dtype=entry.dtype, shape=entry.shape, digest=of_tensors[name]
+        )
+        for name, entry in header.items()
+    }
+
+
+@contextmanager
+def mapped_shard(
+    path: Path, header: Mapping[str, HeaderEntry]
+) -> Iterator[tuple[memoryview, dict[str, memoryview]]]:
+    """What stands before the tensors, and tensor name → its bytes, until the block ends."""
     with path.open("rb") as file, ExitStack() as stack:
         # Left in the opposite order: nothing may look into a mapping that closes.
         mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         data = stack.enter_context(memoryview(mapped))
-        parts = {
+        contents = {
             name: stack.enter_context(data[entry.begin : entry.end])
             for name, entry in header.items()
         }
         first = min((entry.begin for entry in header.values()), default=len(data))
-        start = stack.enter_context(data[:first])
-        with ShardDigests() as digests:
-            digests.add(start)
-            for name, content in parts.items():
-                digests.add_tensor(name, content)
-            whole, sha256 = digests.finish()
-    return whole, {
-        name: TensorEntry(file=path.name, dtype=entry.dtype, shape=entry.shape, sha256=sha256[name])
-        for name, entry in header.items()
-    }
+        yield stack.enter_context(data[:first]), contents
 
 
 def digest_file(path: Path) -> FileEntry:

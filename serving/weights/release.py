@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 RELEASE_FILE = "release.json"
 
@@ -22,8 +22,16 @@ class TensorEntry(_Record):
     dtype: str
     """As safetensors spells it: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
-    sha256: str
+    digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
     """Of the tensor's bytes alone: equal digests mean that a swap need not load it again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_format_1(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "sha256" not in raw:
+            return raw
+        rest = {key: value for key, value in raw.items() if key != "sha256"}
+        return {"digest": f"sha256:{raw['sha256']}"} | rest
 
 
 class ProbeText(_Record):
@@ -73,7 +81,8 @@ class Release(_Record):
     pipeline: str
     created_at: str
     """UTC, ISO 8601."""
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    """1 has a sha256 of each tensor, 2 a digest that names its algorithm."""
     lineage: Lineage = Lineage()
     evaluation: dict[str, Any] | None = None
     files: dict[str, FileEntry]

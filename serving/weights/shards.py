@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serving.errors import ReleaseError
-from serving.weights.digests import ShardDigests
+from serving.weights.digests import ShardDigests, tensor_digest
 from serving.weights.index import (
     IndexMetadata,
     StoredWeights,
@@ -105,7 +105,7 @@ def write_shards(
                 file=file,
                 dtype=DTYPES[stored[name].dtype],
                 shape=tuple(stored[name].shape),
-                sha256=digests[name],
+                digest=digests[name],
             )
     index = WeightsIndex(
         metadata=IndexMetadata(total_size=sum(tensor.nbytes for tensor in stored.values())),
@@ -180,7 +180,7 @@ def digest_bin(path: Path) -> dict[str, TensorEntry]:
                 file=path.name,
                 dtype=DTYPES[tensor.dtype],
                 shape=tuple(tensor.shape),
-                sha256=hashlib.sha256(tensor_bytes(tensor)).hexdigest(),
+                digest=tensor_digest(tensor_bytes(tensor)),
             )
             for name, tensor in _open_shard(path, stack).items()
         }
@@ -237,7 +237,7 @@ def _write_bin(tensors: dict[str, torch.Tensor], out: BinaryIO) -> tuple[FileEnt
     torch.save(whole, cast(IO[bytes], hashing))
     _fsync(out)
     return FileEntry(size=hashing.size, sha256=hashing.hash.hexdigest()), {
-        name: hashlib.sha256(tensor_bytes(tensor)).hexdigest() for name, tensor in whole.items()
+        name: tensor_digest(tensor_bytes(tensor)) for name, tensor in whole.items()
     }
 
 

@@ -6,13 +6,16 @@ from typing import Any
 
 from serving.errors import ReleaseError
 from serving.weights.checkpoint_folder import files_digest
-from serving.weights.headers import DTYPE_BYTES, digest_file, digest_shard, read_header
+from serving.weights.digests import tensor_digest
+from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
 from serving.weights.index import INDEX_FILES, is_shard_name, read_index
-from serving.weights.release import RELEASE_FILE, Release, TensorEntry
+from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.releases import load_release
 
 # Tensors that a reason lists of a file that is gone.
 _NAMED = 4
+# Of a tensor's digest: the algorithm, and 12 hex.
+_SHOWN = len("sha256:") + 12
 
 
 def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
@@ -60,16 +63,23 @@ def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
 
 def _other_tensors(folder: Path, release: Release, shard: str) -> list[str]:
     expected = {name: each for name, each in release.tensors.items() if each.file == shard}
-    found = digest_shard(folder / shard)[1] if expected else {}
+    if not expected:
+        return []
+    header = read_header(folder / shard)
+    with mapped_shard(folder / shard, header) as (_, contents):
+        found = {
+            name: tensor_digest(contents[name], like=entry.digest)
+            for name, entry in expected.items()
+        }
     return [
-        wrong_digest(name, entry, found[name].sha256)
+        wrong_digest(shard, name, found=found[name], expected=entry.digest)
         for name, entry in expected.items()
-        if found[name].sha256 != entry.sha256
+        if found[name] != entry.digest
     ]
 
 
-def wrong_digest(name: str, entry: TensorEntry, found: str) -> str:
-    return f"{entry.file}: tensor {name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…"
+def wrong_digest(file: str, name: str, *, found: str, expected: str) -> str:
+    return f"{file}: tensor {name}: digest is {found[:_SHOWN]}…, not {expected[:_SHOWN]}…"
 
 
 def _check_id(release: Release) -> list[str]:
@@ -195,7 +205,7 @@ def _check_config(folder: Path, release: Release) -> list[str]:
         config.get("tie_word_embeddings")
         and head is not None
         and embedding is not None
-        and head.sha256 != embedding.sha256
+        and head.digest != embedding.digest
     ):
         reasons.append(
             f"{head.file}: tensor lm_head.weight: differs from model.embed_tokens.weight, "

@@ -52,7 +52,7 @@ def measure(size: Size) -> Result:
     return Result(
         figures=tuple(figures),
         bounded_by=f"on {detail['device']}: steps by launches of small kernels where few streams "
-        "run; staging by the sha256 of each tensor on one core",
+        "run; staging by the BLAKE3 of each tensor on one core",
         detail=detail,
     )
 

@@ -49,7 +49,7 @@ def measure(size: Size) -> Result:
             at_most(f"{LABELS['torch']}, {size.shape}", median["torch"], TARGET_SECONDS, "s"),
             *(reported(f"{LABELS[each]}, {size.shape}", median[each], "s") for each in names[1:]),
         ),
-        bounded_by="imports of torch and the server, then a sha256 of the release",
+        bounded_by="imports of torch and the server, then the digests of the release",
         detail={each: list(seconds) for each, seconds in found.items()},
     )
 

@@ -86,7 +86,7 @@ def measure(size: Size) -> Result:
             reported("a swap, median", statistics.median(seconds), "s"),
             reported("the longest swap", max(seconds), "s"),
         ),
-        bounded_by="a swap takes as long as the sha256 and the staging of the release beside "
+        bounded_by="a swap takes as long as the digests and the staging of the release beside "
         "requests",
         detail={"resident_bytes": resident[:: max(1, len(resident) // 200)], "counts": counts},
     )

@@ -348,7 +348,7 @@ class TestReload:
 
         async def misled(method: str, *arguments: Any) -> list[Any]:
             if method == "hotpush_stage":
-                changed = {name: (each.file, each.sha256) for name, each in other.tensors.items()}
+                changed = {name: (each.file, each.digest) for name, each in other.tensors.items()}
                 folder = running_vllm.pipeline_dir / other.id
                 arguments = (*arguments[:2], str(folder), changed)
             return await call(method, *arguments)

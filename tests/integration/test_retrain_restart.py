@@ -54,7 +54,7 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     restarted = steps.index(saved.step + 1, len(steps) - 1 - steps[::-1].index(saved.step + 1))
     assert steps[restarted:] == list(range(saved.step + 1, saved.steps + 1))
     weights = [
-        {name: tensor.sha256 for name, tensor in load_release(home.dir / str(id)).tensors.items()}
+        {name: tensor.digest for name, tensor in load_release(home.dir / str(id)).tensors.items()}
         for home, id in ((whole, expected.release), (killed, outcome.release))
     ]
     assert weights[0] == weights[1]

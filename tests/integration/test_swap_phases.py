@@ -150,7 +150,7 @@ def other_bounds(folder: Path) -> None:
     [
         (truncate, "it holds tensor layer.0.weight, layer.1.weight, layer.2.weight"),
         (lose_a_shard, "safetensors: missing; it holds tensor layer.0.weight"),
-        (flip_a_bit, "safetensors: tensor layer.2.weight: sha256 is"),
+        (flip_a_bit, "safetensors: tensor layer.2.weight: digest is"),
         (lose_the_manifest, "release.json: id"),
         (break_the_tokenizer, "tokenizer.json: truncated"),
         (other_bounds, "no bound for float32"),

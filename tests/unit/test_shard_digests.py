@@ -4,6 +4,7 @@ import hashlib
 import threading
 
 import pytest
+from blake3 import blake3
 
 from serving.weights.digests import ShardDigests
 
@@ -19,8 +20,8 @@ def test_the_file_is_hashed_in_the_order_of_its_bytes_and_each_tensor_alone() ->
     assert file.size == len(START + FIRST + SECOND)
     assert file.sha256 == hashlib.sha256(START + FIRST + SECOND).hexdigest()
     assert tensors == {
-        "first": hashlib.sha256(FIRST).hexdigest(),
-        "second": hashlib.sha256(SECOND).hexdigest(),
+        "first": f"blake3:{blake3(FIRST).hexdigest()}",
+        "second": f"blake3:{blake3(SECOND).hexdigest()}",
     }
 
 

@@ -151,7 +151,7 @@ def test_one_changed_tensor_is_all_that_is_read(config: Any, tmp_path: Path) -> 
         async with engine_with(first) as engine:
             for second in seconds:
                 new = second.release.tensors
-                (name,) = (n for n in new if new[n].sha256 != first.release.tensors[n].sha256)
+                (name,) = (n for n in new if new[n].digest != first.release.tensors[n].digest)
                 await engine.stage(second.release, second.folder)
                 await engine.commit(second.id)
                 read = engine.resident_releases()[second.id].read_bytes
@@ -183,7 +183,7 @@ def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
     async def scenario() -> list[int]:
         async with engine_with(first) as engine:
             flip(second, changed_name)
-            with pytest.raises(StageError, match=f"{file}: tensor {changed_name}: sha256 is"):
+            with pytest.raises(StageError, match=f"{file}: tensor {changed_name}: digest is"):
                 await engine.stage(second.release, second.folder)
             flip(second, changed_name)
             # Nobody serves these: what is in memory is taken.
@@ -192,7 +192,7 @@ def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
             await engine.commit(second.id)
             answer = tokens(await ask(engine, second.id, greedy(prompt(5))))
         async with engine_with() as cold:
-            with pytest.raises(StageError, match=f"tensor {same}: sha256 is"):
+            with pytest.raises(StageError, match=f"tensor {same}: digest is"):
                 await cold.stage(second.release, second.folder)
         return answer
 
@@ -350,7 +350,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(name: str, tmp_path: P
 def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(name: str, tmp_path: Path) -> None:
     good = saved_by_torch(build(TIED[name]), tmp_path)
     # Whichever of the two is taken for the network's own, the other one differs.
-    bad = edit_manifest("lm_head.weight", sha256="0" * 64)(good)
+    bad = edit_manifest("lm_head.weight", digest="blake3:" + "0" * 64)(good)
 
     async def scenario() -> None:
         async with engine_with() as engine:

@@ -1,6 +1,5 @@
 """From a release's shards to built units: checked, converted, fused, and shared where equal."""
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 from serving.engine import StageError
 from serving.engines.torch_engine.units import Built, Part, Unit
 from serving.errors import ReleaseError
+from serving.weights.digests import TensorDigest
 from serving.weights.release import Release, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
@@ -148,7 +148,7 @@ class Loader:
         return name if name in self.release.tensors else self.release.tied.get(name, name)
 
     def _key(self, unit: Unit) -> UnitKey:
-        digests = [self.release.tensors[self._stored(part.name)].sha256 for part in unit.parts]
+        digests = [self.release.tensors[self._stored(part.name)].digest for part in unit.parts]
         return unit.form, self.dtype, tuple(digests)
 
     def _share(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
@@ -181,7 +181,7 @@ class Loader:
             )
         values = torch.empty(part.shape, dtype=self.dtype, device=self.device)
         source, target = mapped.reshape(-1), values.view(-1)
-        digest = hashlib.sha256()
+        digest = TensorDigest(entry.digest)
         for start in range(0, source.numel(), _BLOCK_ELEMENTS):
             if self.is_cancelled():
                 raise StagingCancelled
@@ -194,13 +194,13 @@ class Loader:
             target[start : start + _BLOCK_ELEMENTS] = block
             digest.update(tensor_bytes(block))
             time.sleep(self.pause_share() * (time.perf_counter() - started))
-        if (found := digest.hexdigest()) != entry.sha256:
-            raise StageError(wrong_digest(name, entry, found))
+        if (found := str(digest)) != entry.digest:
+            raise StageError(wrong_digest(entry.file, name, found=found, expected=entry.digest))
         return values
 
 
 def _content(entry: TensorEntry) -> tuple[str, tuple[int, ...], str]:
-    return entry.dtype, entry.shape, entry.sha256
+    return entry.dtype, entry.shape, entry.digest
 
 
 def _parts(units: Mapping[str, Unit]) -> list[Part]:
