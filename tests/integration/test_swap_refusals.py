@@ -1,0 +1,196 @@
+"""Swaps on the echo engine that fail: whatever goes wrong, the old release goes on."""
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from serving.engine import EngineError, StageError
+from serving.weights import releases
+from tests.serving_fixtures import echo_release
+from tests.swap_fixtures import BOTH, House, flip_a_bit, lose_the_manifest, play, until
+
+
+def truncate(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 4)
+
+
+def lose_a_shard(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def break_the_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def other_bounds(folder: Path) -> None:
+    manifest = json.loads((folder / "release.json").read_text())
+    manifest["probe"]["bounds"] = {"bfloat16": 0.1}
+    (folder / "release.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "it holds tensor layer.0.weight, layer.1.weight, layer.2.weight"),
+        (lose_a_shard, "safetensors: missing; it holds tensor layer.0.weight"),
+        (flip_a_bit, "safetensors: tensor layer.2.weight: digest is"),
+        (lose_the_manifest, "release.json: id"),
+        (break_the_tokenizer, "tokenizer.json: truncated"),
+        (other_bounds, "no bound for float32"),
+    ],
+)
+def test_preflight_refuses_before_the_engine_sees_a_byte(
+    tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    async def story(house: House) -> None:
+        damage(house.pipeline_dir / house.new.id)
+        log = list(house.engine.log)
+        result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("refused", "preflight")
+        assert any(said in reason for reason in result.reasons), result.reasons
+        assert house.engine.log == log
+        await house.check_old_goes_on()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "requested", ["../outside", "/etc", "", ".", "..", "r000099-00000000", "current", "current/.."]
+)
+def test_only_releases_under_the_root_can_be_asked_for(tmp_path: Path, requested: str) -> None:
+    async def story(house: House) -> None:
+        outside = house.pipeline_dir.parent / "outside"
+        os.rename(house.pipeline_dir / house.new.id, outside)
+        result = await house.swapper.swap(requested)
+        if requested == "current":  # a link to what is live, and so it is
+            assert result.result == "live"
+        else:
+            assert result.result == "refused" and "no release in" in result.reasons[0]
+        assert await house.answers() == house.old.id
+
+    play(tmp_path, story)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["stale head", "wrong probe"])
+def test_a_probe_that_does_not_match_is_refused(tmp_path: Path, how: str, holds_two: bool) -> None:
+    async def story(house: House) -> None:
+        release = house.new
+        if how == "stale head":
+            house.engine.keeps_old_head = True
+        else:
+            release = echo_release(house.pipeline_dir, 3, probe_shift=0.01)
+        result = await house.swapper.swap(release.id)
+        assert (result.result, result.phase) == ("refused", "probe")
+        assert "probe text 1, token" in result.reasons[0]
+        assert result.probe_max_difference is not None and result.probe_max_difference > 1e-4
+        house.engine.keeps_old_head = False
+        await house.check_old_goes_on()
+
+    play(tmp_path, story, holds_two=holds_two)
+
+
+@BOTH
+def test_what_an_engine_cannot_stage_is_refused(tmp_path: Path, holds_two: bool) -> None:
+    async def story(house: House) -> None:
+        house.engine.fail["stage"] = StageError("a.safetensors: tensor x: NaN", "and more")
+        result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("refused", "stage")
+        assert result.reasons == ("a.safetensors: tensor x: NaN", "and more")
+        await house.check_old_goes_on()
+
+    play(tmp_path, story, holds_two=holds_two)
+
+
+@BOTH
+@pytest.mark.parametrize("phase", ["stage", "commit", "generate"])
+@pytest.mark.parametrize("how", ["fail", "hang"])
+def test_an_engine_in_trouble_fails_the_swap_and_the_barrier_opens(
+    tmp_path: Path, phase: str, how: str, holds_two: bool
+) -> None:
+    async def story(house: House) -> None:
+        if how == "fail":
+            house.engine.fail[phase] = EngineError("out of order")  # type: ignore[index]
+        else:
+            house.engine.hang[phase] = asyncio.Event()  # type: ignore[index]
+        result = await asyncio.wait_for(house.swapper.swap(house.new.id), 5)
+        assert result.result == "failed"
+        assert result.phase == ("probe" if phase == "generate" else phase)
+        assert ("out of order" if how == "fail" else "more than") in result.reasons[0]
+        await house.check_old_goes_on()
+
+    play(tmp_path, story, holds_two=holds_two)
+
+
+@BOTH
+def test_a_disk_that_cannot_take_the_link_fails_the_swap(
+    tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+
+            def full(*_: object) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(releases, "set_current", full)
+            result = await house.swapper.swap(house.new.id)
+        assert result.result == "failed" and "No space left" in result.reasons[0]
+        await house.check_old_goes_on()
+
+    play(tmp_path, story, holds_two=holds_two)
+
+
+def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_back = threading.Event()
+
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(releases, "load_release", lambda folder: disk_is_back.wait(10))
+            result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("failed", "preflight")
+        assert result.reasons == ("preflight took more than 1 s",)
+        disk_is_back.set()
+        await house.check_old_goes_on()
+
+    play(tmp_path, story)
+
+
+@BOTH
+def test_a_disk_that_hangs_keeps_no_barrier_shut(
+    tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_back = threading.Event()
+    set_current = releases.set_current
+
+    def hang(pipeline_dir: Path, release_id: str) -> None:
+        assert disk_is_back.wait(10)
+        set_current(pipeline_dir, release_id)
+
+    async def story(house: House) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(releases, "set_current", hang)
+            async with asyncio.timeout(3):
+                result = await house.swapper.swap(house.new.id)
+                assert result.result == "failed" and "not written within" in result.reasons[0]
+                assert await house.answers() == house.old.id
+            written: list[str] = []
+            patch.setattr(releases, "fsync_dir", lambda path: written.append(os.readlink(link)))
+            link = house.pipeline_dir / releases.CURRENT
+            disk_is_back.set()
+            # Both writes come late, and the last one is what is served.
+            await until(lambda: len(written) == 2)
+            assert written == [house.new.id, house.old.id]
+        await house.check_old_goes_on()
+
+    try:
+        play(tmp_path, story, holds_two=holds_two)
+    finally:
+        disk_is_back.set()

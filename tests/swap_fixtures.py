@@ -1,0 +1,101 @@
+"""A swapper on the echo engine with two releases, and stories to play on it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from serving.admission import Admission
+from serving.engine import Generation
+from serving.engines.echo_engine import EchoEngine
+from serving.metrics import Metrics
+from serving.settings import ServingSettings
+from serving.swap import Swapper
+from serving.weights import releases
+from serving.weights.release import Release
+from tests.serving_fixtures import echo_release
+
+BOTH = pytest.mark.parametrize("holds_two", [True, False], ids=["holds two", "in place"])
+
+
+class House:
+    """A swapper with what it needs, and two releases, the first of which is live."""
+
+    def __init__(self, pipeline_dir: Path, *, holds_two: bool = True) -> None:
+        self.pipeline_dir = pipeline_dir
+        self.engine = EchoEngine(holds_two=holds_two)
+        self.admission = Admission(100)
+        self.swapper = Swapper(
+            engine=self.engine,
+            admission=self.admission,
+            settings=ServingSettings(drain_seconds=0.2, phase_seconds=1, barrier_seconds=0.4),
+            releases_dir=pipeline_dir,
+            pipeline="answers",
+            metrics=Metrics(),
+        )
+        self.old = echo_release(pipeline_dir, 1)
+        self.new = echo_release(pipeline_dir, 2)
+
+    async def start(self) -> None:
+        releases.set_current(self.pipeline_dir, self.old.id)
+        await self.swapper.start()
+        assert self.admission.live is not None and self.admission.live.id == self.old.id
+
+    def release(self, seed: int) -> Release:
+        return echo_release(self.pipeline_dir, seed)
+
+    async def answers(self) -> str:
+        """The release that a whole request was answered by, under its weights."""
+        live = await asyncio.wait_for(self.admission.enter(), 1)
+        try:
+            generation = Generation(prompt=(1,), max_tokens=2, temperature=0.0)
+            steps = [step async for step in self.engine.generate(live.id, generation)]
+            assert steps[-1].finish_reason is not None
+            return live.id
+        finally:
+            self.admission.leave(live)
+
+    async def check_old_goes_on(self) -> None:
+        assert not self.admission.is_closed
+        self.engine.hang.clear()
+        self.engine.fail.clear()
+        await asyncio.sleep(0)
+        assert await self.answers() == self.old.id
+        assert releases.served_release(self.pipeline_dir) == self.pipeline_dir / self.old.id
+        await until(lambda: self.engine.resident == {self.old.id})
+        # And nothing stands in the way of the next swap.
+        third = self.release(33)
+        assert (await self.swapper.swap(third.id)).result == "live"
+        assert await self.answers() == third.id
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def play(
+    tmp_path: Path, story: Callable[[House], Awaitable[None]], *, holds_two: bool = True
+) -> None:
+    async def whole() -> None:
+        house = House(tmp_path / "answers", holds_two=holds_two)
+        await house.start()
+        try:
+            await story(house)
+        finally:
+            await house.swapper.close()
+
+    asyncio.run(whole())
+
+
+def flip_a_bit(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def lose_the_manifest(folder: Path) -> None:
+    (folder / "release.json").write_text("{}")

@@ -1,0 +1,252 @@
+"""What is not staged, and the reason that is given."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import GPT2Config
+
+from serving.engine import StageError
+from serving.engines.torch_engine import loading, staging
+from serving.engines.torch_engine.engine import create_engine
+from serving.errors import ServingError
+from serving.weights.checkpoint_folder import manifest_of_folder
+from serving.weights.publish import publish_folder
+from serving.weights.verify import verify_release
+from tests.torch_engine_changes import changed, nudge
+from tests.torch_engine_fixtures import (
+    Published,
+    ask,
+    build,
+    engine_with,
+    expected,
+    greedy,
+    llama_config,
+    prompt,
+    publish,
+    tokens,
+)
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Published:
+    return publish(build(llama_config(tie_word_embeddings=True)), tmp_path)
+
+
+def edit_config(**changes: Any) -> Callable[[Published], Published]:
+    def edit(published: Published) -> Published:
+        path = published.folder / "config.json"
+        config = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps(config))
+        return published
+
+    return edit
+
+
+def edit_manifest(name: str, **changes: Any) -> Callable[[Published], Published]:
+    def edit(published: Published) -> Published:
+        tensors = dict(published.release.tensors)
+        if changes:
+            tensors[name] = tensors[name].model_copy(update=changes)
+        else:
+            del tensors[name]
+        return Published(
+            network=published.network,
+            release=published.release.model_copy(update={"tensors": tensors}),
+            folder=published.folder,
+        )
+
+    return edit
+
+
+def truncate(published: Published) -> Published:
+    path = published.folder / "model-00001-of-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return published
+
+
+def remove_shard(published: Published) -> Published:
+    (published.folder / "model-00001-of-00001.safetensors").unlink()
+    return published
+
+
+SHARD = r"model-00001-of-00001\.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (remove_shard, SHARD + ".*missing"),
+        (truncate, SHARD + ".*cannot be read"),
+        (edit_manifest("model.norm.weight"), "tensor model.norm.weight: in no shard"),
+        (
+            edit_manifest("model.norm.weight", dtype="I64"),
+            SHARD + ": tensor model.norm.weight: has dtype I64",
+        ),
+        (
+            edit_manifest("model.norm.weight", dtype="F16"),
+            SHARD + ": tensor model.norm.weight: is F32 .* release.json says F16",
+        ),
+        (
+            edit_config(intermediate_size=100),
+            SHARD + r": tensor model.layers.1.mlp.up_proj.weight: has shape \[96, 64\], "
+            r"config.json asks for \[100, 64\]",
+        ),
+        (
+            edit_config(num_hidden_layers=1),
+            SHARD + ": tensor model.layers.1.mlp.up_proj.weight: the network .* has no such",
+        ),
+        (edit_config(tie_word_embeddings=False), None),
+        (edit_config(quantization_config={"bits": 4}), "quantised"),
+    ],
+)
+def test_a_bad_release_is_refused_with_file_and_tensor(
+    harm: Callable[[Published], Published], reason: str | None, first: Published, tmp_path: Path
+) -> None:
+    bad = harm(
+        changed(
+            first.network, tmp_path / "bad", nudge("model.norm.weight", "model.embed_tokens.weight")
+        )
+    )
+
+    async def scenario() -> list[int]:
+        async with engine_with(first) as engine:
+            if reason is None:
+                # The manifest says what the head is tied to, whatever the configuration says.
+                await engine.stage(bad.release, bad.folder)
+                await engine.unload(bad.id)
+            else:
+                with pytest.raises(StageError, match=reason):
+                    await engine.stage(bad.release, bad.folder)
+                assert list(engine.resident_releases()) == [first.id]
+            return tokens(await ask(engine, first.id, greedy(prompt(5))))
+
+    assert asyncio.run(scenario()) == expected(first.network, prompt(5))
+
+
+TIED = {
+    "llama": llama_config(tie_word_embeddings=True),
+    "gpt2": GPT2Config(
+        vocab_size=211, n_embd=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.3
+    ),
+}
+
+
+def saved_by_torch(network: Any, home: Path) -> Published:
+    """As people save one: a tied head stands in the state dict beside its embedding."""
+    source = home / "checkpoint"
+    source.mkdir(parents=True)
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(source)
+    torch.save(network.state_dict(), source / "pytorch_model.bin")
+    release = publish_folder(home / "releases", source)
+    return Published(network=network, release=release, folder=home / "releases" / release.id)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(name: str, tmp_path: Path) -> None:
+    published = saved_by_torch(build(TIED[name]), tmp_path)
+    assert "lm_head.weight" in published.release.tensors
+    assert verify_release(published.folder) == ()
+
+    async def scenario() -> list[int]:
+        async with engine_with(published) as engine:
+            return tokens(await ask(engine, published.id, greedy(prompt(5))))
+
+    assert asyncio.run(scenario()) == expected(published.network, prompt(5))
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_stored_head_that_is_not_what_it_is_tied_to_is_refused(name: str, tmp_path: Path) -> None:
+    good = saved_by_torch(build(TIED[name]), tmp_path)
+    # Whichever of the two is taken for the network's own, the other one differs.
+    bad = edit_manifest("lm_head.weight", digest="blake3:" + "0" * 64)(good)
+
+    async def scenario() -> None:
+        async with engine_with() as engine:
+            with pytest.raises(
+                StageError, match=r"\.bin: tensor .*: differs from .*config\.json ties"
+            ):
+                await engine.stage(bad.release, bad.folder)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("says", [False, None])
+def test_a_head_that_is_missing_is_no_tie(says: bool | None, tmp_path: Path) -> None:
+    """By its config, or by silence, which for a Llama means the same: nothing goes live with the
+    embedding as its head."""
+    network = build(llama_config())
+    source = tmp_path / "checkpoint"
+    network.save_pretrained(source)
+    (source / "model.safetensors").unlink()
+    state = {name: each for name, each in network.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    config |= {} if says is None else {"tie_word_embeddings": says}
+    (source / "config.json").write_text(json.dumps(config))
+
+    release = publish_folder(tmp_path / "releases", source)
+    folder = tmp_path / "releases" / release.id
+    (reason,) = verify_release(folder)
+    assert reason.startswith("release.json: tensor lm_head.weight: missing")
+
+    async def scenario() -> None:
+        as_it_is = manifest_of_folder(source, "answers")
+        async with engine_with() as engine:
+            for asked in ((release, folder), (as_it_is, source)):
+                with pytest.raises(StageError, match=r"tensor lm_head\.weight: in no shard"):
+                    await engine.stage(*asked)
+
+    asyncio.run(scenario())
+
+
+def test_every_reason_is_given_at_once(first: Published) -> None:
+    bad = edit_manifest("model.norm.weight")(edit_config(intermediate_size=100)(first))
+
+    async def scenario() -> tuple[str, ...]:
+        async with engine_with() as engine:
+            with pytest.raises(StageError) as raised:
+                await engine.stage(bad.release, bad.folder)
+            return raised.value.reasons
+
+    assert len(asyncio.run(scenario())) == 1 + 2 * 3
+
+
+def test_too_little_memory_is_found_before_anything_is_read(
+    first: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "free_bytes", lambda device: 300 << 20)
+    monkeypatch.setattr(loading, "read_tensors", None)
+
+    async def scenario(**settings: int) -> None:
+        async with engine_with(**settings) as engine:
+            await engine.stage(first.release, first.folder)
+
+    with pytest.raises(StageError, match=r"too little memory.*314572800 are free"):
+        asyncio.run(scenario(memory_reserve_bytes=310 << 20))
+    with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
+        asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    for device in ("gpu", "cuda:99"):
+        with pytest.raises(ServingError, match=rf"\[serving.torch\] device '{device}': "):
+            create_engine(device=device)
+
+
+def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Published) -> None:
+    async def scenario(**settings: int) -> int | None:
+        async with engine_with(first, **settings) as engine:
+            return engine.max_context(first.release.id)
+
+    assert asyncio.run(scenario()) == 128
+    assert asyncio.run(scenario(max_context=40)) == 40
+    # 512 bytes a token: there is room for 127, and so for four sequences of 31.
+    assert asyncio.run(scenario(kv_cache_bytes=65535)) == 31
