@@ -202,9 +202,14 @@ def writing(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
-    """A transaction that only reads. Raises StoreError where the database fails."""
-    with _translated(engine), engine.connect() as connection, connection.begin():
-        yield connection
+    """A transaction that only reads, the same moment throughout. Raises StoreError where the
+    database fails."""
+    with _translated(engine), engine.connect() as connection:
+        if engine.dialect.name == "postgresql":
+            # By default, each statement of it sees a moment of its own.
+            connection = connection.execution_options(isolation_level="REPEATABLE READ")
+        with connection.begin():
+            yield connection
 
 
 def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:

@@ -32,7 +32,6 @@ _PROOF_HEADERS = {
 
 _SCHEMA_VERSION = 1
 _SCHEMA = f"""
-PRAGMA user_version = {_SCHEMA_VERSION};
 CREATE TABLE IF NOT EXISTS deliveries (
     path TEXT NOT NULL,
     id TEXT NOT NULL,
@@ -44,6 +43,7 @@ CREATE TABLE IF NOT EXISTS deliveries (
     PRIMARY KEY (path, id)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS deliveries_due ON deliveries (due_at) WHERE due_at IS NOT NULL;
+PRAGMA user_version = {_SCHEMA_VERSION};
 """
 
 
@@ -76,6 +76,7 @@ class DeliveryLog:
 
     Times are seconds since the epoch. Raises `ReceiverError` if another process has the file open,
     or where a newer release or another program wrote it, which leaves it as it is.
+    Opening a file that is begun writes nothing, so that it goes on where the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,13 +90,20 @@ class DeliveryLog:
                 " `deliveries_path` to another file."
             ) from error
         try:
-            _check_version(path)
+            version = _version(path)
+            self._connection = _connect(path, synchronous="NORMAL")
+            if version < _SCHEMA_VERSION:
+                self._connection.executescript(_SCHEMA)
+            self._synced = _connect(path, synchronous="FULL")
+        except sqlite3.Error as error:
+            self._lock.release()
+            raise ReceiverError(
+                f"Deliveries cannot be stored in {path}: {error}. Make room where its disk is full,"
+                " set `deliveries_path` to another file, or move this one away."
+            ) from error
         except BaseException:
             self._lock.release()
             raise
-        self._connection = _connect(path, synchronous="NORMAL")
-        self._connection.executescript(_SCHEMA)
-        self._synced = _connect(path, synchronous="FULL")
 
     def close(self) -> None:
         self._synced.close()
@@ -191,24 +199,31 @@ class DeliveryLog:
         )
 
 
-def _check_version(path: Path) -> None:
+def _version(path: Path) -> int:
+    """Of its schema; 0 where nobody has begun it."""
     if not path.exists():
-        return
-    uri = f"{path.absolute().as_uri()}?mode=ro"
+        return 0
     try:
-        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-    except sqlite3.DatabaseError as error:
-        raise ReceiverError(
-            f"Deliveries cannot be stored in {path}: {error}. Set `deliveries_path` to another"
-            " file, or move this one away."
-        ) from error
+        version = _read_version(path, "ro")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorname != "SQLITE_READONLY_ROLLBACK":
+            raise
+        # Who began it was killed at its first statement, and only a writer takes that back.
+        version = _read_version(path, "rw")
     if version > _SCHEMA_VERSION:
         raise ReceiverError(
             f"{path} has schema {version}, and this release knows none beyond {_SCHEMA_VERSION}: a"
             " newer release wrote it. It was not touched; upgrade hotpush, or set `deliveries_path`"
             " to another file."
         )
+    return version
+
+
+def _read_version(path: Path, mode: Literal["ro", "rw"]) -> int:
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    return version
 
 
 def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.Connection:

@@ -1,7 +1,7 @@
 """LoRA: train small matrices beside the frozen ones, and add them in at the end, so that a release
 is a whole model like any other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from pipeline.retrain.errors import RetrainError
 from pipeline.retrain.settings import TrainSettings
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 ALPHA_PER_RANK = 2
@@ -22,6 +23,13 @@ def check_lora(settings: TrainSettings) -> None:
             "`train.lora_rank` needs peft, which is not installed: pip install 'hotpush[lora]', or "
             "take the setting out to train all weights"
         )
+
+
+def first_factors(weights: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """Of each pair of matrices the one that is multiplied first; nothing where there are none.
+
+    What a pair adds is its product, so half of the other factor, which began at zero, adds half."""
+    return {name: tensor for name, tensor in weights.items() if ".lora_A." in name}
 
 
 @contextmanager

@@ -44,9 +44,9 @@ class TrainSettings(_Settings):
     delta_tokens_ratio: float = Field(default=0.24, gt=0, le=1)
     """A delta's training tokens, at most, as a share of what a full training would take now."""
     delta_min_share: float = Field(default=0.5, gt=0, le=1)
-    """A delta's weights are averaged with the served release's where that lowers the loss on all
-    held-out rows: what it forgot comes back. This is the least share of its own; 1 keeps them as
-    they are."""
+    """A delta's weights are averaged with the served release's where that lowers the loss on new
+    and known held-out rows together: what it forgot comes back. This is the least share of its own;
+    1 keeps them as they are."""
     replay_ratio: float = Field(default=3.0, ge=0)
     """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
     min_replay_tokens: int = Field(default=16_384, ge=0)
@@ -70,7 +70,8 @@ class TrainSettings(_Settings):
     evaluations: int = Field(default=12, ge=1)
     """How often the held-out loss is measured during training; the best weights are kept."""
     evaluation_tokens: int = Field(default=4_096, ge=1)
-    """Held-out tokens of one such measurement, at most. The gate measures all of them."""
+    """Held-out tokens of one such measurement, at most. An average is measured on up to four times
+    as many; the gate measures all of them."""
     patience: int = Field(default=3, ge=1)
     """Training stops after this many measurements without a better one."""
     enough_loss: float = Field(default=0.005, ge=0)

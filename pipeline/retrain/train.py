@@ -20,6 +20,7 @@ from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint, State
 from pipeline.retrain.errors import TrainError
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+from pipeline.retrain.lora import first_factors
 from pipeline.retrain.loss import summed_loss
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.packing import batch, block_length, epochs
@@ -53,7 +54,7 @@ class Lessons:
     max_epochs: float
     min_trained_share: float = 1.0
     """Below 1, the best weights are averaged with those that the training started from, as far as
-    this, where that is better on all held-out rows together."""
+    this, where that is better on the held-out rows of both groups together."""
 
     @property
     def may_average(self) -> bool:
@@ -117,7 +118,8 @@ def train(
             return done
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
-        best = state["best"]
+        if state["best"] is not None:
+            best = {name: tensor.to(model.device) for name, tensor in state["best"].items()}
     else:
         torch.manual_seed(settings.seed)
 
@@ -171,7 +173,7 @@ def train(
         sizes = [sum(row.num_learned for row in group) for group in lessons.held_out]
         share, loss = average(
             model,
-            before,
+            before | first_factors(best),
             best,
             lambda: _loss_of_all(model, groups, sizes),
             least=lessons.min_trained_share,

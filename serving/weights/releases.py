@@ -204,7 +204,8 @@ def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
 
 
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
-    """Remove all but the newest `keep` releases; returns the ids that went, oldest first.
+    """Remove all but the newest `keep` releases, and what one that was killed left of it; returns
+    the ids that went, oldest first.
 
     The served, the pending and the pinned ones stay in any case.
     """
@@ -213,6 +214,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
     if not pipeline_dir.is_dir():
         return []
     with release_lock(pipeline_dir):
+        sweep_locked(pipeline_dir)
         ids = release_ids(pipeline_dir)
         served = served_release(pipeline_dir)
         stays = {

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import queue
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -307,6 +308,36 @@ def test_a_file_from_before_the_first_version_goes_on(tmp_path: Path) -> None:
         database.execute("PRAGMA user_version = 0")
     with contextlib.closing(DeliveryLog(path)) as log:
         assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
+
+
+def test_a_file_whose_first_writer_was_killed_is_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    # Page 1 is written, and its journal still there: as a kill in the change to WAL leaves it.
+    begun = tmp_path / "begun.db"
+    with contextlib.closing(sqlite3.connect(begun, isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 1")
+        database.execute("CREATE TABLE filler (content)")
+        database.execute("BEGIN")
+        database.executemany("INSERT INTO filler VALUES (zeroblob(9000))", [()] * 50)
+        journal = Path(f"{begun}-journal")
+        assert journal.stat().st_size > 512
+        shutil.copy(begun, path)
+        shutil.copy(journal, f"{path}-journal")
+    delivery = NewDelivery(path="/x", id="d1", headers={}, body=b"{}")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([delivery], now=1000.0)
+        assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
+
+
+def test_opening_a_file_that_is_begun_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([NewDelivery(path="/x", id="d1", headers={}, body=b"{}")], now=1000.0)
+    before = path.read_bytes()
+    wal = Path(f"{path}-wal")
+    with contextlib.closing(DeliveryLog(path)):
+        assert path.read_bytes() == before
+        assert not wal.exists() or wal.stat().st_size == 0
 
 
 def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServer) -> None:

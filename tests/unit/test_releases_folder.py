@@ -98,6 +98,14 @@ def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
         releases.prune(tmp_path, keep=-1)
 
 
+def test_prune_ends_what_a_killed_one_began(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
+    half = tmp_path / f".unfinished-{ids[0]}"
+    (tmp_path / ids[0]).rename(half)
+    assert releases.prune(tmp_path, keep=2) == []
+    assert not half.exists() and releases.release_ids(tmp_path) == ids[1:]
+
+
 def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
     release_id = put(tmp_path, "r000001-00000000")
     assert releases.pinned_releases(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
+from pipeline.retrain.lora import lora
 from pipeline.retrain.metrics import MetricsWriter, read_metrics
 from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import TrainSettings
@@ -92,35 +94,78 @@ def backwards(row: Sequence) -> Sequence:
     return Sequence(row.token_ids[::-1], row.learned, row.row)
 
 
-def delta(folder: Path, held_out: list[list[Sequence]], start: dict[str, Tensor]) -> Checkpoint:
-    """One that goes on from `start` on rows that contradict those known, with large steps."""
-    folder.mkdir(exist_ok=True)
-    model = make_model()
-    set_weights(model, start)
-    lessons = Lessons(
+def contradicting(held_out: list[list[Sequence]], least: float = 0.5) -> Lessons:
+    """Rows that say the opposite of those known, with large steps."""
+    return Lessons(
         training=[backwards(row) for row in rows(4)],
         held_out=held_out,
         learning_rate=0.05,
         max_tokens=600,
         max_epochs=8.0,
-        min_trained_share=0.5,
+        min_trained_share=least,
     )
-    settings = TrainSettings(tokens_per_step=128)
+
+
+def both_kinds() -> list[list[Sequence]]:
+    return [[backwards(row) for row in rows(6)[4:]], rows(64)[50:]]
+
+
+def delta(
+    folder: Path, lessons: Lessons, start: dict[str, Tensor], **settings: Any
+) -> tuple[Checkpoint, dict[str, Tensor]]:
+    """One that goes on from `start`."""
+    folder.mkdir(exist_ok=True)
+    model = make_model()
+    set_weights(model, start)
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    done = train(model, lessons, settings, job_dir=folder, job_id="j1", metrics=metrics)
-    again = make_model()
-    assert train(again, lessons, settings, job_dir=folder, job_id="j1", metrics=metrics) == done
-    for name, tensor in copy_weights(model).items():
-        assert torch.equal(copy_weights(again)[name], tensor), "a job that begins again"
-    return done
+    chosen = TrainSettings(tokens_per_step=128, **settings)
+    with lora(model, chosen):
+        done = train(model, lessons, chosen, job_dir=folder, job_id="j1", metrics=metrics)
+    return done, copy_weights(model)
+
+
+def same(weights: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
+    return all(torch.equal(others[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_delta_is_averaged_where_both_kinds_of_rows_have_a_say(
     tmp_path: Path, learned: dict[str, Tensor]
 ) -> None:
-    new, known = [backwards(row) for row in rows(6)[4:]], rows(64)[50:]
-    done = delta(tmp_path / "both", [new, known], learned)
+    done, weights = delta(tmp_path / "both", contradicting(both_kinds()), learned)
     found, _ = read_metrics(tmp_path / "both" / "metrics.jsonl")
     (told,) = [each for each in found if each.event == "average"]
     assert told.share == done.trained_share < 1
-    assert delta(tmp_path / "one", [[], known], learned).trained_share == 1
+    again = delta(tmp_path / "both", contradicting(both_kinds()), learned)
+    assert again[0] == done and same(again[1], weights), "a job that begins again"
+    known = contradicting([[], rows(64)[50:]])
+    assert delta(tmp_path / "one", known, learned)[0].trained_share == 1
+
+
+def test_one_that_was_killed_behind_its_best_weights_is_averaged_alike(
+    tmp_path: Path, learned: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lessons = contradicting(both_kinds())
+    whole, weights = delta(tmp_path / "whole", lessons, learned, checkpoint_seconds=1e-9)
+
+    def killed(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.retrain.train.average", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delta(tmp_path / "killed", lessons, learned, checkpoint_seconds=1e-9)
+    resumed, others = delta(tmp_path / "killed", lessons, learned, checkpoint_seconds=1e-9)
+    assert resumed == whole and whole.trained_share < 1
+    assert same(others, weights)
+
+
+def test_of_lora_the_sum_is_averaged_not_each_factor(
+    tmp_path: Path, learned: dict[str, Tensor]
+) -> None:
+    done, weights = delta(tmp_path / "half", contradicting(both_kinds()), learned, lora_rank=4)
+    assert done.trained_share < 1
+    alone = contradicting(both_kinds(), least=1.0)
+    _, trained = delta(tmp_path / "alone", alone, learned, lora_rank=4)
+    for name, tensor in weights.items():
+        expected = torch.lerp(learned[name], trained[name], done.trained_share)
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import create_engine, event, inspect, text
 
 from jobs.errors import NewerSchema, StoreError
 from jobs.migrations import HEAD, upgrade
@@ -132,3 +132,20 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"nowhere.*create it first"):
         JobStore.open(tmp_path / "nowhere" / "jobs.db")
+
+
+def test_a_list_names_the_deliveries_of_its_jobs_whoever_submits_meanwhile(
+    store: JobStore, store_url: str
+) -> None:
+    store.submit(spec("b", "a"), delivery=delivery("d1"))
+    with JobStore.open(store_url) as other:
+
+        @event.listens_for(store._engine, "before_cursor_execute")
+        def submit_between(*called: object) -> None:
+            _, _, statement, *_ = called
+            if "job_deliveries" in str(statement) and len(other.list()) == 1:
+                other.submit(spec("b", "a", pipeline="another"), delivery=delivery("d2"))
+
+        (listed,) = store.list(limit=1)
+        assert len(other.list()) == 2, "it was submitted meanwhile"
+    assert delivery_ids_of(listed) == ("d1",)
