@@ -45,17 +45,26 @@ class Workplace:
     def call(
         self, command: list[str], code: int = 0, timeout: float = 240, cwd: Path | None = None
     ) -> str:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             cwd=cwd or self.folder,
             env=self.env,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=timeout,
-            check=False,
         )
-        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
-        return done.stdout
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            # Not killed at once: it ends what it has started.
+            process.terminate()
+            output, errors = process.communicate(timeout=60)
+            pytest.fail(f"{command}: after {timeout:g} s\n{output}\n{errors}\n{self.logs()}")
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == code, f"{command}\n{output}\n{errors}\n{self.logs()}"
+        return output
 
     def git(self, *arguments: str, cwd: Path) -> str:
         """git, with the environment that `pipeline env` gives a user."""

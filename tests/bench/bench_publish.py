@@ -33,7 +33,7 @@ class Size:
     rounds: int
 
 
-FULL = Size(mib=350, shard_mib=64, rounds=7)
+FULL = Size(mib=350, shard_mib=64, rounds=15)
 SMALL = Size(mib=8, shard_mib=2, rounds=1)
 SPEED, TENSOR_MIB = 0.7, 4
 HASHES = (hashlib.sha256, blake3)
