@@ -51,7 +51,7 @@ def flip_a_bit(pipeline_dir: Path, good: Release) -> BadRelease:
     is_bin = file.endswith(".bin")
     content[len(content) // 2 if is_bin else read_header(folder / file)[name].begin] ^= 1
     (folder / file).write_bytes(content)
-    return BadRelease(release_id=folder.name, named=(file, name, "digest"))
+    return BadRelease(release_id=folder.name, named=(file, name, "sha256" if is_bin else "digest"))
 
 
 def leave_a_tensor_out_of_the_index(pipeline_dir: Path, good: Release) -> BadRelease:
