@@ -39,7 +39,7 @@ DTYPES = {
 }  # fmt: skip
 """torch dtype → how safetensors spells it."""
 
-_SHARDS_AT_ONCE = 6
+_SHARDS_AT_ONCE = 3
 # Elements looked at in one go.
 _PIECE = 1 << 22
 
