@@ -16,6 +16,8 @@ from blake3 import blake3
 from serving.weights.release import FileEntry
 
 _ALGORITHMS: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+# What a tensor gets where there is no digest to compare with.
+_NEW = "blake3:"
 
 
 class TensorDigest:
@@ -24,7 +26,7 @@ class TensorDigest:
     `like` is a digest to compare with: it says which algorithm.
     """
 
-    def __init__(self, like: str = "blake3:") -> None:
+    def __init__(self, like: str = _NEW) -> None:
         self._algorithm = like.partition(":")[0]
         self._hash = _ALGORITHMS[self._algorithm]()
 
@@ -35,7 +37,7 @@ class TensorDigest:
         return f"{self._algorithm}:{self._hash.hexdigest()}"
 
 
-def tensor_digest(content: bytes | memoryview, like: str = "blake3:") -> str:
+def tensor_digest(content: bytes | memoryview, like: str = _NEW) -> str:
     digest = TensorDigest(like)
     digest.update(content)
     return str(digest)

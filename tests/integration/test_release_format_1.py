@@ -9,10 +9,10 @@ import pytest
 
 from serving.engine import StageError
 from serving.errors import ReleaseError
-from serving.weights.headers import read_header
 from serving.weights.releases import load_release
 from serving.weights.shards import read_tensors, tensor_bytes
 from serving.weights.verify import verify_release
+from tests.torch_engine_changes import flip
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -50,16 +50,9 @@ def old(tmp_path: Path) -> Published:
     return as_format_1(publish(build(llama_config()), tmp_path / "old"))
 
 
-def flip_a_bit(published: Published) -> None:
-    path = published.folder / published.release.tensors[NORM].file
-    content = bytearray(path.read_bytes())
-    content[read_header(path)[NORM].begin] ^= 1
-    path.write_bytes(content)
-
-
 def test_it_is_verified_by_its_own_digests(old: Published) -> None:
     assert verify_release(old.folder) == ()
-    flip_a_bit(old)
+    flip(old, NORM)
     (reason,) = verify_release(old.folder)
     assert f"tensor {NORM}: digest is sha256:" in reason and ", not sha256:" in reason
 
@@ -80,7 +73,7 @@ def test_a_swap_goes_from_it_to_a_release_of_today_and_back(old: Published, tmp_
 
 
 def test_a_damaged_one_is_not_staged(old: Published) -> None:
-    flip_a_bit(old)
+    flip(old, NORM)
 
     async def scenario() -> None:
         async with engine_with() as engine:

@@ -18,7 +18,7 @@ from serving.errors import ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
 from serving.weights.verify import verify_release
-from tests.torch_engine_changes import changed, nudge
+from tests.torch_engine_changes import changed, first, nudge
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -28,14 +28,10 @@ from tests.torch_engine_fixtures import (
     greedy,
     llama_config,
     prompt,
-    publish,
     tokens,
 )
 
-
-@pytest.fixture
-def first(tmp_path: Path) -> Published:
-    return publish(build(llama_config(tie_word_embeddings=True)), tmp_path)
+__all__ = ["first"]
 
 
 def edit_config(**changes: Any) -> Callable[[Published], Published]:

@@ -11,7 +11,7 @@ import pytest
 from serving.engine import EngineError, StageError
 from serving.engines.torch_engine import loading
 from serving.engines.torch_engine.engine import TorchEngine
-from tests.torch_engine_changes import changed, nudge, until
+from tests.torch_engine_changes import changed, first, nudge, until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -25,10 +25,7 @@ from tests.torch_engine_fixtures import (
     tokens,
 )
 
-
-@pytest.fixture
-def first(tmp_path: Path) -> Published:
-    return publish(build(llama_config(tie_word_embeddings=True)), tmp_path)
+__all__ = ["first"]
 
 
 def test_a_third_release_waits_until_one_of_two_ends(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from serving.engine import EngineError, StageError
-from serving.weights.headers import read_header
-from tests.torch_engine_changes import changed, nudge, until
+from tests.torch_engine_changes import changed, first, flip, nudge, until
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -23,10 +22,7 @@ from tests.torch_engine_fixtures import (
     tokens,
 )
 
-
-@pytest.fixture
-def first(tmp_path: Path) -> Published:
-    return publish(build(llama_config(tie_word_embeddings=True)), tmp_path)
+__all__ = ["first"]
 
 
 def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -> None:
@@ -127,15 +123,6 @@ def test_one_changed_tensor_is_all_that_is_read(config: Any, tmp_path: Path) -> 
                 await until(lambda: list(engine.resident_releases()) == [first.id])
 
     asyncio.run(scenario())
-
-
-def flip(published: Published, name: str) -> None:
-    """One bit of a tensor on disk; sizes, header and manifest stay."""
-    entry = published.release.tensors[name]
-    path = published.folder / entry.file
-    content = bytearray(path.read_bytes())
-    content[read_header(path)[name].begin] ^= 1
-    path.write_bytes(content)
 
 
 def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
