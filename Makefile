@@ -18,20 +18,36 @@ TORCH_CPU_INDEX ?=
 # How many processes `make soak` kills.
 N ?= 100
 
-.PHONY: demo test test-vllm test-clients bench bench-serving check soak soak-webhooks clean
+# Tests run in this many processes, each module in one of them. Three fit two cores: most tests wait more
+# than they compute. On a larger machine: make test WORKERS=4
+WORKERS ?= 3
+# In order: the longest modules are in the first folders, so that all workers end at about one time.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+
+.PHONY: demo test test-all test-slow test-vllm test-clients
+.PHONY: bench bench-serving check soak soak-webhooks clean
 
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
 
+# Every promise of the README at least once.
 test: $(INSTALLED) check
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not (slow or soak or real or vllm or clients)"
+
+test-all: test test-slow test-clients test-vllm
+
+# Downloads a pretrained model of 98 MB, once per machine; see tests/smollm2.py.
+test-slow: $(INSTALLED)
+	$(PYTEST) -m "(slow or soak or real) and not (vllm or clients)"
 
 # Warnings are vLLM's own there, and no errors.
 test-vllm: $(INSTALLED_VLLM)
-	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py tests/integration/test_bench.py tests/e2e/test_vllm_demo.py
+	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py \
+		tests/integration/test_bench.py tests/e2e/test_vllm_demo.py
 
 test-clients: $(INSTALLED) $(INSTALLED_CLIENTS)
-	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval $(BIN)/python -m pytest tests/contract/test_lm_eval.py
+	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval $(BIN)/python -m pytest -m clients \
+		tests/contract/test_lm_eval.py
 
 # All rows, or some: `make bench ROWS="training publish"`. Figures and tables go to bench-results/.
 bench-serving: $(INSTALLED_VLLM)

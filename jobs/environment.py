@@ -1,4 +1,4 @@
-"""The environment of a job's process. Pure: from records to a dict, reading no file or variable."""
+"""The environment of a job's process: a pure function that reads no file and no variable."""
 
 import json
 from collections.abc import Mapping
@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from jobs.folder import PAYLOAD
-from jobs.record import Job
+from jobs.job import Job
 
 MAX_INLINE_BYTES = 96 * 1024
 """Linux refuses to start a process with one variable of 128 KiB or more."""
 
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
-"""Of the committer's address in a job: what it commits can be told from what people commit."""
+"""The domain of the committer's address in a job. It distinguishes the commits of a job from the
+commits of people."""
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -23,28 +24,30 @@ _THREAD_VARIABLES = (
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """What numeric libraries read when they are loaded."""
+    """The variables that numeric libraries read when they are loaded."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
 
 
 def job_environment(
     job: Job,
     job_dir: Path,
-    given: Mapping[str, str],
+    runner_env: Mapping[str, str],
     *,
     num_threads: int,
     unsealed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """All variables of the job's process: the runner's `given`, the spec's, then the job's own.
+    """All variables of the job's process: the runner's, then the spec's, then the job's own. A
+    later variable replaces an earlier one of the same name.
 
-    What it commits with git names it as the committer. `unsealed` is what the spec's `sealed_env`
-    holds.
+    `unsealed` holds the decrypted `sealed_env` of the spec. Commits that are made in the job name
+    the job as the committer.
 
-    A payload gives `WEBHOOK_PAYLOAD` (cut where it is too long for a variable),
-    `WEBHOOK_PAYLOAD_FILE` (always whole), `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
+    A payload adds `WEBHOOK_PAYLOAD` (shortened if the payload is too long for a variable),
+    `WEBHOOK_PAYLOAD_FILE` (names a file with the whole payload), `WEBHOOK_REPO_ID`,
+    `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
     """
     variables = {
-        **given,
+        **runner_env,
         **thread_variables(job.spec.resources.num_threads or num_threads),
         "PYTHONUNBUFFERED": "1",
         "GIT_COMMITTER_NAME": f"job {job.id}",
@@ -69,10 +72,10 @@ def job_environment(
 
 
 def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -> str:
-    """The payload as JSON of at most `max_bytes`, valid in any case.
+    """The payload as JSON of at most `max_bytes`; the result is always valid JSON.
 
-    A longer one has its lists and texts cut, and says so: `"truncated": true`, and
-    `"updatedFilesTruncated": true` where it lists files.
+    If the payload is longer, its lists and texts are shortened. The result then has
+    `"truncated": true`, and `"updatedFilesTruncated": true` if it lists files.
     """
     whole = json.dumps(payload)
     if len(whole) <= max_bytes:
@@ -82,23 +85,23 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
         flags["updatedFilesTruncated"] = True
     num_items, num_characters = 4096, 16384
     while num_items >= 8:
-        cut = json.dumps({**_cut(payload, num_items, num_characters), **flags})
+        cut = json.dumps({**_shorten(payload, num_items, num_characters), **flags})
         if len(cut) <= max_bytes:
             return cut
         num_items, num_characters = num_items // 2, num_characters // 2
-    # Not a payload of any hub's: what is left is what a handler needs to find the rest.
+    # No hub sends such a payload. Keep the fields that a handler needs to fetch the rest.
     kept = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
-    cut = json.dumps({**_cut(kept, 8, 64), **flags})
+    cut = json.dumps({**_shorten(kept, 8, 64), **flags})
     return cut if len(cut) <= max_bytes else json.dumps(flags)
 
 
-def _cut(value: Any, num_items: int, num_characters: int) -> Any:
+def _shorten(value: Any, num_items: int, num_characters: int) -> Any:
     match value:
         case str():
             return value[:num_characters]
         case list():
-            return [_cut(item, num_items, num_characters) for item in value[:num_items]]
+            return [_shorten(item, num_items, num_characters) for item in value[:num_items]]
         case dict():
-            return {name: _cut(item, num_items, num_characters) for name, item in value.items()}
+            return {name: _shorten(each, num_items, num_characters) for name, each in value.items()}
         case _:
             return value

@@ -2,14 +2,14 @@
 
 JobError                   catch this at a border; the message is for a person
 ├── JobNotFound            no job has this id
-├── PendingJob             the pipeline has a pending job, which this one was not to join
-├── LeaseLost              another runner owns the job now: touch nothing of it
-├── IllegalMove            the job's state does not allow this
+├── PendingJob             a job that was submitted by hand is already pending
+├── LeaseLost              another runner owns the job now: leave the job alone
+├── IllegalTransition      the job's state does not allow this change
 ├── LaunchError            a launcher could not start the command
-│   └── SealBroken         the secrets of its spec cannot be read
+│   └── SealBroken         the encrypted variables of the spec cannot be decrypted
 └── StoreError             the database cannot be used
-    ├── NewerSchema        it was written by a newer release of this software
-    └── OlderSchema        it was written by an older one, and has to be upgraded to be read
+    ├── NewerSchema        a newer release of this software wrote the database
+    └── OlderSchema        an older release wrote the database; upgrade it to read it
 """
 
 
@@ -19,15 +19,16 @@ class JobError(Exception):
 
 class JobNotFound(JobError):
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists those there are.")
+        super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists all jobs.")
         self.job_id = job_id
 
 
 class PendingJob(JobError):
     def __init__(self, job_id: str, pipeline: str | None) -> None:
         super().__init__(
-            f"Job {job_id} of {pipeline} is pending, and one at a time can be. Wait for it "
-            f"(`pipeline jobs wait {job_id}`) or cancel it (`pipeline jobs cancel {job_id}`) first."
+            f"Job {job_id} of {pipeline} was submitted by hand and is still pending; a pipeline "
+            f"can have only one such job. First wait for {job_id} (`pipeline jobs wait {job_id}`) "
+            f"or cancel it (`pipeline jobs cancel {job_id}`)."
         )
         self.job_id = job_id
 
@@ -35,13 +36,13 @@ class PendingJob(JobError):
 class LeaseLost(JobError):
     def __init__(self, job_id: str, owner: str) -> None:
         super().__init__(
-            f"Job {job_id} is no longer leased to runner {owner}: another runner took it, or it "
-            "has ended. This runner leaves it alone."
+            f"Job {job_id} is no longer leased to runner {owner}: another runner took the job, or "
+            "the job has ended. This runner leaves the job alone."
         )
         self.job_id = job_id
 
 
-class IllegalMove(JobError):
+class IllegalTransition(JobError):
     def __init__(self, job_id: str, state: str, wanted: str) -> None:
         super().__init__(f"Job {job_id} is {state} and cannot become {wanted}.")
 
@@ -51,7 +52,7 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The encrypted variables of a spec are under another key than the runner's."""
+    """The variables of a spec were encrypted under another key than the key of the runner."""
 
 
 class StoreError(JobError):
@@ -59,8 +60,9 @@ class StoreError(JobError):
 
 
 class NewerSchema(StoreError):
-    """The database has a schema that this release does not know; it was not touched."""
+    """The database has a schema that this release does not know. Nothing was changed."""
 
 
 class OlderSchema(StoreError):
-    """Only whoever runs jobs upgrades the database; it was not touched."""
+    """This program only reads the database; a program that runs jobs must upgrade it. Nothing was
+    changed."""

@@ -1,7 +1,7 @@
-"""The files of a job folder that `jobs` reads and writes, and how they are written: whole or not.
+"""The files in a job's folder that `jobs` reads and writes, and the one function that writes them.
 
-The command adds files of its own beside them. Standard library only: a launcher's processes
-import this module before they become the command.
+A job's command adds files of its own to the folder. This module uses the standard library only,
+because a launcher's processes import it before they become the command.
 """
 
 import itertools
@@ -11,76 +11,82 @@ from pathlib import Path
 from typing import Any
 
 IDENTITY = "job.json"
-"""Whose folder it is: ids alone start again at j000001 in every new database."""
+"""Which job the folder belongs to. The job's id alone does not tell, because every new database
+starts again at j000001."""
 SPEC = "spec.json"
 PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
 STALE = ".stale-"
-"""In the name of a folder that was put aside, see `put_aside_if_of_another`."""
+"""Part of the name that `prepare_job_folder` gives to the folder of another database's job."""
 LOG = "log.txt"
 PROCESS = "process.json"
-"""Of the local launcher: attempt, pid and start time of the process that leads the session."""
+"""Written by the local launcher: the attempt, and the pid and start time of the process that leads
+the session."""
 EXIT = "exit.json"
-"""Of the local launcher: attempt and exit code; outlives everyone who might have waited."""
+"""Written by the local launcher: the attempt and its exit code. The file is still there when every
+process that could have waited for the command is gone."""
 LOCK = ".lock"
-"""Held by the leading process, so that two attempts of a job can never run side by side."""
+"""A lock that the session's leader holds, so that two attempts of a job never run at the same
+time."""
 COMPUTING = "computing"
-"""Beside the folders: running jobs share a lock on it, so that a server leaves them a core."""
+"""A file beside the job folders. Every running job holds a shared lock on this file. While any job
+holds the lock, the server leaves a core to the jobs."""
 
 
-def write_whole(path: Path, content: str, *, durable: bool = False) -> None:
-    """Write beside and rename, so that a reader sees the old file or the new one.
+def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
+    """Write to a temporary file and rename it, so that a reader sees the old file or the new file.
 
-    Only what cannot be written again has to be `durable`, that is, to survive a power cut.
+    Pass `durable` for a file that must survive a power cut because it cannot be written again.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(content)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if durable:
-        _sync_folder(path.parent)
+        _fsync_dir(path.parent)
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that `write_whole` wrote.
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file that `write_atomically` wrote.
 
-    None where there is no such file, or where a power cut took what was in it.
+    None if the file is missing, or if a power cut lost its content.
     """
     try:
-        record: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    return record
+    return content
 
 
-def put_aside_if_of_another(folder: Path, identity: dict[str, Any]) -> Path | None:
-    """Make `folder` that of the job with this `identity`.
+def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
+    """Make sure that `folder` exists and belongs to the job with this `identity`.
 
-    A folder that another job has begun is renamed; returns where to. The job's own is left as it
-    is, with all that its earlier attempts have done.
+    A folder that another job has used is renamed first. Returns the new path of that folder, or
+    None if no folder was renamed. A folder that belongs to this job keeps everything that earlier
+    attempts have left in it.
     """
-    aside = None
-    if (folder / SPEC).exists() and read_record(folder / IDENTITY) != identity:
-        aside = _free_name(folder)
-        folder.rename(aside)
+    stale = None
+    if (folder / SPEC).exists() and read_json(folder / IDENTITY) != identity:
+        stale = _unused_stale_name(folder)
+        folder.rename(stale)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / IDENTITY, json.dumps(identity))
-    return aside
+    write_atomically(folder / IDENTITY, json.dumps(identity))
+    return stale
 
 
-def _free_name(folder: Path) -> Path:
+def _unused_stale_name(folder: Path) -> Path:
     names = (folder.with_name(f"{folder.name}{STALE}{n}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
-def _sync_folder(folder: Path) -> None:
+def _fsync_dir(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,5 @@
-"""`Launcher`: the seam between the runner and whatever starts processes. It knows no store."""
+"""`Launcher`: the interface between the runner and whatever starts processes. A launcher does not
+know the job store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,42 +15,45 @@ class Launch:
     attempt: int
     command: tuple[str, ...]
     env: Mapping[str, str]
-    """All of the process's variables; nothing is inherited beside them."""
+    """All variables of the process; the process inherits no others."""
     job_dir: Path
-    """Exists; the command's working folder, which takes its log."""
+    """The command's working folder, where its log is written. It must exist."""
     niceness: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
     phase: Literal["starting", "running", "exited", "vanished"]
-    """`vanished`: it is not there, and nobody knows how it ended."""
+    """`vanished`: the process is gone and left no exit code."""
     exit_code: int | None = None
-    """Of an exited command; negative for a signal."""
+    """Set when the command has exited; negative if a signal ended it."""
     error: str | None = None
-    """Why an exited command was never started."""
+    """Why the command could not be started. The phase is then `exited`."""
 
 
 class Launcher(Protocol):
-    """Handles are derived from job id and attempt: a start after a crash finds the old process."""
+    """A handle is made from the job's id and the attempt, so that a start after a crash finds the
+    process that was started before the crash."""
 
     def start(self, launch: Launch) -> str:
-        """The attempt's handle; starts it unless it was started before. Does not wait for it.
+        """Start the attempt, unless it was started before. Returns its handle without waiting.
 
-        Raises LaunchError where it cannot even be tried.
+        Raises LaunchError if no process can be started at all.
         """
 
     def poll(self, handle: str) -> Status:
-        """Where the attempt stands, also one that an earlier runner started. Never waits."""
+        """The attempt's status, also if an earlier runner started the attempt. Never waits."""
 
     def stop(self, handle: str, *, force: bool) -> None:
-        """Ask every process of the attempt to end, or (`force`) end them. Never waits: poll."""
+        """Ask every process of the attempt to end; with `force`, kill the processes. Never waits;
+        `poll` tells when the processes are gone."""
 
     def logs(self, handle: str, offset: int) -> bytes:
-        """What the command wrote since the byte `offset` of its log."""
+        """What the command has written to its log from byte `offset` on."""
 
-    def tend(self) -> None:
-        """Called many times a second, so that a launcher needs no thread of its own."""
+    def poll_processes(self) -> None:
+        """Do the launcher's own periodic work. The runner calls this many times a second, so that
+        a launcher needs no thread."""
 
     def close(self) -> None:
-        """Let go of what the launcher holds for itself. Started commands go on."""
+        """Free the launcher's own processes and files. Started commands continue."""

@@ -9,7 +9,7 @@ from jobs.store import JobStore
 
 
 def read_log(jobs_dir: Path, job_id: str, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
-    """What stands in the log from the byte `offset` on; nothing where there is no log yet."""
+    """Up to `max_bytes` of the log from byte `offset` on; empty if there is no log yet."""
     try:
         with (jobs_dir / job_id / LOG).open("rb") as log:
             log.seek(offset)
@@ -23,11 +23,11 @@ def follow_log(
 ) -> Iterator[bytes]:
     """Pieces of the log as they are written, from `offset` to the end of the job.
 
-    Pieces end where the last write did, which may be inside a line or a character. Raises
-    JobNotFound.
+    A piece may end inside a line, or inside a character. Raises JobNotFound.
     """
     while True:
-        # Asked before the read: what is written before the end is read after it.
+        # Ask for the state before reading the log: if the job has ended, the read below then sees
+        # everything that the job wrote.
         has_ended = store.get(job_id).has_ended
         while piece := read_log(jobs_dir, job_id, offset):
             offset += len(piece)

@@ -1,20 +1,21 @@
-"""Single steps on the rows of the store; each runs inside a transaction of `jobs/store.py`."""
+"""Single reads and writes of the store's rows. Each runs in a transaction of `jobs/store.py`."""
 
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, func, insert, literal, select, update
 
-from jobs.errors import IllegalMove, JobNotFound, LeaseLost
+from jobs.errors import IllegalTransition, JobNotFound, LeaseLost
+from jobs.job import TRANSITIONS, Delivery, Job, final_state
 from jobs.outcome import JobOutcome
-from jobs.record import MOVES, Delivery, Job, state_after
 from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, insert_missing
 from jobs.spec import JobSpec
 
-# Of so many digits every number fits into an INTEGER of PostgreSQL.
 MAX_DIGITS = 9
+"""Every number of this many digits fits into an INTEGER of Postgres."""
 
 
 def job_id_of(number: int) -> str:
@@ -29,11 +30,11 @@ def number_of(job_id: str) -> int:
     return int(digits)
 
 
-def record(row: Row[Any], delivery_ids: Sequence[str] = ()) -> Job:
+def job_from_row(row: Row[Any], delivery_ids: Sequence[str] = ()) -> Job:
     return Job(
         id=job_id_of(row.number),
         state=row.state,
-        spec=_naming(JobSpec.model_validate_json(row.spec), tuple(delivery_ids)),
+        spec=_with_delivery_ids(JobSpec.model_validate_json(row.spec), tuple(delivery_ids)),
         payload=None if row.payload is None else json.loads(row.payload),
         outcome=None if row.outcome is None else JobOutcome.model_validate_json(row.outcome),
         created_at=row.created_at,
@@ -46,23 +47,25 @@ def record(row: Row[Any], delivery_ids: Sequence[str] = ()) -> Job:
         lease_until=row.lease_until,
         handle=row.handle,
         cancel_requested=row.cancel_requested,
+        by_hand=row.by_hand,
     )
 
 
 def spec_as_json(spec: JobSpec) -> str:
-    """For the column, which names no deliveries."""
-    return _naming(spec, ()).model_dump_json()
+    """The text for the `spec` column, without the delivery ids: these are rows of
+    `job_deliveries`."""
+    return _with_delivery_ids(spec, ()).model_dump_json()
 
 
-def _naming(spec: JobSpec, delivery_ids: tuple[str, ...]) -> JobSpec:
+def _with_delivery_ids(spec: JobSpec, delivery_ids: tuple[str, ...]) -> JobSpec:
     if spec.revisions is None or spec.revisions.delivery_ids == delivery_ids:
         return spec
     revisions = spec.revisions.model_copy(update={"delivery_ids": delivery_ids})
     return spec.model_copy(update={"revisions": revisions})
 
 
-def read(connection: Connection, query: Select[Any]) -> list[Job]:
-    """The jobs that `query` selects, in its order, with the deliveries that each answers for."""
+def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
+    """The jobs that `query` selects, in the order of the query, each job with its delivery ids."""
     rows = connection.execute(query).all()
     delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
     chosen = query.with_only_columns(JOBS.c.number)
@@ -70,39 +73,39 @@ def read(connection: Connection, query: Select[Any]) -> list[Job]:
     names = names.where(JOB_DELIVERIES.c.job_number.in_(chosen)).order_by(JOB_DELIVERIES.c.arrival)
     for number, delivery_id in connection.execute(names):
         delivery_ids[number].append(delivery_id)
-    return [record(row, delivery_ids[row.number]) for row in rows]
+    return [job_from_row(row, delivery_ids[row.number]) for row in rows]
 
 
-def fetch(connection: Connection, number: int) -> Job:
-    found = read(connection, select(JOBS).where(JOBS.c.number == number))
+def fetch_job(connection: Connection, number: int) -> Job:
+    found = select_jobs(connection, select(JOBS).where(JOBS.c.number == number))
     if not found:
         raise JobNotFound(job_id_of(number))
     return found[0]
 
 
-def change(connection: Connection, job_id: str, **values: Any) -> Job:
+def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
     number = number_of(job_id)
     connection.execute(update(JOBS).where(JOBS.c.number == number).values(**values))
-    return fetch(connection, number)
+    return fetch_job(connection, number)
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
-    job = fetch(connection, number_of(job_id))
+    job = fetch_job(connection, number_of(job_id))
     if job.state != "RUNNING" or job.owner != owner:
         raise LeaseLost(job_id, owner)
     return job
 
 
-def end(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
-    state = state_after(outcome)
-    if state not in MOVES[job.state]:
-        raise IllegalMove(job.id, job.state, state)
-    successor = fetch_pending(connection, job.spec.pipeline) if state == "ERROR" else None
+def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
+    state = final_state(outcome)
+    if state not in TRANSITIONS[job.state]:
+        raise IllegalTransition(job.id, job.state, state)
+    successor = fetch_successor(connection, job) if state == "ERROR" else None
     if successor is not None:
-        spec = joined(job.spec, successor.spec)
-        change(connection, successor.id, spec=spec_as_json(spec))
-        _name_for(connection, successor, job)
-    return change(
+        spec = merge_specs(job.spec, successor.spec)
+        update_job(connection, successor.id, spec=spec_as_json(spec))
+        _copy_links(connection, successor, job)
+    return update_job(
         connection,
         job.id,
         state=state,
@@ -113,17 +116,29 @@ def end(connection: Connection, job: Job, outcome: JobOutcome | None, now: float
     )
 
 
-def fetch_pending(connection: Connection, pipeline: str | None) -> Job | None:
-    if pipeline is None:
+def fetch_successor(connection: Connection, job: Job) -> Job | None:
+    """The pending job that takes over the commits of `job` if `job` fails.
+
+    Only a job of pushes has a successor. A job that was submitted by hand is about the commit that
+    a person named, and answers for no other commit.
+    """
+    if job.spec.pipeline is None or job.by_hand:
         return None
-    pending = select(JOBS).where(JOBS.c.pipeline == pipeline, JOBS.c.state == "SCHEDULING")
-    return next(iter(read(connection, pending)), None)
+    pending = select(JOBS).where(is_pending(job.spec.pipeline, by_hand=False))
+    return next(iter(select_jobs(connection, pending)), None)
 
 
-def joined(older: JobSpec, newer: JobSpec) -> JobSpec:
-    """The spec of the newer commit, answering for the commits of both.
+def is_pending(pipeline: str, *, by_hand: bool) -> Any:
+    return (
+        (JOBS.c.pipeline == pipeline) & (JOBS.c.state == "SCHEDULING") & (JOBS.c.by_hand == by_hand)
+    )
 
-    `newer` arrived later; where its commits turn out to come first, `older` stays as it is.
+
+def merge_specs(older: JobSpec, newer: JobSpec) -> JobSpec:
+    """One spec that has the newest commit and answers for the commits of both specs.
+
+    `newer` arrived later. If its commits nevertheless precede the commits of `older`, the result
+    keeps the command and the settings of `older`.
     """
     if older.revisions is None:
         return newer
@@ -138,47 +153,53 @@ def newest_commit(spec: JobSpec) -> str | None:
     return None if spec.revisions is None else spec.revisions.new_sha
 
 
-def name_deliveries(
-    connection: Connection, named: Sequence[tuple[int, str]], received_at: float
+@dataclass(frozen=True, kw_only=True)
+class DeliveryLink:
+    """Says that a job answers for a delivery."""
+
+    job_number: int
+    delivery_id: str
+    new_sha: str
+    """The commit that the delivery announced."""
+
+
+def link_deliveries(
+    connection: Connection, links: Sequence[DeliveryLink], received_at: float
 ) -> None:
-    """Let each job, by its number, answer for that delivery too. A delivery is named once."""
-    if not named:
+    """Add each delivery to its job, unless the job has it already."""
+    if not links:
         return
     arrived = connection.scalar(select(func.max(JOB_DELIVERIES.c.arrival))) or 0
     connection.execute(
         insert_missing(connection, JOB_DELIVERIES),
         [
-            {
-                "job_number": number,
-                "delivery_id": delivery_id,
-                "arrival": arrival,
-                "received_at": received_at,
-            }
-            for arrival, (number, delivery_id) in enumerate(named, start=arrived + 1)
+            {**asdict(link), "arrival": arrival, "received_at": received_at}
+            for arrival, link in enumerate(links, start=arrived + 1)
         ],
     )
 
 
-def _name_for(connection: Connection, successor: Job, failed: Job) -> None:
+def _copy_links(connection: Connection, successor: Job, failed: Job) -> None:
     columns = JOB_DELIVERIES.c
-    of_both = select(
-        literal(number_of(successor.id)), columns.delivery_id, columns.arrival, columns.received_at
-    ).where(columns.job_number == number_of(failed.id))
-    names = ["job_number", "delivery_id", "arrival", "received_at"]
-    connection.execute(insert_missing(connection, JOB_DELIVERIES).from_select(names, of_both))
+    copied = (columns.delivery_id, columns.arrival, columns.received_at, columns.new_sha)
+    links = select(literal(number_of(successor.id)), *copied).where(
+        columns.job_number == number_of(failed.id)
+    )
+    names = ["job_number", *(column.name for column in copied)]
+    connection.execute(insert_missing(connection, JOB_DELIVERIES).from_select(names, links))
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
     return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
 
 
-def is_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
+def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
     return DELIVERIES.c.source == source, DELIVERIES.c.id == delivery_id
 
 
-def write_ignored(connection: Connection, delivery: Delivery, now: float, reason: str) -> None:
-    """The first answer to a delivery stands."""
-    matches = is_delivery(delivery.source, delivery.id)
+def insert_ignored(connection: Connection, delivery: Delivery, now: float, reason: str) -> None:
+    """Record that the delivery leads to no job, unless the delivery already has an answer."""
+    matches = matches_delivery(delivery.source, delivery.id)
     if connection.scalar(select(DELIVERIES.c.received_at).where(*matches)) is None:
         connection.execute(
             insert(DELIVERIES).values(

@@ -1,7 +1,8 @@
 """The tables of the store, and the connections to them: SQLite by default, Postgres by URL.
 
-Two partial unique indexes carry the promise of at most one running and one pending job per
-pipeline; whatever the code above them does, the database refuses a second one.
+Two partial unique indexes allow each pipeline at most one running job and at most two pending jobs:
+one of pushes, and one that was submitted by hand. The database refuses more, even if the code that
+uses it has a bug.
 """
 
 import sqlite3
@@ -26,6 +27,7 @@ from sqlalchemy import (
     Text,
     create_engine,
     event,
+    false,
     make_url,
     text,
 )
@@ -37,12 +39,12 @@ from jobs.errors import StoreError
 METADATA = MetaData()
 
 BUSY_SECONDS = 10
-"""How long a SQLite connection waits for another's lock."""
+"""How long a SQLite connection waits for another connection's lock."""
 
 
-def _one_per_pipeline(name: str, state: str) -> Index:
+def _unique_in_state(name: str, state: str, *columns: str) -> Index:
     where = text(f"state = '{state}'")
-    return Index(name, "pipeline", unique=True, sqlite_where=where, postgresql_where=where)
+    return Index(name, *columns, unique=True, sqlite_where=where, postgresql_where=where)
 
 
 JOBS = Table(
@@ -65,12 +67,13 @@ JOBS = Table(
     Column("lease_until", Float),
     Column("handle", Text),
     Column("cancel_requested", Boolean, nullable=False),
-    _one_per_pipeline("one_pending_job_per_pipeline", "SCHEDULING"),
-    _one_per_pipeline("one_running_job_per_pipeline", "RUNNING"),
+    Column("by_hand", Boolean, nullable=False, server_default=false()),
+    _unique_in_state("one_pending_job_per_pipeline", "SCHEDULING", "pipeline", "by_hand"),
+    _unique_in_state("one_running_job_per_pipeline", "RUNNING", "pipeline"),
     Index("jobs_by_pipeline", "pipeline", "number"),
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_dedupe_key", "dedupe_key"),
-    # Never reuse the number of a deleted job: its folder may still be there.
+    # Never reuse the number of a deleted job, because the job's folder may still exist.
     sqlite_autoincrement=True,
 )
 
@@ -94,22 +97,26 @@ JOB_DELIVERIES = Table(
     METADATA,
     Column("job_number", Integer, primary_key=True),
     Column("delivery_id", String, primary_key=True),
-    # Counts up over all jobs.
+    # Counts up across all jobs.
     Column("arrival", Integer, nullable=False),
     Column("received_at", Float, nullable=False),
+    # The commit that the delivery announced; NULL if an older release has not recorded the commit.
+    Column("new_sha", String),
     Index("job_deliveries_by_arrival", "arrival"),
+    Index("job_deliveries_by_commit", "new_sha"),
 )
-"""Every delivery that a job answers for, also one that an earlier job was the answer to and failed
-over. Rows of their own: a pending job may absorb any number, and is written again for each."""
+"""Every delivery that a job answers for, including deliveries that it took over from an earlier job
+that failed. The deliveries are not part of the job's row: there may be any number of them, and the
+row is written again for every delivery that a pending job absorbs."""
 
-_WRITERS_LOCK = 0x686F7470757368  # an arbitrary key of ours among Postgres' advisory locks
+_WRITERS_LOCK = 0x686F7470757368  # our key for Postgres' advisory lock; the value is arbitrary
 
 
 def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
-    One that only reads makes no file and no table, and fails where there is none.
-    Raises StoreError for a URL of any other kind, or where its driver is not installed.
+    With `only_reads`, no file and no table is created, and connecting fails if the file is missing.
+    Raises StoreError for any other kind of URL, and if the driver of the URL is not installed.
     """
     shown = str(url_or_path)
     if isinstance(url_or_path, str) and "://" in url_or_path:
@@ -120,8 +127,8 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         shown = url.render_as_string(hide_password=True)
         if url.get_backend_name() not in ("sqlite", "postgresql"):
             raise StoreError(
-                f"{shown} names a database that jobs cannot live in; use a path, sqlite:///… or "
-                "postgresql+psycopg://…"
+                f"{shown} is a kind of database that the job store does not support; use a path, "
+                "sqlite:///… or postgresql+psycopg://…"
             )
         target = url
     else:
@@ -131,7 +138,7 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         target = make_url("sqlite://").set(database=str(path))
     options: dict[str, Any] = {}
     if target.get_backend_name() == "postgresql":
-        # One that was restarted is met again; a file needs no such question.
+        # Test each connection before use, so that a restarted server does not fail the next query.
         options["pool_pre_ping"] = True
     elif only_reads:
         file = f"{Path(target.database or '').absolute().as_uri()}?mode=ro"
@@ -155,16 +162,17 @@ def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:
 
 
 def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
-    _set_busy_timeout(dbapi_connection, record)  # first: the rest may wait
+    _set_busy_timeout(dbapi_connection, record)  # first, because the statements below may wait
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # FULL, not the usual NORMAL: a delivery that was answered must survive a power cut too.
+    # FULL, not the usual NORMAL, because an answered delivery must survive a power cut.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # For this one lock SQLite does not wait: processes that open a new file at once must try again.
+    # SQLite ignores busy_timeout for this lock, so processes that open a new file at the same time
+    # must try again.
     give_up = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -177,18 +185,19 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that reads first and writes later fails at the upgrade; so writers say so.
+    # Writers take the write lock at BEGIN, because a transaction that first reads and then writes
+    # fails if another transaction has written in between.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction that no other writer runs beside, on both databases.
+    """A transaction that writes. No other writer runs at the same time, on both databases.
 
-    On Postgres an advisory lock does what BEGIN IMMEDIATE does on SQLite, so that one argument
-    about interleavings holds for both. It is held for a millisecond, some times per commit.
-    Raises StoreError where the database fails.
+    On Postgres, an advisory lock does what BEGIN IMMEDIATE does on SQLite, so both databases allow
+    the same interleavings. A transaction holds the lock for about a millisecond. Raises StoreError
+    if the database fails.
     """
     with _translated(engine), engine.connect() as connection:
         connection = connection.execution_options(writes=True)
@@ -202,29 +211,30 @@ def writing(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
-    """A transaction that only reads, the same moment throughout. Raises StoreError where the
-    database fails."""
+    """A transaction that only reads, and sees one snapshot of the database. Raises StoreError if
+    the database fails."""
     with _translated(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":
-            # By default, each statement of it sees a moment of its own.
+            # By default each statement would see a newer snapshot.
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
         with connection.begin():
             yield connection
 
 
 def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An INSERT that leaves rows alone whose key is there."""
+    """An INSERT that skips rows whose key exists."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
 class ChangeDetector:
-    """Asks a connection of its own whether anybody has written since the last call.
+    """Tells whether anybody has written to the database since the last call.
 
-    SQLite counts the commits of other connections (`PRAGMA data_version`); on Postgres the next
-    transaction id does, so that other databases of the cluster can raise a false alarm.
-    For one thread only.
+    The detector has a connection of its own. On SQLite, `PRAGMA data_version` of this connection
+    changes when any other connection commits. On Postgres, the detector compares the next
+    transaction id. Writes to other databases of the same cluster change this id too; such a write
+    costs a needless look at the jobs. For one thread only.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -237,7 +247,7 @@ class ChangeDetector:
             self._query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
 
     def changed(self) -> bool:
-        """True at the first call. Raises StoreError where the database fails."""
+        """True at the first call. Raises StoreError if the database fails."""
         try:
             with _translated(self._engine):
                 if self._connection is None:
@@ -245,7 +255,8 @@ class ChangeDetector:
                     proxy.detach()
                     self._connection = proxy.dbapi_connection
                     if self._engine.dialect.name == "postgresql":
-                        self._connection.autocommit = True  # else it sees one snapshot for ever
+                        # In one long transaction, the query would see the same snapshot for ever.
+                        self._connection.autocommit = True
                 seen: object = self._connection.execute(self._query).fetchone()
         except StoreError:
             self.close()
@@ -267,6 +278,6 @@ def _translated(engine: Engine) -> Iterator[None]:
         shown = engine.url.render_as_string(hide_password=True)
         cause = getattr(error, "orig", None) or error
         raise StoreError(
-            f"The job store {shown} failed: {str(cause).strip()}. Nothing was changed; check that "
-            "it can be reached, and that its disk is writable and not full."
+            f"The job store {shown} failed: {str(cause).strip()}. Nothing was changed. Check that "
+            "the database can be reached, and that its disk is writable and not full."
         ) from error

@@ -1,6 +1,7 @@
-"""Variables that a job's spec carries encrypted (Fernet), from who submits it to its runner.
+"""Encrypts (Fernet) secret variables for a job's spec; only the job's runner decrypts them.
 
-The database, `spec.json` and every listing show the token only; the process gets the variables.
+The database, `spec.json` and every listing show the encrypted token. The job's process gets the
+variables.
 """
 
 import json
@@ -12,7 +13,7 @@ from jobs.errors import SealBroken
 
 
 def seal(variables: Mapping[str, str], key: bytes) -> str:
-    """What goes into `JobSpec.sealed_env`. `key` is a Fernet key, the runner's too."""
+    """The encrypted token for `JobSpec.sealed_env`. `key` must be the runner's Fernet key."""
     return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
 
 
@@ -22,7 +23,7 @@ def unseal(token: str, key: bytes) -> dict[str, str]:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:
         raise SealBroken(
-            "Its secrets were encrypted under another key than the one here: start hub and runner "
-            "with one key, or submit the job again with its secrets."
+            "The job's secrets were encrypted under another key than the key of this runner: start "
+            "the hub and the runner with the same key, or submit the job again with its secrets."
         ) from None
     return variables

@@ -10,43 +10,48 @@ class JobsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     database_url: str | None = None
-    """`postgresql+psycopg://…`; unset, jobs are kept in a SQLite file under the state folder."""
+    """`postgresql+psycopg://…`. Unset, jobs are kept in a SQLite file in the state folder."""
     max_running: int = Field(default=1, ge=1)
-    """Jobs at a time, of different pipelines; each pipeline runs one at a time in any case."""
+    """How many jobs may run at the same time. These are jobs of different pipelines, or plain
+    commands: a pipeline never runs two jobs at once."""
     preload: tuple[str, ...] | None = None
-    """Modules that the warm parent imports, so that a Python job starts with them loaded; an empty
-    list for no warm parent. Unset, those that the jobs of the stack need."""
+    """Modules that the warm parent imports once. Each Python job then starts with these modules
+    loaded. With an empty list, there is no warm parent. Unset means the modules that a retraining
+    needs."""
     num_threads: int | None = Field(default=None, ge=1)
-    """For jobs that do not say themselves. Unset, one core is left to the server."""
+    """Threads of a job. Unset means as many as there are cores. While the server answers requests,
+    it has priority over the job on every core except one; that core is left to the job."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """For jobs that do not say themselves. Unset, there is no limit."""
+    """How long a job may run. Unset, there is no limit."""
     lease_seconds: float = Field(default=15.0, gt=0)
-    """A runner that was not heard of for this long is taken for dead, and its jobs are adopted."""
+    """A runner that has sent no heartbeat for this long counts as dead; another runner adopts its
+    jobs."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
     kill_grace_seconds: float = Field(default=10.0, ge=0)
-    """Between SIGTERM and SIGKILL when a job is stopped."""
+    """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
     """How soon a runner sees a new job or an ended process."""
     keep_days: float = Field(default=30.0, gt=0)
-    """How long the folder of an ended job is kept: its log, metrics and records. That of a job
-    whose release is still there stays in any case."""
+    """How long the folder of an ended job is kept, with the job's log, metrics and records. As long
+    as the job's release exists, the folder is kept in any case."""
     metrics_port: int = Field(default=8071, ge=0, le=65535)
-    """Where the runner of a stack tells Prometheus, on this machine only; 0 for nowhere."""
+    """Port of the runner's Prometheus metrics, which only this machine can reach. 0 turns the
+    metrics off."""
 
     @model_validator(mode="after")
-    def _a_lease_outlasts_heartbeats(self) -> Self:
+    def _check_lease(self) -> Self:
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"lease_seconds ({self.lease_seconds:g}) must be at least twice heartbeat_seconds "
-                f"({self.heartbeat_seconds:g}), or one late heartbeat loses every job"
+                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses every job"
             )
         return self
 
     def threads(self) -> int:
-        """The default number of threads of a job."""
+        """The number of threads of a job whose spec does not set a number."""
         if self.num_threads is not None:
             return self.num_threads
-        return max(1, len(_usable_cores()) - 1)
+        return len(_usable_cores())
 
 
 def _usable_cores() -> set[int]:

@@ -1,7 +1,7 @@
-"""`JobSpec`: what to run. Written by whoever submits a job, read by the runner.
+"""`JobSpec`: what to run. Whoever submits a job writes its spec, and the runner reads the spec.
 
-A spec carries no secret in clear: tokens reach the job through the environment that the runner was
-given, or encrypted under the runner's key.
+A spec holds no secret in plain text. A job gets tokens from the runner's environment, or from
+`sealed_env`, which is encrypted under the runner's key.
 """
 
 from typing import Any
@@ -15,35 +15,41 @@ class _Record(BaseModel):
 
 class Resources(_Record):
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads for numeric libraries (`OMP_NUM_THREADS`); None leaves the launcher's default."""
+    """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default."""
     niceness: int = Field(default=10, ge=0, le=19)
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """From the first attempt's start; the process group is ended and the job fails."""
+    """How long the job may run, counted from the start of the first attempt. When the time is over,
+    the runner stops the job's processes and the job fails. None means the runner's default."""
 
 
 class RevisionRange(_Record):
     """The commits of one ref that a job answers for: `old_sha..new_sha`.
 
-    This is provenance. What a job trains on starts at the served release's own revision.
+    This only records which pushes led to the job. The job itself trains on what changed since the
+    revision of the served release.
     """
 
     repo: str
     """`owner/name`"""
     ref: str
-    """In full, as in `refs/heads/main`."""
+    """The full name, as in `refs/heads/main`."""
     old_sha: str | None = None
-    """None when the ref was new, or when a job was started by hand."""
+    """None if the ref was new, or if the job was submitted by hand."""
     new_sha: str
     delivery_ids: tuple[str, ...] = ()
     """Every delivery that the job absorbed, oldest first."""
 
     def follows(self, other: "RevisionRange") -> bool:
-        """Whether this one begins where `other` ends."""
+        """Whether this range begins where `other` ends."""
         return self.old_sha is not None and self.old_sha == other.new_sha
 
     def absorb(self, arrived: "RevisionRange") -> "RevisionRange":
-        """The commits of both ranges as one, with this one's deliveries. `arrived` came later, and
-        is newer unless the commits say otherwise: deliveries may overtake each other."""
+        """One range that covers both ranges, with the delivery ids of this range.
+
+        `arrived` came later, so its commits count as newer. There is one exception: if `arrived`
+        ends where this range begins, its commits are older, because deliveries may overtake each
+        other.
+        """
         first, last = self, arrived
         if self.follows(arrived) and not arrived.follows(self):
             first, last = arrived, self
@@ -54,22 +60,25 @@ class JobSpec(_Record):
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments; never a shell line."""
     pipeline: str | None = None
-    """At most one running and one pending job per pipeline; None for a command on its own."""
+    """None for a plain command, which may run beside any other job. A pipeline has at most one
+    running job and at most two pending jobs: one of pushes, and one that was submitted by hand."""
     env: dict[str, str] = {}
     sealed_env: str | None = None
-    """More variables, encrypted by `jobs.sealed`; only the runner opens them."""
+    """More environment variables, encrypted by `jobs.sealed`; only the runner decrypts them."""
     settings: dict[str, Any] = {}
-    """Frozen for the command to read in `spec.json`; the job store does not look inside."""
+    """The command's own settings, fixed when the job is submitted; the command reads them in
+    `spec.json`. The job store does not interpret the settings."""
     revisions: RevisionRange | None = None
     dedupe_key: str | None = None
-    """A second submission with the key of the pipeline's latest job, while that job has not
-    failed, gets that job back."""
+    """If the pipeline's latest job has the same key, the submission returns that job, unless the
+    job has failed."""
     resources: Resources = Resources()
     launcher: str = "local"
     max_attempts: int = Field(default=3, ge=1)
-    """How often a job is started whose process vanished without an outcome."""
+    """How often the job is started if its process keeps vanishing without an outcome."""
     debounce_seconds: float = Field(default=0.0, ge=0)
-    """A pending job waits until no newer commit arrived for this long …"""
+    """A pending job starts once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """… but never longer than this from its first commit."""
+    """A pending job starts at the latest this long after its first commit, even if newer commits
+    keep arriving."""
     labels: dict[str, str] = {}

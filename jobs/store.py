@@ -1,56 +1,49 @@
-"""`JobStore`: which jobs there are, where each stands, and which deliveries led to them.
+"""`JobStore`: all jobs with their states, and the deliveries that led to them.
 
-It starts nothing and knows no process; `jobs/runner.py` acts on what stands here.
+The store starts no process; `jobs/runner.py` reads the store and runs the jobs.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Engine, func, select, text
+from sqlalchemy import select
 
 from jobs.errors import OlderSchema
+from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids, failure
 from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
-from jobs.placing import place_all
-from jobs.record import Delivery, Job, JobRequest, JobState, Submission, delivery_ids, failure
+from jobs.reader import JobReader
 from jobs.rows import (
-    change,
-    end,
-    fetch,
+    end_job,
+    fetch_job,
     fetch_leased,
-    fetch_pending,
+    fetch_successor,
+    insert_ignored,
     is_claimable,
-    is_delivery,
     job_id_of,
     number_of,
-    read,
-    write_ignored,
+    update_job,
 )
-from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, connect, reading, writing
+from jobs.schema import JOBS, connect, writing
 from jobs.spec import JobSpec
+from jobs.submissions import submit_all
 
 __all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
 
 
-class JobStore:
+class JobStore(JobReader):
     """Safe for several threads and processes. Every method is one transaction.
 
-    All methods raise StoreError where the database fails; then nothing was changed.
+    If the database fails, every method raises StoreError and changes nothing.
     """
-
-    def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
-        self._engine = engine
-        self._clock = clock
-        self._changes = ChangeDetector(engine)
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
-        """Open, create or upgrade the store. Raises NewerSchema for one of a newer release.
+        """Open, create or upgrade the store. Raises NewerSchema if a newer release wrote the store.
 
-        Without a `clock`, Postgres' own is used, since its clients' may differ, and this
-        machine's on SQLite.
+        Without a `clock`, times come from the Postgres server, because the clocks of its clients
+        may differ; with SQLite, times come from this machine.
         """
         engine = connect(url_or_path)
         try:
@@ -62,9 +55,11 @@ class JobStore:
 
     @classmethod
     def open_to_read(cls, url_or_path: str | Path) -> Self | None:
-        """The store as it is, None where it has no tables yet: nothing is made or upgraded.
+        """Open the store without creating or upgrading anything; None if the store has no tables
+        yet.
 
-        Raises NewerSchema, and OlderSchema for one that its next user upgrades.
+        Raises NewerSchema if a newer release wrote the store, and OlderSchema if the store must
+        first be upgraded.
         """
         engine = connect(url_or_path, only_reads=True)
         try:
@@ -72,8 +67,8 @@ class JobStore:
             if revision not in (None, HEAD):
                 shown = engine.url.render_as_string(hide_password=True)
                 raise OlderSchema(
-                    f"The job store {shown} has schema {revision!r}; `pipeline up` brings it to "
-                    f"{HEAD!r}, and it cannot be read before."
+                    f"The job store {shown} has the older schema {revision!r} and cannot be read "
+                    f"yet; `pipeline up` upgrades it to {HEAD!r}."
                 )
         except BaseException:
             engine.dispose()
@@ -83,16 +78,6 @@ class JobStore:
             return None
         return cls(engine)
 
-    def close(self) -> None:
-        self._changes.close()
-        self._engine.dispose()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # Deliveries and submissions
 
     def submit(
@@ -101,48 +86,42 @@ class JobStore:
         *,
         payload: dict[str, Any] | None = None,
         delivery: Delivery | None = None,
-        joins: bool = True,
+        by_hand: bool = False,
     ) -> Submission:
-        """Remember `delivery` and make `spec` pending, both or neither.
+        """Record `delivery` and make `spec` pending; the store does both or neither.
 
-        A delivery that was seen gets the job that it led to. A dedupe key that matches gets that
-        job. Where the pipeline has a pending job, that one absorbs `spec`: it takes the new
-        command, settings and payload, and keeps the start of its own range. A delivery that was
-        ignored before is answered anew: whoever submits it has decided otherwise.
+        If `delivery` was seen before, this returns the job that it led to. A delivery that was
+        ignored before now leads to a job. If the pipeline's latest job has the same `dedupe_key`,
+        this returns that job, unless it failed or was cancelled. If the pipeline has a pending job,
+        that job absorbs `spec`: it takes the new command, settings and payload, and keeps the start
+        of its own range.
 
-        With `joins` false a pending job is left as it is: raises PendingJob.
+        A job that is submitted by hand (`by_hand`) waits beside the pending job of pushes; neither
+        job absorbs the other. Raises PendingJob if a job that was submitted by hand is already
+        pending for the pipeline.
         """
-        request = JobRequest(spec=spec, payload=payload, delivery=delivery, joins=joins)
+        request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[JobRequest]) -> list[Submission]:
-        """Each in turn, as `submit` does, all or none of them."""
+        """Submit the requests in order, each as `submit` does; the store takes all of them or
+        none."""
         with writing(self._engine) as connection:
-            return place_all(connection, requests, self._now(connection))
+            return submit_all(connection, requests, self._now(connection))
 
     def ignore(self, delivery: Delivery, reason: str) -> None:
-        """Remember that `delivery` leads to no job. The first answer to a delivery stands."""
+        """Record that `delivery` leads to no job, unless the delivery already has an answer."""
         with writing(self._engine) as connection:
-            write_ignored(connection, delivery, self._now(connection), reason)
-
-    def answer_to(self, source: str, delivery_id: str) -> dict[str, str] | None:
-        """`{"job": id}` or `{"ignored": reason}` as first answered; None for a new delivery."""
-        with reading(self._engine) as connection:
-            row = connection.execute(
-                select(DELIVERIES.c.job_number, DELIVERIES.c.ignored_reason).where(
-                    *is_delivery(source, delivery_id)
-                )
-            ).one_or_none()
-        if row is None:
-            return None
-        if row.job_number is not None:
-            return {"job": job_id_of(row.job_number)}
-        return {"ignored": row.ignored_reason}
+            insert_ignored(connection, delivery, self._now(connection), reason)
 
     # What a runner does
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
-        """The pending job that is due longest and may run, now RUNNING and leased to `owner`."""
+        """Lease to `owner` the pending job that has been due longest. The job is now RUNNING.
+
+        None if no pending job is due, or if every due job waits for the running job of its
+        pipeline.
+        """
         with writing(self._engine) as connection:
             now = self._now(connection)
             number = connection.scalar(
@@ -153,7 +132,7 @@ class JobStore:
             )
             if number is None:
                 return None
-            return change(
+            return update_job(
                 connection,
                 job_id_of(number),
                 state="RUNNING",
@@ -163,67 +142,63 @@ class JobStore:
                 lease_until=now + lease_seconds,
             )
 
-    def seconds_to_next(self) -> float | None:
-        """How long until `claim` would find a job, 0 for one that is due, None for none."""
-        with reading(self._engine) as connection:
-            due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
-            return None if due is None else max(0.0, due - self._now(connection))
-
     def started(self, job_id: str, owner: str, handle: str) -> None:
-        """Record what the launcher knows the attempt by. Raises LeaseLost."""
+        """Record the launcher's handle of the attempt. Raises LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
-            change(connection, job_id, handle=handle)
+            update_job(connection, job_id, handle=handle)
 
     def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> bool:
-        """Extend the lease; True where somebody asked to cancel. Raises LeaseLost.
+        """Extend the lease. Returns True if somebody asked to cancel the job. Raises LeaseLost.
 
-        A lease that ran out is extended too, as long as no other runner adopted the job.
+        Even a lease that has run out is extended, as long as no other runner has adopted the job.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
-            change(connection, job_id, lease_until=self._now(connection) + lease_seconds)
+            update_job(connection, job_id, lease_until=self._now(connection) + lease_seconds)
             return job.cancel_requested
 
     def finish(self, job_id: str, owner: str, outcome: JobOutcome | None) -> Job:
-        """End the job; None is a plain command that exited with 0. Raises LeaseLost.
+        """End the job. An `outcome` of None means a plain command that exited with 0.
 
-        The range of a job that failed joins that of the pipeline's pending job.
+        If a job of pushes failed, the pending job of pushes takes over its commits. Raises
+        LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
-            return end(connection, job, outcome, self._now(connection))
+            return end_job(connection, job, outcome, self._now(connection))
 
     def retry(self, job_id: str, owner: str, reason: str) -> Job:
-        """After the process vanished: the job, RUNNING in its next attempt, or ended.
+        """Start the next attempt of a job whose process vanished, or end the job as failed.
 
-        It ends as failed when it was lost `max_attempts` times, or when a pending job of its
-        pipeline takes over its range. Raises LeaseLost.
+        The job fails after `max_attempts` lost attempts. A job of pushes also fails if another job
+        of pushes is pending; that job then takes over the commits. Returns the job, which is
+        RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             num_lost = job.num_lost + 1
-            successor = fetch_pending(connection, job.spec.pipeline)
+            successor = fetch_successor(connection, job)
             if successor is None and num_lost < job.spec.max_attempts:
-                return change(
+                return update_job(
                     connection, job_id, attempt=job.attempt + 1, num_lost=num_lost, handle=None
                 )
             if successor is not None:
                 reason = f"{reason} {successor.id} takes over its commits."
             else:
                 reason = f"{reason} That was attempt {num_lost} of {job.spec.max_attempts}."
-            job = change(connection, job_id, num_lost=num_lost)
+            job = update_job(connection, job_id, num_lost=num_lost)
             outcome = failure(job, stage="lost", reason=reason)
-            return end(connection, job, outcome, self._now(connection))
+            return end_job(connection, job, outcome, self._now(connection))
 
     def release(self, job_id: str, owner: str) -> None:
-        """Give up the lease of a job whose process this runner has stopped, or never started.
+        """Give up the lease of a job whose process this runner has stopped or never started.
 
-        Any runner can adopt it now, and starts a new attempt. Raises LeaseLost.
+        Any runner can now adopt the job and start a new attempt. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
-            change(
+            update_job(
                 connection,
                 job_id,
                 attempt=job.attempt + 1,
@@ -233,7 +208,8 @@ class JobStore:
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """RUNNING jobs whose lease of another runner has ended, now leased to `owner`."""
+        """Lease to `owner` each RUNNING job of another runner, if the lease of that job has run
+        out."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -246,19 +222,21 @@ class JobStore:
                 .order_by(JOBS.c.number)
             ).all()
             return [
-                change(connection, job_id_of(number), owner=owner, lease_until=now + lease_seconds)
+                update_job(
+                    connection, job_id_of(number), owner=owner, lease_until=now + lease_seconds
+                )
                 for number in numbers
             ]
 
     # What a person does
 
     def cancel(self, job_id: str) -> Job:
-        """End a pending job; ask a running one to stop; leave one alone that has ended.
+        """End a pending job, or ask a running one to stop. An ended job stays as it is.
 
         Raises JobNotFound.
         """
         with writing(self._engine) as connection:
-            job = fetch(connection, number_of(job_id))
+            job = fetch_job(connection, number_of(job_id))
             match job.state:
                 case "SCHEDULING":
                     outcome = JobOutcome(
@@ -267,80 +245,8 @@ class JobStore:
                         delivery_ids=delivery_ids(job),
                         job_id=job.id,
                     )
-                    return end(connection, job, outcome, self._now(connection))
+                    return end_job(connection, job, outcome, self._now(connection))
                 case "RUNNING":
-                    return change(connection, job_id, cancel_requested=True)
+                    return update_job(connection, job_id, cancel_requested=True)
                 case _:
                     return job
-
-    def get(self, job_id: str) -> Job:
-        """Raises JobNotFound."""
-        with reading(self._engine) as connection:
-            return fetch(connection, number_of(job_id))
-
-    def when_ended(self, *, among: int) -> dict[str, float]:
-        """Id → the time it ended at, of those of the newest `among` jobs that have ended, in the
-        order of these times. The jobs themselves are not read."""
-        newest = select(func.max(JOBS.c.number)).scalar_subquery()
-        query = (
-            select(JOBS.c.number, JOBS.c.ended_at)
-            .where(JOBS.c.number > newest - among, JOBS.c.ended_at.is_not(None))
-            .order_by(JOBS.c.ended_at, JOBS.c.number)
-        )
-        with reading(self._engine) as connection:
-            return {job_id_of(number): ended for number, ended in connection.execute(query)}
-
-    def ids_ended_before(self, moment: float) -> list[str]:
-        """Oldest first. The jobs themselves are not read: there may be any number of them."""
-        query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)
-        with reading(self._engine) as connection:
-            return [job_id_of(number) for number in connection.scalars(query)]
-
-    def list(
-        self,
-        pipeline: str | None = None,
-        state: JobState | None = None,
-        limit: int | None = None,
-    ) -> list[Job]:
-        """Newest first."""
-        query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
-        if pipeline is not None:
-            query = query.where(JOBS.c.pipeline == pipeline)
-        if state is not None:
-            query = query.where(JOBS.c.state == state)
-        with reading(self._engine) as connection:
-            return read(connection, query)
-
-    def waited_since(self, job: Job) -> float:
-        """When the first commit that the job answers for was received: also where an earlier job
-        of its pipeline failed over it. When it was submitted, for a job by hand."""
-        with reading(self._engine) as connection:
-            received_at: float | None = connection.scalar(
-                select(func.min(JOB_DELIVERIES.c.received_at)).where(
-                    JOB_DELIVERIES.c.job_number == number_of(job.id)
-                )
-            )
-        return job.created_at if received_at is None else received_at
-
-    def changed(self) -> bool:
-        """Whether something may have been written since the last call; True at the first.
-
-        Costs microseconds, so it can be asked many times a second. For one thread only.
-        """
-        return self._changes.changed()
-
-    def now(self) -> float:
-        """Seconds since the epoch by the clock that every time in the store was read from."""
-        with reading(self._engine) as connection:
-            return self._now(connection)
-
-    def _now(self, connection: Connection) -> float:
-        if self._clock is not None:
-            return self._clock()
-        if connection.dialect.name == "postgresql":
-            return float(
-                connection.execute(
-                    text("SELECT extract(epoch FROM clock_timestamp())")
-                ).scalar_one()
-            )
-        return time.time()

@@ -1,1 +1,1 @@
-"""A model that follows its data: the product that ties jobs, serving and receiver together."""
+"""A model that follows its data. This package joins jobs, serving and receiver to one product."""

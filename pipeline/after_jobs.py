@@ -1,4 +1,8 @@
-"""The thread beside the runner: tells and counts outcomes, clears folders, prunes once an hour."""
+"""What happens after a job has ended, in threads beside the runner.
+
+Outcomes are counted and sent to `on_outcome`. Job folders are cleaned up, and old job folders are
+removed every hour.
+"""
 
 import logging
 import threading
@@ -6,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from jobs.errors import StoreError
-from jobs.record import Job
+from jobs.job import Job
 from jobs.store import JobStore
 from pipeline import on_outcome, retention
 from pipeline.job_store import open_job_store
@@ -14,7 +18,7 @@ from pipeline.outcomes import Outcomes
 from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import Settings
-from serving.weights.releases import list_releases
+from serving.weights.release_store import list_releases
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +27,8 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """See to what follows outcomes until the block ends, those of its last jobs included."""
+    """Handle the outcome of every job that ends while this context is open, including the jobs that
+    end last."""
     stop = threading.Event()
     with open_job_store(settings, home) as store:
         metrics = RunnerMetrics(store)
@@ -31,18 +36,23 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             try:
                 metrics.serve(settings.jobs.metrics_port)
             except OSError as error:
-                # Jobs matter more than being measured.
+                # Jobs can run without metrics.
                 logger.warning(
-                    "no metrics on port %d (%s): free it, or set metrics_port under [jobs]",
+                    "metrics cannot use port %d (%s): free the port, or set metrics_port under "
+                    "[jobs]",
                     settings.jobs.metrics_port,
                     error.strerror,
                 )
         outcomes = Outcomes(
             store,
             home.jobs_dir / "outcomes.json",
-            (metrics.count, lambda job: _clear(home, job), lambda job: _tell(settings, home, job)),
+            (
+                metrics.count,
+                lambda job: _remove_unneeded_files(home, job),
+                lambda job: _notify(settings, home, job),
+            ),
         )
-        outcomes.begin()  # before the runner's first job ends
+        outcomes.start()  # before the runner's first job ends
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
             threading.Thread(
@@ -59,14 +69,14 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 thread.join()
 
 
-def _clear(home: Home, job: Job) -> None:
-    retention.clear(job, home.jobs_dir / job.id)
+def _remove_unneeded_files(home: Home, job: Job) -> None:
+    retention.remove_unneeded_files(job, home.jobs_dir / job.id)
 
 
-def _tell(settings: Settings, home: Home, job: Job) -> None:
+def _notify(settings: Settings, home: Home, job: Job) -> None:
     for pipeline in settings.pipelines:
         if pipeline.name == job.spec.pipeline:
-            on_outcome.tell(pipeline, job, home.jobs_dir / job.id)
+            on_outcome.notify(pipeline, job, home.jobs_dir / job.id)
 
 
 def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threading.Event) -> None:
@@ -74,13 +84,13 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
         try:
             prune(settings, home, store)
         except (StoreError, OSError) as error:
-            logger.error("old job folders are removed later: %s", error)
+            logger.error("old job folders are kept until the next attempt: %s", error)
         if stop.wait(PRUNE_SECONDS):
             return
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove old job folders, but not those of jobs whose release is still there."""
+    """Remove old job folders, except those of jobs whose release still exists."""
     kept = {
         release.lineage.job_id
         for folder in home.releases_dir.glob("*/")

@@ -1,15 +1,13 @@
-"""What is wrong with a stack and its state folder, and what to do about it. Repairs nothing."""
+"""Checks a stack and its state folder: finds what is wrong, and says what to do about it. Repairs
+nothing."""
 
 import shutil
-import socket
 import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Literal
 
-import httpx
 from pydantic import BaseModel, ConfigDict
 
 from jobs.errors import JobError
@@ -21,6 +19,7 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
 from pipeline.paths import Home
+from pipeline.probes import health, port_fault
 from pipeline.services import services_of
 from pipeline.settings import Settings
 from pipeline.stack import read_stack, stale_settings
@@ -31,9 +30,9 @@ from receiver.errors import ReceiverError
 from serving.errors import ServingError
 
 SPARE_BYTES = 1 << 30
-"""With less than this free, the next release may not fit."""
+"""With less free disk space than this, the next release may not fit."""
 OLDEST_GIT = (2, 31)
-"""The first that reads `GIT_CONFIG_COUNT`, which `pipeline env` relies on."""
+"""The first version that reads `GIT_CONFIG_COUNT`, which `pipeline env` sets."""
 
 
 class Finding(BaseModel):
@@ -44,14 +43,14 @@ class Finding(BaseModel):
     message: str
     """What was found."""
     next_step: str | None = None
-    """What to do about it; None where nothing is wrong."""
+    """What to do about it; None if nothing is wrong."""
 
 
 Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
-    """Every check, in the order in which faults explain each other."""
+    """Run every check. A fault that causes other faults is listed before these."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
@@ -67,18 +66,21 @@ def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
     found = installed_versions()
     yield ok("python", str(found["python"]))
     if found["torch"] is None and settings.serving.engine == "torch":
-        yield wrong("torch", "it is not installed", "pip install 'hotpush[torch]'")
+        yield wrong("torch", "it is not installed", "install it: pip install 'hotpush[torch]'")
     else:
         yield ok("torch", str(found["torch"]))
     git = shutil.which("git")
     if git is None:
         yield wrong("git", "it is not on PATH", "install git")
         return
-    said = subprocess.run([git, "--version"], capture_output=True, text=True, check=False).stdout
-    number = said.split()[2] if len(said.split()) > 2 else ""
+    done = subprocess.run([git, "--version"], capture_output=True, text=True, check=False)
+    words = done.stdout.split()
+    number = words[2] if len(words) > 2 else ""
     parts = tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
     if parts < OLDEST_GIT:
-        yield wrong("git", f"it is {number or 'of unknown age'}", "install git 2.31 or newer")
+        yield wrong(
+            "git", f"it is {number or 'of an unknown version'}", "install git 2.31 or newer"
+        )
     else:
         yield ok("git", number)
 
@@ -90,7 +92,11 @@ def _state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
     usage = shutil.disk_usage(home.root)
     room = f"{usage.free / 2**30:.1f} GiB free on the disk of {home.root}"
     if usage.free < SPARE_BYTES:
-        yield wrong("disk", room, "free some: pipeline releases prune --keep 2, or lower keep_days")
+        yield wrong(
+            "disk",
+            room,
+            "free some space: pipeline releases prune --keep 2, or lower keep_days under [jobs]",
+        )
     else:
         yield ok("disk", room)
     file = home.tokens_file
@@ -99,14 +105,16 @@ def _state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
         return
     mode = file.stat().st_mode & 0o777
     if mode & 0o077:
-        yield wrong("tokens", f"{file} has mode {mode:o}: others can read it", f"chmod 600 {file}")
+        yield wrong(
+            "tokens", f"{file} has mode {mode:o}: other users can read it", f"chmod 600 {file}"
+        )
     try:
         load_tokens(file)
     except PipelineError as error:
-        yield wrong("tokens", str(error), "see the message")
+        yield wrong("tokens", str(error), "do what the message says")
     else:
         if not mode & 0o077:
-            yield ok("tokens", f"{file} is its owner's only")
+            yield ok("tokens", f"only its owner can read {file}")
 
 
 def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
@@ -127,15 +135,15 @@ def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
 
 def _schema_words(found: str | None, head: str) -> str:
     if found is None:
-        return "not there yet; the first start makes it"
-    return f"schema {found}" + ("" if found == head else f", becomes {head} at the next start")
+        return "not there yet; the first start creates it"
+    return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
 
 
 def _base_models(home: Home, settings: Settings) -> Iterator[Finding]:
     for pipeline in settings.pipelines:
         missing = pipeline.missing_base()
         if missing is not None:
-            yield wrong("base model", missing, "see the message")
+            yield wrong("base model", missing, "do what the message says")
         else:
             yield ok("base model", f"{pipeline.name}: {pipeline.base_model}")
 
@@ -144,55 +152,41 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
     record = read_stack(home)
     if record is None:
         if home.stack_file.exists():
-            yield wrong("stack", "it was killed: what it started may still run", "pipeline up")
+            yield wrong(
+                "stack",
+                "the stack was killed, and the services that it started may still run",
+                "start the stack again, which first ends these services: pipeline up",
+            )
         try:
             services = services_of(settings)
         except PipelineError as error:
-            yield wrong("ports", str(error), "see the message")
+            yield wrong("ports", str(error), "do what the message says")
             services = ()
         for service in services:
-            url = httpx.URL(service.url) if service.url is not None else None
-            if url is not None and url.port is not None and _is_taken(url.host, url.port):
+            if service.url is not None and port_fault(service.url) is not None:
                 yield wrong(
                     "ports",
-                    f"port {url.port} of the {service.name} is in use, and no stack is up",
-                    f"stop what uses it, or move the {service.name}: {service.port_setting}",
+                    f"port {service.port} of the {service.name} is in use, and no stack is up",
+                    f"stop the program that uses the port, or move the {service.name}: "
+                    f"{service.port_setting}",
                 )
-        yield ok("stack", "none is up")
+        yield ok("stack", "no stack is up")
         return
     if (changed := stale_settings(home)) is not None:
         yield wrong("settings", changed, "pipeline down && pipeline up --detach")
     for child in record.children:
         log = home.log_file(child.name)
         if child.process is None or not is_alive(child.process):
-            yield wrong(child.name, "it is down, and will be started again", f"look into {log}")
-        elif child.url is not None and not _answers(child.url):
-            yield wrong(child.name, f"it does not answer on {child.url}", f"look into {log}")
+            yield wrong(child.name, "it is down, and will be started again", f"read {log}")
+        elif child.url is not None and health(child.url) is None:
+            yield wrong(child.name, f"it does not answer on {child.url}", f"read {log}")
         else:
             yield ok(child.name, f"up, process {child.process.pid}")
 
 
-def _is_taken(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return True
-    return False
-
-
-def _answers(url: str) -> bool:
-    try:
-        httpx.get(f"{url}/health", timeout=5, trust_env=False)
-    except httpx.HTTPError:
-        return False
-    return True
-
-
 def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Only a hub that is up can be asked; one that is down was found before."""
-    if read_stack(home) is None or not _answers(settings.hub_url):
+    """Asks the hub. If the hub is down, `_services` has already reported it."""
+    if read_stack(home) is None or health(settings.hub_url) is None:
         return
     from receiver.webhooks import list_webhooks
 
@@ -201,19 +195,25 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
         token = load_tokens(home.tokens_file).hub
         webhooks = list_webhooks(endpoint=settings.hub_url, token=token)
     except (ReceiverError, PipelineError) as error:
-        yield wrong("webhook", f"the hub does not list its webhooks: {error}", "pipeline up again")
+        yield wrong(
+            "webhook",
+            f"the hub does not list its webhooks: {error}",
+            "pipeline down, then pipeline up",
+        )
         return
     ours = next((webhook for webhook in webhooks if webhook.url == url), None)
     for webhook in webhooks:
         if webhook.status == "suspended" and webhook != ours:
             yield wrong(
                 "webhook",
-                f"{webhook.id} is suspended: {webhook.url or 'its job'} failed time and again, and "
-                "what happens waits",
-                f"mend the receiver, then: pipeline webhooks enable {webhook.id}",
+                f"{webhook.id} is suspended: {webhook.url or 'its job'} failed again and again; "
+                "its deliveries wait",
+                f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:
-        yield wrong("webhook", f"the hub has none for {url}", "pipeline down, then pipeline up")
+        yield wrong(
+            "webhook", f"the hub has no webhook for {url}", "pipeline down, then pipeline up"
+        )
     elif ours.status != "enabled":
         yield wrong(
             "webhook",
@@ -249,11 +249,12 @@ def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
     if dead := counts.get("dead", 0):
         yield wrong(
             "deliveries",
-            f"{dead} were given up: no answer of the receiver was a good one",
-            "see why with: pipeline webhooks deliveries; send again with: pipeline webhooks replay",
+            f"{dead} were given up: the receiver answered no attempt with success",
+            "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
+            "replay",
         )
     else:
-        yield ok("deliveries", f"{counts.get('pending', 0)} wait, none was given up")
+        yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
 
 def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
@@ -265,7 +266,7 @@ def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
                 jobs = store.list(pipeline=pipeline.name, limit=20)
                 last = next((job for job in jobs if job.has_ended), None)
                 if last is None:
-                    yield ok("jobs", f"{pipeline.name}: none has ended yet")
+                    yield ok("jobs", f"{pipeline.name}: no job has ended yet")
                 elif last.outcome is None:
                     yield ok("jobs", f"{pipeline.name}: {last.id} {last.state.lower()}")
                 elif last.outcome.result in ("failed", "rejected"):
@@ -283,11 +284,16 @@ def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
                 else:
                     yield ok("jobs", f"{pipeline.name}: {last.id} {last.outcome.result}")
     except JobError:
-        return  # told by the check of the databases
+        return  # `_schemas` has already reported this error
 
 
 def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
-    from serving.weights.releases import UNFINISHED, release_ids, served_release
+    from serving.weights.release_store import (
+        UNFINISHED,
+        release_ids,
+        served_release,
+        stood_in_for,
+    )
     from serving.weights.verify import verify_release
 
     for pipeline in settings.pipelines:
@@ -295,37 +301,35 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
         ids = release_ids(folder)
         broken = 0
         for release_id in ids:
-            if reasons := _reasons(verify_release, folder / release_id):
+            if reasons := verify_release(folder / release_id):
                 broken += 1
                 yield wrong(
                     "releases",
                     f"{release_id} is damaged: {'; '.join(reasons)}",
-                    "pipeline releases rollback if it is served; then remove its folder",
+                    f"pipeline releases repair, then: pipeline releases rm {release_id}",
                 )
         try:
             served = served_release(folder)
         except ServingError as error:
             yield wrong("releases", str(error), "pipeline releases swap ID")
             continue
+        if (damaged := stood_in_for(folder)) is not None and served is not None:
+            yield wrong(
+                "releases",
+                f"{served.name} stands in for {damaged}, which could not be served",
+                "train again on its rows: pipeline jobs run; or restore the files of "
+                f"{damaged}, then: pipeline releases repair",
+            )
         if served is not None and served.name not in ids:
             yield wrong(
                 "releases",
-                f"{served.name} is served and its folder is gone",
-                "pipeline releases swap ID, with one of `pipeline releases ls`",
+                f"{served.name} is served, but its folder is gone",
+                "pipeline releases repair",
             )
         if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
-            yield wrong(
-                "releases", f"unfinished folders in {folder}", "pipeline up removes them, safely"
-            )
+            yield wrong("releases", f"unfinished folders in {folder}", "pipeline up removes them")
         if not broken:
-            yield ok("releases", f"{pipeline.name}: {len(ids)}, all whole")
-
-
-def _reasons(verify: Callable[[Path], tuple[str, ...]], folder: Path) -> tuple[str, ...]:
-    try:
-        return verify(folder)
-    except ServingError as error:
-        return (str(error),)
+            yield ok("releases", f"{pipeline.name}: {len(ids)}, all complete")
 
 
 CHECKS: tuple[Check, ...] = (

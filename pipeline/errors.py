@@ -1,2 +1,2 @@
 class PipelineError(Exception):
-    """The pipeline cannot go on; the message is for the person at the terminal."""
+    """A command or service cannot go on. The message is for the person at the terminal."""

@@ -1,4 +1,4 @@
-"""Which database the jobs of this state folder are in, and whether this release can use it."""
+"""Opens the job store of a state folder, and checks whether this release can use it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,8 @@ from pipeline.settings import Settings
 
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
-    """The store that the settings name, else the one of the state folder, which is made."""
+    """The store at `database_url`. Without that setting, the store in the state folder, which is
+    created if it is missing. Raises StoreError."""
     if settings.jobs.database_url is not None:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)
@@ -21,7 +22,7 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 
 @contextmanager
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
-    """The same store as it is, to look into: None where there is none yet. Raises StoreError."""
+    """The same store, only for reading; None if there is no store yet. Raises StoreError."""
     if settings.jobs.database_url is None and not home.jobs_database.exists():
         yield None
         return
@@ -34,7 +35,10 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
 
 
 def jobs_schema(settings: Settings, home: Home) -> str | None:
-    """Of the job store, None where there is none yet. Raises StoreError; changes nothing."""
+    """The schema revision of the job store; None if there is no store yet. Changes nothing.
+
+    Raises StoreError.
+    """
     if settings.jobs.database_url is None and not home.jobs_database.exists():
         return None
     engine = connect(settings.jobs.database_url or home.jobs_database, only_reads=True)
@@ -45,9 +49,10 @@ def jobs_schema(settings: Settings, home: Home) -> str | None:
 
 
 def check_schemas(settings: Settings, home: Home) -> None:
-    """Raise HubError or StoreError where a newer release wrote either database.
+    """Raise HubError or StoreError if a newer release wrote one of the two databases.
 
-    Before anything starts: what does start upgrades its own database, whatever the other one is.
+    Call this before any service starts. A service upgrades its own database when it starts. It must
+    not upgrade that database while the other database is too new for this release.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

@@ -1,14 +1,14 @@
-"""What happens to jobs, as lines for a person who watches."""
+"""Reports the changes of jobs as lines of text, for a person who watches the stack."""
 
-from jobs.record import Job
+from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""Newest jobs that are looked at; more than these do not change between two looks."""
+"""Only this many of the newest jobs are read, because more never change between two reads."""
 
 
 class Journal:
-    """Reads the job store for what changed since it was last asked."""
+    """Finds in the job store what has changed since the last call."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -27,7 +27,7 @@ class Journal:
 
 
 def subject(job: Job) -> str:
-    """What the job answers for: the newest commit of a retraining, the command of any other."""
+    """What the job is about: the newest commit for a retraining, the command for any other job."""
     revisions = job.spec.revisions
     if revisions is None:
         return " ".join(job.spec.command)
@@ -35,8 +35,10 @@ def subject(job: Job) -> str:
 
 
 def describe(job: Job) -> str:
-    """One line: the job, what it answers for, and how it stands or ended."""
+    """One line: the job's id, what the job is about, and its state or outcome."""
     if job.outcome is None:
         return f"{job.id}  {subject(job)}  {job.state.lower()}"
-    parts = [job.id, subject(job), job.outcome.result, job.outcome.release, job.outcome.reason]
+    outcome = job.outcome
+    counts = "" if outcome.counts is None else str(outcome.counts)
+    parts = [job.id, subject(job), outcome.result, outcome.release, counts, outcome.reason]
     return "  ".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""Where a release of a trainer of one's own comes from: what its job was told, and what it says."""
+"""The lineage of a release that the user's own trainer publishes."""
 
 import json
 from collections.abc import Mapping
@@ -15,36 +15,41 @@ from serving.weights.release import Lineage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a job was told."""
+class JobContext:
+    """What the current job is about. All fields are empty outside of a job."""
 
     job_id: str | None = None
     pipeline: str | None = None
-    """That it is a job of; None outside of a job, and for a command on its own."""
+    """Also None in a job whose command was submitted without a pipeline."""
     dataset: str | None = None
     ref: str | None = None
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
 
 
-def told_by_job(environment: Mapping[str, str]) -> Told:
-    """From the job whose environment this is: its spec, else the payload of a command on its own.
+def job_context(environment: Mapping[str, str]) -> JobContext:
+    """The context of the job that this environment belongs to.
 
-    Nothing but Nones outside of a job. Raises PipelineError for a job folder that is none.
+    This reads the context from the job's spec; for a plain command, from the payload. Raises
+    PipelineError if `JOB_DIR` has no readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
-        return Told()
+        return JobContext()
     file = Path(environment["JOB_DIR"]) / SPEC
     try:
         spec = JobSpec.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         raise PipelineError(
-            f"JOB_DIR says that this is a job, and {file} tells of none; unset JOB_ID and JOB_DIR"
+            f"JOB_DIR is set, but {file} is not the spec of a job; outside of a job, unset JOB_ID "
+            "and JOB_DIR"
         ) from None
-    told = Told(job_id=environment["JOB_ID"], pipeline=spec.pipeline)
+    context = JobContext(
+        job_id=environment["JOB_ID"],
+        pipeline=spec.pipeline or environment.get("PIPELINE_NAME"),
+    )
     if spec.revisions is not None:
         return replace(
-            told,
+            context,
             dataset=spec.revisions.repo,
             ref=spec.revisions.ref,
             revision=spec.revisions.new_sha,
@@ -52,29 +57,31 @@ def told_by_job(environment: Mapping[str, str]) -> Told:
         )
     payload = _payload(environment)
     if payload is None or payload.repo.type != "dataset":
-        return told
+        return context
     update = next(iter(payload.updatedRefs or ()), None)
     return replace(
-        told,
+        context,
         dataset=payload.repo.name,
         ref=update.ref if update else None,
         revision=(update.newSha if update else None) or payload.repo.headSha,
     )
 
 
-def lineage(told: Told, *, parent: str | None, served: str | None, revision: str | None) -> Lineage:
-    """Of a release that is published now.
+def lineage(
+    context: JobContext, *, parent: str | None, served: str | None, revision: str | None
+) -> Lineage:
+    """The lineage of a release that is published now.
 
-    parent, revision: what the trainer says of itself. In a job the parent is the served release
-    and the revision the job's, where it says nothing.
+    `parent` and `revision` are what the trainer states. In a job, a `parent` of None means the
+    served release, and a `revision` of None means the job's commit.
     """
     return Lineage(
-        parent=parent or (served if told.job_id is not None else None),
-        dataset=told.dataset,
-        dataset_ref=told.ref,
-        dataset_revision=revision or told.revision,
-        job_id=told.job_id,
-        delivery_ids=told.delivery_ids,
+        parent=parent or (served if context.job_id is not None else None),
+        dataset=context.dataset,
+        dataset_ref=context.ref,
+        dataset_revision=revision or context.revision,
+        job_id=context.job_id,
+        delivery_ids=context.delivery_ids,
     )
 
 

@@ -1,6 +1,7 @@
-"""How the services log: lines for a person, or JSON with the ids of job and delivery for a machine.
+"""How the services log: text for people, or JSON for programs, with the ids of the job and the
+delivery.
 
-A record carries ids where its call gave them: `logger.info(…, extra={"job_id": job.id})`.
+A log call names these ids: `logger.info(…, extra={"job_id": job.id})`.
 """
 
 import json
@@ -12,19 +13,20 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 IDS = ("pipeline", "job_id", "delivery_id", "delivery_ids", "release")
-"""What `extra` may hold."""
+"""The keys of `extra` that are copied into a JSON line."""
 
 _QUIET = ("httpx", "httpcore", "huggingface_hub", "alembic", "filelock")
-"""Libraries that tell every request at `info`."""
+"""Libraries that log every request at `info`. Only their warnings are written."""
 
 
 class LogSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     format: Literal["text", "json"] = "text"
-    """`json` writes one object per line, with the ids of the job and the delivery it is about."""
+    """`json` writes one object per line, with the ids of the job and the delivery that the line is
+    about."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least that is written."""
+    """Log records below this level are not written."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -49,7 +51,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(settings: LogSettings, service: str) -> None:
-    """Set up the whole process. Called once, by the command that is the process."""
+    """Set up logging for this process. Each service calls this once, when it starts."""
     handler = logging.StreamHandler(sys.stderr)
     if settings.format == "json":
         handler.setFormatter(JsonFormatter(service))

@@ -1,4 +1,5 @@
-"""`on_outcome` of a pipeline: the outcome goes to a URL as JSON, or to a command on its input."""
+"""`on_outcome` of a pipeline: sends the outcome as JSON to a URL, or to the standard input of a
+command."""
 
 import json
 import logging
@@ -10,18 +11,19 @@ from pathlib import Path
 
 import httpx
 
-from jobs.record import Job
+from jobs.job import Job
 from pipeline.settings import PipelineSettings
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0
 WAITS_SECONDS = (0.0, 1.0, 5.0)
-"""Before each attempt to reach a URL. A command is run once."""
+"""Seconds to wait before each attempt to reach a URL. A command is run only once."""
 
 
-def tell(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Whether it was told. What goes wrong is logged; it never concerns the job."""
+def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
+    """Send the job's outcome; True if it was received. An error is logged and not raised, because
+    it does not change the job."""
     if pipeline.on_outcome is None or job.outcome is None:
         return False
     ids = {"pipeline": pipeline.name, "job_id": job.id}
@@ -32,9 +34,11 @@ def tell(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
         else:
             _run(pipeline.on_outcome, body, job, job_dir)
     except (httpx.HTTPError, OSError, subprocess.SubprocessError) as error:
-        logger.warning("on_outcome of %s for %s: %s", pipeline.name, job.id, error, extra=ids)
+        logger.warning(
+            "on_outcome of %s failed for %s: %s", pipeline.name, job.id, error, extra=ids
+        )
         return False
-    logger.info("on_outcome of %s was told of %s", pipeline.name, job.id, extra=ids)
+    logger.info("on_outcome of %s received the outcome of %s", pipeline.name, job.id, extra=ids)
     return True
 
 

@@ -1,7 +1,8 @@
-"""What follows an outcome: whoever asked is told, it is counted, and its job's folder is cleared.
+"""`Outcomes`: calls handlers for each job that has ended.
 
-Beside the runner, in a thread with a store of its own: nothing here can hold up or lose a job. How
-far it has come stands in a file: a kill may lead to telling an outcome twice, never to none.
+`Outcomes` has a store connection of its own and runs in a thread beside the runner, so that it can
+neither delay nor lose a job. A file records which outcomes were handled. After a kill, an outcome
+may be handled twice, but every outcome is handled at least once.
 """
 
 import logging
@@ -12,83 +13,87 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.errors import StoreError
-from jobs.folder import write_whole
-from jobs.record import Job
+from jobs.folder import write_atomically
+from jobs.job import Job
 from jobs.store import JobStore
 
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""Newest jobs among which those that ended are looked for."""
+"""How many of the newest jobs are searched for ended jobs."""
 POLL_SECONDS = 0.2
 
 
-class _Told(BaseModel):
+class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Id → the time it ended at: a lost database's ids begin anew."""
+    """Job id → end time. The time is needed because a new database reuses the ids."""
 
 
 class Outcomes:
-    """Calls `followers` once for each job that ends.
+    """Calls `handlers` once for each job that ends.
 
-    Which ones were told is remembered job by job, since a later end need not have a later time:
-    clocks are set back, and of two runners' transactions the earlier may be seen last.
+    Handled jobs are recorded one by one. A single "handled up to" time would not be enough, because
+    clocks are sometimes set back, and because the transactions of two runners may become visible in
+    another order than the order of their times.
     """
 
     def __init__(
-        self, store: JobStore, progress_file: Path, followers: Sequence[Callable[[Job], None]]
+        self, store: JobStore, progress_file: Path, handlers: Sequence[Callable[[Job], None]]
     ) -> None:
         self._store = store
         self._file = progress_file
-        self._followers = followers
+        self._handlers = handlers
 
-    def begin(self) -> None:
-        """Without a progress file, leave the past alone and follow from now on. Raises
-        StoreError."""
-        self._told()
+    def start(self) -> None:
+        """If there is no progress file, mark all jobs that have ended so far as handled.
 
-    def look(self) -> int:
-        """See to the jobs that ended since the last look; returns how many. Raises StoreError.
-
-        A follower that raises is logged, and the outcome counts as told.
+        Raises StoreError.
         """
-        told = self._told()
+        self._handled()
+
+    def poll(self) -> int:
+        """Handle the jobs that have ended since the last call; returns the number of these jobs.
+
+        If a handler raises an exception, it is logged and the outcome counts as handled. Raises
+        StoreError.
+        """
+        handled = self._handled()
         ended = self._store.when_ended(among=NUM_WATCHED)
-        new = [job_id for job_id, at in ended.items() if told.get(job_id) != at]
+        new = [job_id for job_id, at in ended.items() if handled.get(job_id) != at]
         for job_id in new:
             job = self._store.get(job_id)
-            for follower in self._followers:
+            for handler in self._handlers:
                 try:
-                    follower(job)
+                    handler(job)
                 except Exception:
                     logger.exception("After the outcome of %s", job.id, extra={"job_id": job.id})
-            told = {each: at for each, at in told.items() if each in ended}
-            told[job_id] = ended[job_id]
-            self._write(told)
+            handled = {each: at for each, at in handled.items() if each in ended}
+            handled[job_id] = ended[job_id]
+            self._write(handled)
         return len(new)
 
     def follow(self, stop: threading.Event) -> None:
-        """Look whenever the store has changed, and a last time when `stop` is set."""
+        """Poll whenever the store has changed, and one last time when `stop` is set."""
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
                 if is_last or self._store.changed():
-                    self.look()
+                    self.poll()
             except (StoreError, OSError) as error:
-                logger.error("Outcomes are told later: %s", error)
+                logger.error("outcomes cannot be handled now, trying again: %s", error)
                 stop.wait(1.0)
             if is_last:
                 return
 
-    def _told(self) -> dict[str, float]:
+    def _handled(self) -> dict[str, float]:
         try:
-            return _Told.model_validate_json(self._file.read_bytes()).ended
+            return _Progress.model_validate_json(self._file.read_bytes()).ended
         except (FileNotFoundError, ValidationError):
-            told = self._store.when_ended(among=NUM_WATCHED)
-            self._write(told)
-            return told
+            handled = self._store.when_ended(among=NUM_WATCHED)
+            self._write(handled)
+            return handled
 
-    def _write(self, told: dict[str, float]) -> None:
-        write_whole(self._file, _Told(ended=told).model_dump_json(), durable=True)
+    def _write(self, handled: dict[str, float]) -> None:
+        write_atomically(self._file, _Progress(ended=handled).model_dump_json(), durable=True)

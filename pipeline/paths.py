@@ -1,4 +1,4 @@
-"""Every path of the state folder. Nothing here is created by asking for it."""
+"""Every path in the state folder. Reading a path here creates nothing."""
 
 import os
 from dataclasses import dataclass
@@ -26,17 +26,19 @@ class Home:
 
     @property
     def jobs_database(self) -> Path:
-        """Shared by receiver and runner: a delivery and its job are one transaction."""
+        """The database of the job store. The receiver and the runner share it, so that a delivery
+        and its job are stored in one transaction."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property
     def releases_dir(self) -> Path:
-        """One folder per pipeline, and in it one per release."""
+        """One folder per pipeline, which holds one folder per release."""
         return self.root / "releases"
 
     @property
     def bases_dir(self) -> Path:
-        """One folder per pipeline: its base model, made or fetched once."""
+        """One folder per pipeline, with the pipeline's base model, which is created or downloaded
+        once."""
         return self.root / "bases"
 
     @property
@@ -45,7 +47,7 @@ class Home:
 
     @property
     def stack_file(self) -> Path:
-        """What runs: process ids and addresses, while a stack is up."""
+        """The process ids and addresses of the services, while a stack is up."""
         return self.root / "stack.json"
 
     @property

@@ -1,4 +1,5 @@
-"""What is removed of jobs that have ended: checkpoints at once, the whole folder after a time."""
+"""Cleans up after ended jobs: removes checkpoints at once, and whole job folders after
+`keep_days`."""
 
 import logging
 import shutil
@@ -7,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from jobs.folder import STALE
-from jobs.record import Job
+from jobs.job import Job
 from jobs.store import JobStore
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
 
@@ -15,12 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 RETRAINING = "pipeline.retrain"
-"""The module in the command of a job whose folder this knows its way about in."""
+"""The module in the command of a retraining job. Checkpoints of other jobs are not removed."""
 
 
-def clear(job: Job, job_dir: Path) -> None:
-    """Remove what only a next attempt would have needed, and files whose writer was killed. What a
-    trainer of one's own calls `checkpoints` stays."""
+def remove_unneeded_files(job: Job, job_dir: Path) -> None:
+    """Remove the job's checkpoints, which only another attempt would need, and temporary files that
+    killed writers left. If the user's own trainer wrote a folder `checkpoints`, the folder
+    stays."""
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
     for path in job_dir.glob(".*.[0-9]*"):
@@ -30,10 +32,11 @@ def clear(job: Job, job_dir: Path) -> None:
 def prune_job_folders(
     store: JobStore, jobs_dir: Path, *, keep_days: float, kept: Collection[str] = ()
 ) -> list[str]:
-    """Remove the folders of jobs that ended more than `keep_days` ago; returns their ids.
+    """Remove the folders of jobs that ended more than `keep_days` ago; returns the names of the
+    removed folders.
 
-    The job stays in the list of jobs, with its outcome. `kept` are those of releases that are
-    still there. Folders that were put aside, since another database's job had their id, go too.
+    The job itself stays in the store, with its outcome. The folders of jobs in `kept` stay too.
+    Old folders that `prepare_job_folder` has renamed are also removed.
     """
     before = time.time() - 86400 * keep_days
     removed = []

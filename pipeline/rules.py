@@ -1,8 +1,8 @@
-"""From the settings of a pipeline to the rule that turns its commits into jobs."""
+"""Makes a rule from a pipeline's settings. The rule says how the pipeline's commits become jobs."""
 
 from jobs.spec import Resources
 from pipeline.paths import Home
-from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.settings import RetrainSettings, SkipIf
 from pipeline.settings import PipelineSettings, Settings, settings_file
 from receiver.retrain import RetrainRule
 
@@ -12,10 +12,15 @@ def retrain_rules(settings: Settings, home: Home) -> tuple[RetrainRule, ...]:
 
 
 def retrain_rule(
-    settings: Settings, home: Home, pipeline: PipelineSettings, *, force_reason: str | None = None
+    settings: Settings,
+    home: Home,
+    pipeline: PipelineSettings,
+    *,
+    force_reason: str | None = None,
+    skip_if: SkipIf = "no_row_changed",
 ) -> RetrainRule:
-    """What a job of this pipeline will be told, frozen from the settings as they are now."""
-    ref = pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
+    """The rule of one pipeline. Later changes of the settings do not change this rule."""
+    ref = branch_ref(pipeline)
     retrain = RetrainSettings(
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
@@ -25,9 +30,11 @@ def retrain_rule(
         releases_dir=home.releases_dir,
         bases_dir=home.bases_dir,
         keep=pipeline.keep,
+        data=pipeline.data,
         train=pipeline.train,
         gate=pipeline.gate,
         force_reason=force_reason,
+        skip_if=skip_if,
     )
     own = {} if pipeline.command is None else {"command": _program(*pipeline.command)}
     return RetrainRule(
@@ -38,13 +45,22 @@ def retrain_rule(
         debounce_seconds=pipeline.debounce_seconds,
         max_wait_seconds=pipeline.max_wait_seconds,
         settings=retrain.model_dump(mode="json"),
-        env={"PIPELINE_SERVER_URL": settings.server_url(pipeline)},
+        env={
+            "PIPELINE_NAME": pipeline.name,
+            "PIPELINE_SERVER_URL": settings.server_url(pipeline),
+        },
         resources=Resources(
             num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds
         ),
     )
 
 
+def branch_ref(pipeline: PipelineSettings) -> str:
+    """The full name of the branch that the pipeline follows, as in `refs/heads/main`."""
+    return pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
+
+
 def _program(name: str, *arguments: str) -> tuple[str, ...]:
-    """A job runs in a folder of its own: a relative path means one beside the settings."""
+    """The command. If the program is a relative path, the path starts at the folder of the settings
+    file, because the job runs in another folder."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

@@ -1,20 +1,26 @@
-"""What the runner tells Prometheus: the queue, outcomes, and the seconds from commit to serving."""
+"""The runner's Prometheus metrics: the queue, the outcomes, and the seconds from a commit until it
+is served."""
 
+from collections import Counter as Counts
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from jobs.errors import StoreError
-from jobs.record import Job
+from jobs.job import Job
 from jobs.store import JobStore
 
 _SECONDS = (0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 
 
+ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "not_trained")
+
+
 class RunnerMetrics:
-    """In a registry of its own. Counters begin at 0 with each runner, as Prometheus expects."""
+    """The metrics, in a registry of their own. The counters start at 0 with each runner, as
+    Prometheus expects."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -28,16 +34,30 @@ class RunnerMetrics:
         )
         self._job_seconds = Histogram(
             "pipeline_job_seconds",
-            "From the start of a job to its outcome, whatever it is",
+            "Seconds from the start of a job to its outcome, whatever the outcome is",
             ["pipeline"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self._commit_to_serving = Histogram(
             "pipeline_commit_to_serving_seconds",
-            "From the first commit of a job, as it was received, to its release being served",
+            "Seconds from the arrival of a job's first commit until the job's release was served",
             ["pipeline"],
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+        self._rows = Gauge(
+            "pipeline_rows",
+            "Rows of the last job that counted them: changed, learned, known, kept, …",
+            ["pipeline", "count"],
+            registry=self.registry,
+        )
+        self._base_agreement = Gauge(
+            "pipeline_base_agreement",
+            "Share of the tokens in the base model's own answers that are still the likeliest "
+            "under the last job's weights",
+            ["pipeline"],
             registry=self.registry,
         )
 
@@ -49,18 +69,23 @@ class RunnerMetrics:
         self._outcomes.labels(name, job.outcome.result).inc()
         if job.started_at is not None:
             self._job_seconds.labels(name).observe(job.ended_at - job.started_at)
+        if (counts := job.outcome.counts) is not None:
+            for field in ROW_COUNTS:
+                self._rows.labels(name, field).set(getattr(counts, field))
+            if counts.base_agreement is not None:
+                self._base_agreement.labels(name).set(counts.base_agreement)
         if job.outcome.result == "promoted":
             self._commit_to_serving.labels(name).observe(
                 job.ended_at - self._store.waited_since(job)
             )
 
     def serve(self, port: int) -> None:
-        """On loopback only, from a thread that ends with the process. Raises OSError."""
+        """Serve the metrics on loopback, in a thread that ends with the process. Raises OSError."""
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
 
 class _Queue(Collector):
-    """Read from the store when Prometheus asks, so that it is right also after a kill."""
+    """Reads the store at each scrape, so that the numbers are right even after a kill."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -71,18 +96,22 @@ class _Queue(Collector):
         )
         age = GaugeMetricFamily(
             "pipeline_queue_age_seconds",
-            "Since the first commit that waits for a job to begin",
+            "Seconds for which the oldest commit has waited for its job to start",
             labels=["pipeline"],
         )
         try:
             now = self._store.now()
-            for state in ("SCHEDULING", "RUNNING"):
-                for job in self._store.list(state=state):
-                    name = job.spec.pipeline or ""
-                    jobs.add_metric([name, state.lower()], 1)
-                    if state == "SCHEDULING":
-                        age.add_metric([name], now - self._store.waited_since(job))
+            pending = self._store.list(state="SCHEDULING")
+            running = self._store.list(state="RUNNING")
+            since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
-            return  # a scrape without these is how a monitor sees that the store is in trouble
+            return  # the missing metrics show a monitor that the store has failed
+        # Add up the jobs of a pipeline, because several may wait and each set of labels must have
+        # one sample.
+        for state, found in (("scheduling", pending), ("running", running)):
+            for name, count in Counts(job.spec.pipeline or "" for job in found).items():
+                jobs.add_metric([name, state], count)
+        for name in dict(since):
+            age.add_metric([name], now - min(moment for each, moment in since if each == name))
         yield jobs
         yield age

@@ -1,12 +1,13 @@
-"""What a stack is made of: the commands of hub, servers, runner and receiver, and their ports."""
+"""The services of a stack: the hub, the servers, the runner and the receiver. Each has a command,
+and each except the runner has a port."""
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
 
 from pipeline.errors import PipelineError
+from pipeline.probes import port_fault
 from pipeline.settings import Settings
 
 
@@ -14,24 +15,29 @@ from pipeline.settings import Settings
 class Service:
     name: str
     arguments: tuple[str, ...]
-    """Of the `pipeline` command."""
+    """The arguments after `pipeline` on the command line."""
     url: str | None = None
     port_setting: str | None = None
-    """How it gets another port."""
+    """Tells a user where to set another port."""
+
+    @property
+    def port(self) -> int | None:
+        return None if self.url is None else httpx.URL(self.url).port or 80
 
 
 def services_of(settings: Settings) -> tuple[Service, ...]:
-    """Everything that `pipeline up` runs.
+    """Every service that `pipeline up` starts, in the order in which it starts them.
 
-    It is stopped in reverse order: the receiver first, so that nothing new comes in, and the hub
-    last, so that a job can still read from it. Raises PipelineError for a port that only a service
-    on its own can have, because the others could not find it, and for one that two are to have.
+    The services are stopped in reverse order: the receiver first, so that no new event comes in,
+    and the hub last, so that a running job can still read from the hub. Raises PipelineError for a
+    port that two services share, and for port 0, because the services find each other by their
+    ports.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
             raise PipelineError(
-                f"port = 0 under [{table}]: the parts of a stack find each other by their ports; "
-                "give it one from 1 to 65535"
+                f"port = 0 under [{table}]: the services of a stack find each other by their "
+                "ports; set a port from 1 to 65535"
             )
     servers = tuple(
         Service(
@@ -71,15 +77,15 @@ RUNNER = Service(name="runner", arguments=("jobs", "runner"))
 def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
     takers: dict[int, str] = {metrics_port: "metrics_port under [jobs]"} if metrics_port else {}
     for service in services:
-        if service.url is None:
+        if service.port is None:
             continue
-        port = httpx.URL(service.url).port or 80
-        if port in takers:
+        if service.port in takers:
             raise PipelineError(
-                f"port {port} is both {takers[port]} and that of the {_in_words(service)}; move "
-                f"one of them, as with {service.port_setting}"
+                f"port {service.port} is set for both {takers[service.port]} and the "
+                f"{_in_words(service)}; change one of the two, for example with "
+                f"{service.port_setting}"
             )
-        takers[port] = f"that of the {_in_words(service)}"
+        takers[service.port] = f"the {_in_words(service)}"
 
 
 def _in_words(service: Service) -> str:
@@ -91,16 +97,9 @@ def _setting(table: str) -> str:
 
 
 def check_port(service: Service) -> None:
-    """Raise PipelineError where another program listens already."""
-    if service.url is None:
-        return
-    url = httpx.URL(service.url)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((url.host, url.port or 80))
-        except OSError as error:
-            raise PipelineError(
-                f"port {url.port} for the {_in_words(service)} cannot be used ({error.strerror}); "
-                f"free it, or move the {_in_words(service)}: {service.port_setting}"
-            ) from None
+    """Raise PipelineError if another program uses the service's port."""
+    if service.url is not None and (fault := port_fault(service.url)) is not None:
+        raise PipelineError(
+            f"port {service.port} for the {_in_words(service)} cannot be used ({fault}); "
+            f"free the port, or move the {_in_words(service)}: {service.port_setting}"
+        )

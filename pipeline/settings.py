@@ -1,14 +1,13 @@
-"""Composes the packages' settings: `pipeline.toml`, overruled by the environment.
+"""Reads the settings from `pipeline.toml`. Environment variables overrule the file.
 
-`PIPELINE_HUB__PORT=9000` is the environment's way to say `port = 9000` under `[hub]`. Each package
-owns the meaning of its own table and is given it; only the `[[pipelines]]` are this package's.
+`PIPELINE_HUB__PORT=9000` in the environment means `port = 9000` under `[hub]`. Each package defines
+its own table; this module composes them and defines `[[pipelines]]`.
 """
 
 import difflib
 import hashlib
 import json
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,10 +31,11 @@ from jobs.settings import JobsSettings
 from pipeline.errors import PipelineError
 from pipeline.hub.settings import HubSettings
 from pipeline.logs import LogSettings
-from pipeline.retrain.base_model import PRESETS
+from pipeline.retrain.base_model import HUB_ID, PRESETS
 from pipeline.retrain.settings import (
     HUGGING_FACE,
     BaseModelEndpoint,
+    DataSettings,
     GateSettings,
     TrainSettings,
     is_git_url,
@@ -50,36 +50,40 @@ class PipelineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """What a request to the server names as `model`."""
+    """The pipeline's name. Requests to the server use it as `model`."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
-    """The dataset that this pipeline follows, as `owner/name`; or the git URL of a repository
-    elsewhere, whose pushes then come to `/webhooks/retrain/github`, `/gitea` or `/gitlab`."""
+    """The dataset to follow: `owner/name`, or the git URL of a repository elsewhere. A repository
+    elsewhere must send its pushes to `/webhooks/retrain/github`, `/webhooks/retrain/gitea` or
+    `/webhooks/retrain/gitlab`."""
     ref: str = "main"
-    """The branch that it follows. Pushes to other refs are ignored."""
+    """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
-    """What the first release is trained from: `preset:tiny`, a checkpoint folder (beside this file,
-    where its path is relative), or a hub id."""
+    """The model that training starts from: `preset:tiny`, a checkpoint folder, or a hub id. The
+    relative path of a checkpoint folder starts at the folder of this file."""
     base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
-    """The hub that such an id is looked up on, with your own token (`HF_TOKEN` where the stack was
-    started, or `hf auth login`); `hub` for the stack's own."""
+    """The hub where a hub id in `base_model` is looked up: the URL of a hub, or `hub` for the
+    stack's own hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the
+    stack, or the token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of this pipeline's server. By default the first pipeline has `[serving] port`, the
-    second the next one, and so on."""
+    """The port of this pipeline's server. By default the first pipeline has `port` of [serving],
+    the second pipeline the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
-    """A job starts once no further commit arrived for this long …"""
+    """A job starts when no further commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """… and at the latest this long after its first commit."""
+    """A job starts at the latest this long after its first commit, even if further commits keep
+    arriving."""
     keep: int = Field(default=5, ge=2)
-    """Releases to keep, so that there is one to go back to; the served one is never pruned."""
+    """How many releases to keep. Older releases are removed, but never the served release."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """A trainer of your own, run for each commit in place of the retraining: a program (beside this
-    file, where it is a relative path) and its arguments. It runs in its job's folder, and ends in
-    `pipeline releases publish`."""
+    """A trainer of your own, which each job runs instead of the built-in retraining: a program and
+    its arguments. A relative path starts at the folder of this file. The program runs in the job's
+    folder and must end with `pipeline releases publish`."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
-    """Who is told how each job ended: a URL, which gets the outcome as JSON by POST, or a command
-    and its arguments, which gets it on standard input."""
+    """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
+    a command with its arguments, which gets the same JSON on standard input."""
+    data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
 
@@ -91,16 +95,16 @@ class PipelineSettings(BaseModel):
         return base_model
 
     def base_folder(self) -> Path | None:
-        """That `base_model` names; None for a preset or a hub id."""
+        """The folder that `base_model` names; None for a preset or a hub id."""
         if self.base_model in PRESETS:
             return None
         folder = settings_file().parent / Path(self.base_model).expanduser()
-        is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", self.base_model)
+        is_id = HUB_ID.fullmatch(self.base_model) is not None
         return None if is_id and not folder.is_dir() else folder
 
     def missing_base(self) -> str | None:
-        """Why nothing can be trained from `base_model`; None where that is there, or a hub's to
-        say."""
+        """Why training cannot start from `base_model`; None if it can, or if only a hub can
+        tell."""
         folder = self.base_folder()
         if folder is None or (folder / "config.json").is_file():
             return None
@@ -148,7 +152,8 @@ class Settings(BaseSettings):
         return self
 
     def pipeline(self, name: str | None) -> PipelineSettings:
-        """The pipeline of that name; without a name, the only one. Raises PipelineError."""
+        """The pipeline called `name`; for None, the only pipeline. Raises PipelineError if there is
+        no such pipeline, or if there are several pipelines and `name` is None."""
         if not self.pipelines:
             raise PipelineError(
                 f"no pipeline is configured in {settings_file()}; write one with: "
@@ -166,9 +171,9 @@ class Settings(BaseSettings):
 
     @property
     def datasets_on_hub(self) -> tuple[str, ...]:
-        """Those that the embedded hub keeps, once each."""
-        names = (pipeline.dataset for pipeline in self.pipelines)
-        return tuple(dict.fromkeys(name for name in names if not is_git_url(name)))
+        """The datasets that the embedded hub keeps, without repetitions."""
+        datasets = (pipeline.dataset for pipeline in self.pipelines)
+        return tuple(dict.fromkeys(name for name in datasets if not is_git_url(name)))
 
     def server_port(self, pipeline: PipelineSettings) -> int:
         if pipeline.port is not None:
@@ -194,18 +199,19 @@ def settings_file() -> Path:
 
 
 def settings_digest() -> str | None:
-    """Of what the file says, whatever its comments; None where there is none to read."""
+    """A digest of the file's values, without its comments; None if the file cannot be read."""
     try:
-        told = tomllib.loads(settings_file().read_text())
+        values = tomllib.loads(settings_file().read_text())
     except (OSError, ValueError):
         return None
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def load_settings() -> Settings:
-    """Read the settings; without a file, the defaults and no pipeline.
+    """Read the settings. If there is no file, all settings have their defaults and there is no
+    pipeline.
 
-    Raises PipelineError that names each key at fault and, for a misspelt one, the likely spelling.
+    Raises PipelineError, which names each wrong key and suggests a spelling for an unknown key.
     """
     file = settings_file()
     try:
@@ -217,7 +223,7 @@ def load_settings() -> Settings:
         for problem in error.errors():
             location = problem["loc"]
             source = _variable(location) or str(file)
-            line = _explain(location, problem["type"], problem["msg"], problem["input"])
+            line = explain(location, problem["type"], problem["msg"], problem["input"])
             lines.setdefault(source, []).append(line)
         raise PipelineError(
             "; ".join(f"{source}: {'; '.join(faults)}" for source, faults in lines.items())
@@ -225,12 +231,13 @@ def load_settings() -> Settings:
 
 
 def _variable(location: tuple[int | str, ...]) -> str | None:
-    """The environment's variable that overruled the file there."""
+    """The environment variable that set this key; None if the file set the key."""
     wanted = "PIPELINE_" + "__".join(map(str, location))
     return next((name for name in os.environ if name.upper() == wanted.upper()), None)
 
 
-def _explain(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
+def explain(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
+    """What is wrong with the value at this location in the settings, in words."""
     keys = [key for key in location if isinstance(key, str)]
     numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
     if not keys:
@@ -253,11 +260,11 @@ _SPELLING = {
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
-"""What the patterns of these keys ask for."""
+"""Key → what its regular expression demands, in words."""
 
 
 def in_words(key: str, kind: str, message: str) -> str:
-    """What pydantic has against a value, without its regular expressions."""
+    """Pydantic's complaint about a value, without its regular expressions."""
     if kind == "string_pattern_mismatch" and key in _SPELLING:
         return _SPELLING[key]
     words = message.removeprefix("Value error, ")
@@ -265,7 +272,7 @@ def in_words(key: str, kind: str, message: str) -> str:
 
 
 def _is_shown(key: str, given: Any) -> bool:
-    # A database's URL holds its password.
+    # A database URL may contain a password.
     return isinstance(given, str | int | float) and key not in ("api_key", "database_url")
 
 

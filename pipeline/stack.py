@@ -1,11 +1,11 @@
-"""Starts hub, receiver, runner and servers as child processes, keeps them up, and stops them.
+"""Starts the hub, the receiver, the runner and the servers as child processes, restarts a child
+that ends, and stops them all.
 
-Each child is a `pipeline` command of its own, so that any of them can as well be started by hand.
+Each child is a `pipeline` command of its own, so that a person can also start any of them by hand.
 """
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -16,12 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import filelock
-import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from jobs.folder import write_atomically
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
+from pipeline.probes import health
 from pipeline.services import Service, check_port
 from pipeline.settings import settings_digest, settings_file
 
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Wait before each restart of a child that keeps dying; the last one repeats."""
+"""The wait before each restart of a child that keeps dying; the last value repeats."""
 STEADY_SECONDS = 60.0
-"""A child that lived this long starts again from the shortest wait."""
+"""When a child has run this long, its next restart uses the shortest wait again."""
 
 
 class Child(BaseModel):
@@ -42,7 +43,7 @@ class Child(BaseModel):
 
     name: str
     process: ProcessIdentity | None
-    """None while it is down, until it is started again."""
+    """None while the child is down and waits for its restart."""
     url: str | None = None
     started_at: float | None = None
     """Seconds since the epoch."""
@@ -56,14 +57,14 @@ class StackRecord(BaseModel):
     started_at: float
     """Seconds since the epoch."""
     is_ready: bool
-    """Whether every child has answered and the hub knows where to deliver."""
+    """Whether every child has answered, and the hub has the webhook that posts to the receiver."""
     settings_digest: str | None = None
-    """Of the settings that the children were started with."""
+    """The digest of the settings file when the children were started."""
     children: tuple[Child, ...] = ()
 
 
 class Stack:
-    """The children of one state folder. One stack per folder, held by a lock."""
+    """The children of one state folder. A lock allows one stack per folder."""
 
     def __init__(self, home: Home, services: Sequence[Service]) -> None:
         self._home = home
@@ -71,28 +72,30 @@ class Stack:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
-        """Since it was last steady: what the next wait depends on."""
+        """Child → number of restarts since the child last ran for STEADY_SECONDS. The number
+        determines the next wait."""
         self._restart_at: dict[str, float] = {}
         self._children: dict[str, Child] = {}
-        self._since = time.time()
+        self._stack_started_at = time.time()
         self._settings_digest = settings_digest()
         self._is_ready = False
         self._lock = filelock.FileLock(home.stack_lock)
 
     def start(self, on_ready: Callable[[Service], None] = lambda service: None) -> None:
-        """Start every service, and return once all of them answer.
+        """Start every service, and return when all services answer.
 
-        Raises PipelineError when another stack holds the folder, a port is busy, or a child ends.
+        Raises PipelineError if another stack uses the state folder, a port is in use, or a child
+        ends.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
             raise PipelineError(
-                f"a stack is already up in {self._home.root}; see it with `pipeline status`, "
-                "stop it with `pipeline down`"
+                f"a stack is already up in {self._home.root}; `pipeline status` shows it, and "
+                "`pipeline down` stops it"
             ) from None
-        _end_leftovers(self._home)
+        _end_orphans(self._home)
         try:
             for service in self._services:
                 check_port(service)
@@ -106,12 +109,13 @@ class Stack:
             raise
 
     def mark_ready(self) -> None:
-        """Tell those who wait for this stack that it can be used."""
+        """Record that the stack can be used; `pipeline up --detach` waits for this."""
         self._is_ready = True
         self._write_record()
 
-    def tend(self) -> list[str]:
-        """Restart what died; returns a line for each child that ended or came back."""
+    def restart_ended(self) -> list[str]:
+        """Restart each child that has ended. Returns a line for each child that has ended or is up
+        again."""
         events = []
         now = time.monotonic()
         for service in self._services:
@@ -140,9 +144,10 @@ class Stack:
         return events
 
     def stop(self) -> None:
-        """Stop the children in reverse order, then give the folder back.
+        """Stop the children in reverse order, then release the lock of the state folder.
 
-        Without effect on a stack that was refused the folder: what runs there is another's.
+        Does nothing if this stack did not get the lock, because the running services then belong to
+        another stack.
         """
         if not self._lock.is_locked:
             return
@@ -168,7 +173,8 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                # A session of its own: Ctrl-C reaches the parent only, which stops them in order.
+                # In a session of its own, so that Ctrl-C reaches only the parent, which then stops
+                # the children in order.
                 start_new_session=True,
                 preexec_fn=_end_with_parent(os.getpid()) if sys.platform == "linux" else None,
             )
@@ -186,7 +192,7 @@ class Stack:
     def _wait_until_ready(self, service: Service) -> None:
         process = self._processes[service.name]
         deadline = time.monotonic() + START_SECONDS
-        while service.url is not None and not _answers(service.url):
+        while service.url is not None and health(service.url) is None:
             if process.poll() is not None:
                 raise PipelineError(
                     f"{service.name} ended with {_describe_exit(process.returncode)} while "
@@ -200,7 +206,8 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """A stack that is up stays up on a full disk; one that starts there does not."""
+        """Write the record. If the disk is full, a stack that is starting ends, but a stack that is
+        already up goes on."""
         try:
             self._write_record()
         except OSError as error:
@@ -213,43 +220,43 @@ class Stack:
         assert me is not None
         record = StackRecord(
             process=me,
-            started_at=self._since,
+            started_at=self._stack_started_at,
             is_ready=self._is_ready,
             settings_digest=self._settings_digest,
             children=tuple(self._children.values()),
         )
-        draft = self._home.stack_file.with_suffix(".draft")
-        draft.write_text(record.model_dump_json(indent=2))
-        os.replace(draft, self._home.stack_file)
+        write_atomically(self._home.stack_file, record.model_dump_json(indent=2))
 
 
 def read_stack(home: Home) -> StackRecord | None:
-    """What runs in this state folder; None when nothing does."""
+    """The stack that runs in this state folder; None if no stack runs in it."""
+    record = _read_record(home)
+    return record if record is not None and is_alive(record.process) else None
+
+
+def _read_record(home: Home) -> StackRecord | None:
     try:
-        record = StackRecord.model_validate_json(home.stack_file.read_bytes())
-    except (FileNotFoundError, ValidationError, json.JSONDecodeError):
+        return StackRecord.model_validate_json(home.stack_file.read_bytes())
+    except (FileNotFoundError, ValidationError):
         return None
-    return record if is_alive(record.process) else None
 
 
 def stale_settings(home: Home) -> str | None:
-    """What to tell a person whose stack runs with other settings than the file has now."""
+    """A warning if the settings file has changed since the stack was started; None if it has
+    not."""
     record = read_stack(home)
     if record is None or settings_digest() in (None, record.settings_digest):
         return None
     return (
-        f"{settings_file()} has changed since the stack was started, which goes on with what it "
-        "said then; to restart it: pipeline down && pipeline up --detach"
+        f"{settings_file()} has changed since the stack was started, and the stack still uses the "
+        "old settings; to restart it: pipeline down && pipeline up --detach"
     )
 
 
-def _end_leftovers(home: Home) -> None:
-    """End the children of a stack that was killed before it could stop them. Its lock is ours."""
-    try:
-        record = StackRecord.model_validate_json(home.stack_file.read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return
-    for child in reversed(record.children):
+def _end_orphans(home: Home) -> None:
+    """End the children of a stack that was killed. Call this only while holding the lock."""
+    record = _read_record(home)
+    for child in reversed(record.children if record else ()):
         if child.process is not None:
             _end(child.process)
     home.stack_file.unlink(missing_ok=True)
@@ -264,23 +271,15 @@ def _end(process: ProcessIdentity) -> None:
 
 
 def _end_with_parent(parent: int) -> Callable[[], None]:
-    """A killed parent leaves no child that holds a port."""
+    """A function for the child process. It makes the kernel end the child when the parent dies, so
+    that no child keeps a port."""
 
-    def ask() -> None:
+    def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it was killed before the kernel knew
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
 
-    return ask
-
-
-def _answers(url: str) -> bool:
-    try:
-        # A server without a release says 503: up, and waiting for its first one.
-        httpx.get(f"{url}/health", timeout=5, trust_env=False)
-    except httpx.TransportError:
-        return False
-    return True
+    return end_with_parent
 
 
 def _describe_exit(code: int) -> str:

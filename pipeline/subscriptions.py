@@ -1,4 +1,4 @@
-"""Makes the hub deliver to the receiver: the datasets that are followed, one webhook for all."""
+"""Makes the hub deliver to the receiver, with one webhook that watches every followed dataset."""
 
 from urllib.parse import urlsplit
 
@@ -16,10 +16,10 @@ ROUTE = "/webhooks/retrain"
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
-    """Create what is missing and correct what differs; doing it again changes nothing.
+    """Create missing datasets and the webhook, or correct the webhook. A second call does nothing.
 
-    The webhook of a stack whose receiver has moved to another port is moved too, so that events
-    that still wait for the old address reach the new one.
+    If the receiver has a new port, the webhook gets the receiver's new address, so that events that
+    waited for the old address arrive too.
     """
     from huggingface_hub import HfApi
 

@@ -1,4 +1,5 @@
-"""`tokens.json`: the secrets that the parts of one stack share, readable by their owner only."""
+"""`tokens.json`: the secrets that the services of one stack share. Only the file's owner can read
+it."""
 
 import json
 import os
@@ -15,19 +16,19 @@ class Tokens(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     hub: str
-    """For git and the Hugging Face clients."""
+    """The token that git and the Hugging Face clients send to the hub."""
     admin: str
-    """For `/admin/*` of the completion server."""
+    """The token for `/admin/*` of the completion server."""
     webhook: str
-    """Sent by the hub with each delivery, checked by the receiver."""
+    """The webhook secret: the hub sends it with each delivery, and the receiver checks it."""
     key: str
-    """Encrypts secrets at rest (Fernet)."""
+    """The Fernet key that encrypts stored secrets."""
 
 
 def load_tokens(file: Path) -> Tokens:
-    """Read the tokens, making them first where there are none.
+    """Read the tokens. If the file does not exist, create it first.
 
-    `PIPELINE_SECRET_KEY` replaces the stored key. Raises PipelineError for a file that is not one.
+    `PIPELINE_SECRET_KEY` replaces the stored key. Raises PipelineError if the content is wrong.
     """
     if not file.exists():
         _create(file)
@@ -37,7 +38,8 @@ def load_tokens(file: Path) -> Tokens:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
             f"{file} is not a token file ({fields or 'no JSON object'}); restore it from a backup, "
-            "or delete it to get new tokens (webhook secrets stored under its key are then lost)"
+            "or delete it to get new tokens (webhook secrets that were encrypted with the key in "
+            "the file are then lost)"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:
@@ -65,8 +67,8 @@ def _create(file: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     try:
-        # A link fails where a rename would overwrite: of two processes that start at once, one wins
-        # and both read its tokens.
+        # Use a link, because a rename would overwrite the file. If two processes start at once, the
+        # tokens of the first process stay, and both processes read these tokens.
         os.link(draft, file)
     except FileExistsError:
         pass

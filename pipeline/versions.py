@@ -1,4 +1,4 @@
-"""Which releases of what are installed; nothing of it is imported."""
+"""The installed versions of Python and of some packages, found without importing them."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -7,7 +7,7 @@ PACKAGES = ("hotpush", "torch", "transformers", "datasets", "huggingface_hub")
 
 
 def installed_versions() -> dict[str, str | None]:
-    """By name; None for what is not installed."""
+    """Name → version; None for a package that is not installed."""
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 

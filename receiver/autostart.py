@@ -1,8 +1,9 @@
-"""Starting the server when the script that defines its handlers ends.
+"""Starts the server when the script that defines its handlers ends.
 
-An exit handler is too late: from then on `asyncio.to_thread`, name resolution and async clients
-fail with "cannot schedule new futures after interpreter shutdown". So the start happens while the
-script's module code is about to return (Python 3.12+), or before any exit handler (3.11).
+An exit handler would be too late, because `asyncio.to_thread`, name resolution and async clients
+then fail with "cannot schedule new futures after interpreter shutdown". So the server starts when
+the script's module code is about to return (Python 3.12 and newer), or before all exit handlers
+(Python 3.11).
 """
 
 import atexit
@@ -17,12 +18,14 @@ from receiver.errors import ReceiverError
 
 
 def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
-    """Call `start` when the main script ends, without an exception or with `sys.exit()`; returns
-    what calls that off. A `ReceiverError` of `start` is one line on the terminal, and exit code 1.
+    """Call `start` when the main script ends normally or with `sys.exit()`. Returns a function
+    that cancels this. If `start` raises a `ReceiverError`, the error is printed as one line, and
+    the exit code is 1.
 
-    On Python 3.11 nothing tells `sys.exit(1)` from `sys.exit()` then: both start.
+    Python 3.11 cannot distinguish `sys.exit(1)` from `sys.exit()` at that point, so both start the
+    server.
 
-    Where there is no script, as in a notebook or at a prompt, `start` is never called.
+    In a notebook or at a prompt there is no script, so `start` is never called.
     """
     if is_interactive():
         return _nothing
@@ -32,7 +35,7 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
 
 
 def is_interactive() -> bool:
-    """Is this a notebook or a prompt, where code has no end?"""
+    """Whether this is a notebook or a prompt, so that there is no script that ends."""
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
@@ -49,8 +52,8 @@ if sys.version_info >= (3, 12):
         tool = next((id for id in (3, 4) if monitoring.get_tool(id) is None), None)
         if tool is None:
             raise ReceiverError(
-                "Cannot start the webhook server at the end of the script: other tools hold every"
-                " slot of sys.monitoring. Call launch() on a decorated function instead."
+                "Cannot start the webhook server at the end of the script, because other tools use"
+                " every slot of sys.monitoring. Call launch() on a decorated function instead."
             )
 
         events = monitoring.events
@@ -80,13 +83,14 @@ if sys.version_info >= (3, 12):
         monitoring.use_tool_id(tool, __name__)
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
-        # `sys.exit()` in the script's last line. There is no such event of one code object alone.
+        # This event is for `sys.exit()` in the script's last line. PY_UNWIND cannot be set for a
+        # single code object.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel
 
     def _main_code() -> CodeType | None:
-        """Of the main script, if it is at work in this thread."""
+        """The code object of the main script, if this thread is executing it."""
         frame = sys._getframe()
         main = vars(sys.modules["__main__"])
         while frame is not None:
@@ -111,13 +115,15 @@ else:
             try:
                 start()
             except ReceiverError as error:
-                # Too late for an exit code but by force, which skips the exit handlers.
+                # Only `os._exit` can still set the exit code. It skips the exit handlers, so run
+                # them first.
                 print(error, file=sys.stderr)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
                 os._exit(1)
 
-        # Called before concurrent.futures closes its executors: the last registered comes first.
-        # Private, and settled: 3.11 gets security fixes only.
+        # `on_exit` runs before concurrent.futures closes its executors, because the function that
+        # was registered last is called first. `_register_atexit` is private, but it will not
+        # change, because Python 3.11 gets only security fixes.
         threading._register_atexit(on_exit)  # type: ignore[attr-defined]
         return cancel

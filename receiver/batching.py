@@ -1,4 +1,5 @@
-"""Writing together what arrives together: one wait for the disk for all of it."""
+"""Writes items that arrive at the same time in one batch, so that they share one wait for the
+disk."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,34 +10,36 @@ Result = TypeVar("Result")
 
 
 class Batches(Generic[Item, Result]):
-    """While one batch is being written the next one gathers; `write` never runs twice at a time.
+    """Collects the next batch while the current batch is being written. Only one `write` runs at a
+    time.
 
-    `write` gives one result for each item. What it raises, each item of its batch raises.
+    `write` returns one result per item. If `write` raises an error, `add` raises the same error for
+    each item of the batch.
     """
 
     def __init__(self, write: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
         self._write = write
         self._arrived: list[tuple[Item, asyncio.Future[Result]]] = []
         self._writing: asyncio.Task[None] | None = None
-        self._at_work_until = 0.0
+        self._busy_until = 0.0
 
-    async def quiet(self, *, for_seconds: float, within_seconds: float) -> None:
-        """Return when nothing was added or written for so long, or after the second time in any
-        case."""
+    async def wait_until_quiet(self, *, for_seconds: float, within_seconds: float) -> None:
+        """Return once nothing was added or written for `for_seconds`, or after `within_seconds`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_seconds
         while (now := loop.time()) < deadline:
             if self._is_writing():
-                self._at_work_until = now
-            if (quiet_at := self._at_work_until + for_seconds) <= now:
+                self._busy_until = now
+            if (quiet_at := self._busy_until + for_seconds) <= now:
                 return
             await asyncio.sleep(min(quiet_at, deadline) - now)
 
     async def add(self, item: Item) -> Result:
-        """Its result, when the batch that it went into is written."""
+        """Put the item into the next batch, and return the item's result once the batch is
+        written."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
-        self._at_work_until = loop.time()
+        self._busy_until = loop.time()
         self._arrived.append((item, result))
         if not self._is_writing():
             self._writing = asyncio.create_task(self._write_all())
@@ -47,16 +50,16 @@ class Batches(Generic[Item, Result]):
 
     async def _write_all(self) -> None:
         while self._arrived:
-            await asyncio.sleep(0)  # what the loop has at hand already goes along
+            await asyncio.sleep(0)  # let other tasks that are ready add their items first
             batch, self._arrived = self._arrived, []
             try:
                 results = await self._write([item for item, _ in batch])
             except Exception as error:
-                # Each sender's, whatever it is: nothing of the batch was written.
+                # Nothing of the batch was written, so every sender gets the error.
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
             for (_, future), result in zip(batch, results, strict=True):
-                if not future.done():  # a sender may have gone
+                if not future.done():  # it is cancelled if the sender has disconnected
                     future.set_result(result)

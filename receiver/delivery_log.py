@@ -1,6 +1,7 @@
-"""Deliveries that were acknowledged and wait for their handler: one SQLite file.
+"""Stores acknowledged deliveries until their handler has succeeded, in one SQLite file.
 
-A row is on disk before its sender is answered. Headers that carry a proof are never written.
+A delivery is on disk before its sender gets an answer. Headers that carry a proof are never
+written.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""How long a delivery is known again after it last arrived: hubs keep theirs for 30 days."""
+"""How long a repeated delivery is recognised after its last arrival. Hubs keep their deliveries for
+30 days."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -39,7 +41,7 @@ CREATE TABLE IF NOT EXISTS deliveries (
     body BLOB NOT NULL,
     received_at REAL NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
-    due_at REAL,  -- NULL once it was handled
+    due_at REAL,  -- NULL once its handler succeeded
     PRIMARY KEY (path, id)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS deliveries_due ON deliveries (due_at) WHERE due_at IS NOT NULL;
@@ -58,25 +60,26 @@ class NewDelivery:
 @dataclass(frozen=True, kw_only=True)
 class StoredDelivery(NewDelivery):
     attempts: int
-    """How often its handler was called and failed."""
+    """How many calls of the delivery's handler have failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndedCall:
-    """Of the handler of one delivery."""
+class HandlerResult:
+    """How one call of a delivery's handler ended."""
 
     path: str
     id: str
     due_at: float | None
-    """When it is to be called again; None where it succeeded."""
+    """When to call the handler again; None if the call succeeded."""
 
 
 class DeliveryLog:
-    """For one process at a time, which a lock beside the file holds to, and one thread at a time.
+    """Only one process at a time can open the file, because of a lock file beside it. Only one
+    thread at a time may call the methods. Times are seconds since the epoch.
 
-    Times are seconds since the epoch. Raises `ReceiverError` if another process has the file open,
-    or where a newer release or another program wrote it, which leaves it as it is.
-    Opening a file that is begun writes nothing, so that it goes on where the disk is full.
+    Raises `ReceiverError` if another process has the file open, or if a newer release or another
+    program wrote the file; such a file is not changed. Opening an existing file writes nothing, so
+    that a receiver can start while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,7 +89,7 @@ class DeliveryLog:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise ReceiverError(
-                f"Another receiver stores its deliveries in {path}: stop it, or set"
+                f"Another receiver stores its deliveries in {path}: stop that receiver, or set"
                 " `deliveries_path` to another file."
             ) from error
         try:
@@ -98,8 +101,8 @@ class DeliveryLog:
         except sqlite3.Error as error:
             self._lock.release()
             raise ReceiverError(
-                f"Deliveries cannot be stored in {path}: {error}. Make room where its disk is full,"
-                " set `deliveries_path` to another file, or move this one away."
+                f"Deliveries cannot be stored in {path}: {error}. Free disk space, set"
+                " `deliveries_path` to another file, or move this file away."
             ) from error
         except BaseException:
             self._lock.release()
@@ -111,22 +114,25 @@ class DeliveryLog:
         self._lock.release()
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
-        """Whether each is new. They are on disk, in either case, when this returns; all or none."""
+        """Store all deliveries or none. Returns for each delivery whether it is new.
+
+        When this returns, all deliveries are on disk, whether they are new or not.
+        """
         keys = [(delivery.path, delivery.id) for delivery in deliveries]
         known = self._known(keys)
-        # One statement, so one transaction, and one call: each lets go of the interpreter, which a
-        # busy event loop gives back late.
+        # Use one statement for all rows, because each call releases the interpreter lock, and a
+        # busy event loop takes long to give the lock back.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced.execute(
             "INSERT INTO deliveries (path, id, headers, body, received_at, due_at)"
             f" VALUES {rows}"
-            # Who sends it again may do so once more, for as long as ever.
+            # A sender that repeats a delivery may repeat it again, so count KEPT_SECONDS from now.
             " ON CONFLICT DO UPDATE SET received_at = excluded.received_at",
             [
                 value
                 for delivery in deliveries
                 for value in (
-                    *(delivery.path, delivery.id, _kept(delivery.headers), delivery.body),
+                    *(delivery.path, delivery.id, _stored(delivery.headers), delivery.body),
                     *(now, now),
                 )
             ],
@@ -139,7 +145,8 @@ class DeliveryLog:
 
     def _known(self, keys: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
         places = ", ".join(["(?, ?)"] * len(keys))
-        # A cross join keeps this order of the loops: `(path, id) IN (VALUES …)` reads all rows.
+        # With a cross join, SQLite looks up each key; with `(path, id) IN (VALUES …)`, it would
+        # read all rows.
         found = self._connection.execute(
             f"WITH asked (path, id) AS (VALUES {places})"
             " SELECT path, id FROM asked CROSS JOIN deliveries USING (path, id)",
@@ -148,11 +155,12 @@ class DeliveryLog:
         return set(found)
 
     def due(self, now: float, paths: Collection[str]) -> list[StoredDelivery]:
-        """The deliveries to these paths whose handler is to be called, longest waiting first."""
+        """Up to 100 deliveries to these paths whose handler must be called now, oldest first."""
         if not paths:
             return []
         rows = self._connection.execute(
-            # Told which index: by that of the paths, all that was ever handled would be read.
+            # Name the index, because SQLite would choose the index on `path` and scan every row
+            # that is already handled.
             "SELECT path, id, headers, body, attempts FROM deliveries INDEXED BY deliveries_due"
             f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))})"
             " ORDER BY due_at, received_at LIMIT 100",
@@ -165,10 +173,12 @@ class DeliveryLog:
             for path, id, headers, body, attempts in rows
         ]
 
-    def settle(self, calls: Sequence[EndedCall]) -> None:
-        """Of what was handled, keep no more than what tells that it was here.
+    def settle(self, calls: Sequence[HandlerResult]) -> None:
+        """Store how calls ended. Only the path and the id of a handled delivery stay, to recognise
+        a repeat.
 
-        A power cut may undo it, and the handler is called again; a killed process does not.
+        A power cut may undo this, and the handler is then called again. The death of this process
+        does not undo it.
         """
         handled = [(call.path, call.id) for call in calls if call.due_at is None]
         failed = [(call.due_at, call.path, call.id) for call in calls if call.due_at is not None]
@@ -186,21 +196,22 @@ class DeliveryLog:
             )
 
     def next_due_at(self, now: float) -> float | None:
-        """When `due` will have more than it has `now`; None where nothing is put off."""
+        """When the next delivery that is not due yet becomes due; None if there is no such
+        delivery."""
         due_at: float | None = self._connection.execute(
             "SELECT min(due_at) FROM deliveries WHERE due_at > ?", (now,)
         ).fetchone()[0]
         return due_at
 
     def forget(self, now: float) -> None:
-        """Deliveries that were handled, and did not arrive again for long."""
+        """Delete handled deliveries that have not arrived again for `KEPT_SECONDS`."""
         self._connection.execute(
             "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?", (now - KEPT_SECONDS,)
         )
 
 
 def _version(path: Path) -> int:
-    """Of its schema; 0 where nobody has begun it."""
+    """The version of the file's schema; 0 if there is no file or no schema yet."""
     if not path.exists():
         return 0
     try:
@@ -208,13 +219,14 @@ def _version(path: Path) -> int:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorname != "SQLITE_READONLY_ROLLBACK":
             raise
-        # Who began it was killed at its first statement, and only a writer takes that back.
+        # The process that created the file was killed during its first write. Only a connection
+        # that may write can roll that write back.
         version = _read_version(path, "rw")
     if version > _SCHEMA_VERSION:
         raise ReceiverError(
-            f"{path} has schema {version}, and this release knows none beyond {_SCHEMA_VERSION}: a"
-            " newer release wrote it. It was not touched; upgrade hotpush, or set `deliveries_path`"
-            " to another file."
+            f"{path} has schema {version}, but the newest schema that this release knows is"
+            f" {_SCHEMA_VERSION}: a newer release wrote the file. The file was not changed."
+            " Upgrade hotpush, or set `deliveries_path` to another file."
         )
     return version
 
@@ -230,12 +242,13 @@ def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={synchronous}")
-    # 40 MB: what is moved from the log to the file at a time, while a sender waits.
+    # A checkpoint moves this many pages (40 MB) from the write-ahead log to the file, and a sender
+    # waits meanwhile.
     connection.execute("PRAGMA wal_autocheckpoint=10000")
     return connection
 
 
-def _kept(headers: Mapping[str, str]) -> str:
+def _stored(headers: Mapping[str, str]) -> str:
     return json.dumps(
         {name: value for name, value in headers.items() if name not in _PROOF_HEADERS}
     )

@@ -1,6 +1,7 @@
-"""Handlers that are called after their sender was answered, again and again until they succeed.
+"""Calls durable handlers after the sender was answered, and calls them again until they succeed.
 
-At least once: a handler that was at work when the process died is called again.
+A handler is called at least once for each delivery: if it was running when the process died, it is
+called again.
 """
 
 import asyncio
@@ -17,26 +18,26 @@ import anyio.to_thread
 from starlette.types import ASGIApp, Message
 
 from receiver.batching import Batches
-from receiver.delivery_log import DeliveryLog, EndedCall, NewDelivery, StoredDelivery
-from receiver.errors import NotWorking
+from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery, StoredDelivery
+from receiver.errors import WorkerNotRunning
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _logger = logging.getLogger(__name__)
 
-MAX_AT_WORK = 8
+MAX_RUNNING = 8
 LONGEST_PAUSE_SECONDS = 600.0
 FORGET_SECONDS = 3600.0
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
-"""Senders that wait for their answer go before handlers that wait for their call: these begin when
-nothing arrived for the first time, or after the second."""
+"""Senders that wait for an answer have priority over handlers. Handlers are called once no delivery
+has arrived for QUIET_SECONDS, but after YIELD_SECONDS in any case."""
 
 
 class DurableDeliveries:
-    """The log, and the task that works it off while `working` is entered.
+    """The delivery log, and the task that calls the handlers while the context `worker` is open.
 
-    `handlers` are applications for one path each, which take the stored request as it came.
+    A handler is an ASGI application for one path. It gets the stored request.
     """
 
     def __init__(self, path: Path, *, shutdown_seconds: float) -> None:
@@ -46,18 +47,20 @@ class DurableDeliveries:
         self._log: DeliveryLog | None = None
         self._wake = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        """While `working` is entered."""
+        """The event loop of the worker; None unless the context `worker` is open."""
         self._is_stopping = False
         self._one_thread = anyio.CapacityLimiter(1)
         self._batches = Batches(self._store)
         self._known: set[tuple[str, str]] = set()
-        """Deliveries that wait for their call, are at work, or whose end is not written yet."""
+        """Path and id of each delivery that waits for a call or is being handled, or whose result
+        is not stored yet."""
         self._waiting: deque[StoredDelivery] = deque()
-        self._at_work: set[asyncio.Task[None]] = set()
-        self._ended: list[EndedCall] = []
+        self._running: set[asyncio.Task[None]] = set()
+        self._results: list[HandlerResult] = []
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
-        """From any thread, also while others are at work. Raises as `open` does."""
+        """Add a handler. Any thread may call this, also while handlers run. Raises what `open`
+        raises."""
         if self._loop is not None:
             self._opened()
         self._handlers[path] = handler
@@ -65,16 +68,18 @@ class DurableDeliveries:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def open(self) -> None:
-        """Take the log, if there are handlers. Raises `ReceiverError` if another process has it."""
+        """Open the log if there are handlers. Raises `ReceiverError` if another process has the log
+        open."""
         if self._handlers:
             self._opened()
 
     async def accept(self, path: str, id: str, headers: dict[str, str], body: bytes) -> bool:
-        """Store the delivery. Whether it is new. Raises `NotWorking` outside of `working`."""
+        """Store the delivery; returns whether it is new. Raises `WorkerNotRunning`."""
         if self._loop is None:
-            raise NotWorking(
-                "Nothing works off this server's durable deliveries: the application that mounts it"
-                " must enter `WebhooksServer.lifespan`, as FastAPI(lifespan=server.lifespan) does."
+            raise WorkerNotRunning(
+                "This server's durable handlers are not called: the application that mounts the"
+                " server must enter the server's lifespan, as in"
+                " FastAPI(lifespan=server.lifespan)."
             )
         delivery = NewDelivery(path=path, id=id, headers=headers, body=body)
         return await self._batches.add(delivery)
@@ -86,25 +91,27 @@ class DurableDeliveries:
         return are_new
 
     @contextlib.asynccontextmanager
-    async def working(self) -> AsyncIterator[None]:
-        """Call handlers, those first that a previous process left; wait for them at the end."""
+    async def worker(self) -> AsyncIterator[None]:
+        """Call the handlers while this context is open. Deliveries that an earlier process left
+        come first. On exit, wait up to `shutdown_seconds` for the handlers that still run."""
         if self._loop is not None:
-            yield  # entered already, by whoever serves the same application elsewhere
+            # The application is also served at another place, which already runs the worker.
+            yield
             return
         self.open()
-        self._wake = asyncio.Event()  # of this event loop; the server may be launched in others
+        self._wake = asyncio.Event()  # a new one: the last launch may have had another event loop
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
-        working = asyncio.create_task(self._work())
+        worker = asyncio.create_task(self._run_worker())
         try:
             yield
         finally:
-            # Not cancelled: it may be in the middle of a statement, in its thread.
+            # Do not cancel the worker: its thread may be executing an SQL statement.
             self._is_stopping = True
             self._wake.set()
-            await working
-            if self._at_work:
-                _, late = await asyncio.wait(self._at_work, timeout=self._shutdown_seconds)
+            await worker
+            if self._running:
+                _, late = await asyncio.wait(self._running, timeout=self._shutdown_seconds)
                 for task in late:
                     task.cancel()
                 if late:
@@ -114,9 +121,9 @@ class DurableDeliveries:
             self._loop = None
             if self._log is not None:
                 try:
-                    self._log.settle(self._ended)
+                    self._log.settle(self._results)
                 finally:
-                    self._ended = []
+                    self._results = []
                     self._log.close()
                     self._log = None
 
@@ -125,25 +132,28 @@ class DurableDeliveries:
             self._log = DeliveryLog(self._path)
         return self._log
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         while not self._is_stopping:
             try:
-                await self._work_off()
+                await self._call_due_handlers()
             except sqlite3.Error as error:
-                # A full disk, mostly. What is stored stays; an end that was not written is kept.
-                _logger.error("%s cannot be used, trying again in 1 s: %s", self._path, error)
+                # The cause is mostly a full disk. Stored deliveries stay, and results are kept
+                # until they can be written.
+                _logger.error("%s cannot be used, next try in 1 s: %s", self._path, error)
                 await asyncio.sleep(1)
 
-    async def _work_off(self) -> None:
+    async def _call_due_handlers(self) -> None:
         forget_at = 0.0
         waiting = self._waiting
         while not self._is_stopping:
             self._wake.clear()
             log = self._log
-            if log is None:  # until there is a durable handler
+            if log is None:  # no durable handler is registered yet
                 await self._wake.wait()
                 continue
-            await self._batches.quiet(for_seconds=QUIET_SECONDS, within_seconds=YIELD_SECONDS)
+            await self._batches.wait_until_quiet(
+                for_seconds=QUIET_SECONDS, within_seconds=YIELD_SECONDS
+            )
             now = time.time()
             if now >= forget_at:
                 await self._in_thread(log.forget, now)
@@ -151,25 +161,25 @@ class DurableDeliveries:
             await self._settle(log)
             if not waiting:
                 waiting.extend(await self._next(log, now))
-            while waiting and len(self._at_work) < MAX_AT_WORK:
+            while waiting and len(self._running) < MAX_RUNNING:
                 task = asyncio.create_task(self._handle(waiting.popleft()))
-                self._at_work.add(task)
-                task.add_done_callback(self._at_work.discard)
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
             if waiting:
                 await self._wake.wait()
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
-            # A new delivery, a handler that ended, and a stop end the pause.
+            # A new delivery sets `_wake`, and so do a handler that ends and a stop.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(forget_at, next_due_at or forget_at) - now):
                     await self._wake.wait()
 
     async def _settle(self, log: DeliveryLog) -> None:
-        if self._ended:
-            ended = list(self._ended)
-            await self._in_thread(log.settle, ended)
-            del self._ended[: len(ended)]
-            self._known.difference_update((call.path, call.id) for call in ended)
+        if self._results:
+            results = list(self._results)
+            await self._in_thread(log.settle, results)
+            del self._results[: len(results)]
+            self._known.difference_update((call.path, call.id) for call in results)
 
     async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
         found = [
@@ -184,19 +194,19 @@ class DurableDeliveries:
         try:
             status = await _call(self._handlers[delivery.path], delivery)
         except Exception:
-            # Whatever a handler raises: the delivery is tried again, and the log says why.
+            # A handler may raise anything. Its delivery is tried again; the traceback is logged.
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
             status = 500
         due_at = None
         if status >= 300:
-            # The exponent is bounded too: a power of some thousand is no float.
+            # Limit the exponent too, because 2.0 ** 1024 raises OverflowError.
             pause = min(2.0 ** min(delivery.attempts, 30), LONGEST_PAUSE_SECONDS)
             due_at = time.time() + pause
             _logger.warning(
                 "%s answered %d to delivery %s; next call in %.0f s",
                 *(delivery.path, status, delivery.id, pause),
             )
-        self._ended.append(EndedCall(path=delivery.path, id=delivery.id, due_at=due_at))
+        self._results.append(HandlerResult(path=delivery.path, id=delivery.id, due_at=due_at))
         self._wake.set()
 
     async def _in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -206,7 +216,7 @@ class DurableDeliveries:
 
 
 async def _call(handler: ASGIApp, delivery: StoredDelivery) -> int:
-    """The status of the handler's answer. Raises what the handler raises."""
+    """Call the handler and return the status of its answer. Raises what the handler raises."""
     status = 500
     body: list[Message] = [{"type": "http.request", "body": delivery.body, "more_body": False}]
 

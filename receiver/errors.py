@@ -1,11 +1,12 @@
-"""Everything the receiver can refuse, in one tree.
+"""The errors of the receiver, in one tree.
 
-ReceiverError            the message is for whoever started, called or configured the receiver
+ReceiverError            the message is for the person who runs or configures the receiver
 ├── ProofMissing         answered 401
 ├── ProofWrong           answered 403
+├── FromElsewhere        answered 403
 ├── BodyTooLarge         answered 413
 ├── NotAnEvent           answered 422
-├── NotWorking           answered 503
+├── WorkerNotRunning     answered 503
 ├── OpenToEveryone       refused at launch
 ├── AddressUnavailable   refused at launch
 ├── TunnelFailed         refused at launch
@@ -22,54 +23,61 @@ class ReceiverError(Exception):
 
 
 class ProofMissing(ReceiverError):
-    """The header that carries the configured proof is not there."""
+    """The request lacks the header that the configured proof needs."""
 
     status_code = 401
 
 
 class ProofWrong(ReceiverError):
-    """The proof is there and does not hold."""
+    """The secret or the signature is wrong."""
+
+    status_code = 403
+
+
+class FromElsewhere(ReceiverError):
+    """The handler has no secret, and the request is for another host or from a page of another
+    site."""
 
     status_code = 403
 
 
 class BodyTooLarge(ReceiverError):
-    """More bytes than `ReceiverSettings.max_body_bytes`."""
+    """The body has more bytes than `ReceiverSettings.max_body_bytes`."""
 
     status_code = 413
 
 
 class NotAnEvent(ReceiverError):
-    """The body is proven, and is not the event that its sender documents."""
+    """The proof is valid, but the body is not an event as its sender documents it."""
 
     status_code = 422
 
 
-class NotWorking(ReceiverError):
-    """A durable handler in an application whose lifespan was not entered."""
+class WorkerNotRunning(ReceiverError):
+    """The handler is durable, but the application has not entered the server's lifespan."""
 
     status_code = 503
 
 
 class OpenToEveryone(ReceiverError):
-    """A bind beyond this machine without a secret."""
+    """Other machines could call a handler that has no secret."""
 
 
 class AddressUnavailable(ReceiverError):
-    """The host or the port cannot be listened on."""
+    """The server cannot listen on this host or port."""
 
 
 class TunnelFailed(ReceiverError):
-    """There is no public URL, or nothing that could give one."""
+    """The tunnel gave no public URL, or no tunnel is configured."""
 
 
 class WebhookApiError(ReceiverError):
-    """The hub refused or could not answer a management call."""
+    """The hub refused a management call, or could not answer it."""
 
 
 class WebhookNotFound(WebhookApiError):
-    """The hub knows no webhook of that id, or not for this token."""
+    """The hub has no webhook with this id, or does not show the webhook to this token."""
 
 
 class NotAllowed(WebhookApiError):
-    """The token is missing, unknown, or may not manage webhooks."""
+    """The token is missing or unknown, or it may not manage webhooks."""

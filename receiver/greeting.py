@@ -7,9 +7,15 @@ from receiver.tunnel import PublicUrl
 
 
 def greeting(
-    url: str, paths: Iterable[str], unproven: Sequence[str], public: PublicUrl | None
+    url: str,
+    paths: Iterable[str],
+    unproven: Sequence[str],
+    public: PublicUrl | None,
+    *,
+    page: str,
 ) -> str:
-    """The URL of each webhook, those that everyone may call, and how long a public URL holds."""
+    """Lists the URL of each handler, the handlers without a secret, when a public URL ends, and
+    where the landing page is: `page`, without a slash at the end."""
     lines = ["", "Webhooks are correctly setup and ready to use:"]
     lines += [f"  - POST {url}{path}" for path in paths]
     if unproven:
@@ -21,7 +27,7 @@ def greeting(
         ]
     if public is not None:
         lines.append(
-            f"The public URL holds until {as_utc(public.ends_at)}, and is renewed before. When it"
-            " changes, the webhooks that post to it are moved to the new one."
+            f"The public URL holds until {as_utc(public.ends_at)} and is renewed before that time."
+            " When the URL changes, the webhooks that post to it get the new URL."
         )
-    return "\n".join([*lines, f"Open {url}/ to see how to create a webhook for them."])
+    return "\n".join([*lines, f"Open {page}/ to see how to create a webhook for them."])

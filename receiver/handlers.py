@@ -1,4 +1,5 @@
-"""A registered handler: its proof, its parameters, and the answers where it was not called."""
+"""A registered handler with its proof and parameters, and the answers if the handler fails or the
+request is refused."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from receiver.payload import WebhookPayload
 from receiver.verify import Proof
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"description": "The proof is missing."},
-    403: {"description": "The proof is wrong."},
+    401: {"description": "The secret or the signature is missing."},
+    403: {"description": "The secret or the signature is wrong."},
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     422: {"description": "The body is not the event that the handler takes."},
@@ -24,13 +25,13 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredWebhook:
-    """A handler, and what it asks of a delivery."""
+    """A handler, and the proof that it needs from a delivery."""
 
     path: str
     handler: Callable[..., Any]
     proof: Proof
     secret_in_shell: str
-    """How whoever creates a webhook for it writes the secret."""
+    """How a shell command that creates the webhook writes the secret."""
     is_durable: bool
 
 
@@ -41,7 +42,8 @@ def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def annotate(handler: Callable[..., Any]) -> None:
-    """Say what an unannotated parameter is, for FastAPI would take it for a query parameter."""
+    """Annotate parameters that have no type, because FastAPI would take them for query
+    parameters."""
     parameters = inspect.signature(handler).parameters
     annotations = getattr(handler, "__annotations__", {})
     for name in parameters:
@@ -51,7 +53,7 @@ def annotate(handler: Callable[..., Any]) -> None:
 
 async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # Without the values: the body may be large, and may hold what should not be echoed.
+    # Leave the values out, because the body may be large and may contain secrets.
     detail = [
         {"loc": list(entry["loc"]), "msg": entry["msg"], "type": entry["type"]}
         for entry in error.errors()
@@ -59,18 +61,26 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
     first = detail[0]
     where = ".".join(str(part) for part in first["loc"])
     return JSONResponse(
-        {"error": f"Not the payload this handler takes: {where}: {first['msg']}", "detail": detail},
+        {
+            "error": f"Not the payload this handler takes: {where}: {first['msg']}",
+            "detail": detail,
+        },
         status_code=422,
     )
 
 
 async def refuse(_request: Request, error: Exception) -> JSONResponse:
-    """No such path, not this method, or what a handler raised: in the form of all other errors."""
+    """Answers an HTTPException in the form of all errors. The cause is an unknown path, a wrong
+    method, or a handler that raised it."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers
     )
 
 
-async def own_up(_request: Request, _error: Exception) -> JSONResponse:
+async def answer_handler_error(_request: Request, _error: Exception) -> JSONResponse:
     return JSONResponse({"error": "The handler failed; the log says why."}, status_code=500)
+
+
+async def health() -> dict[str, str]:
+    return {"status": "ok"}

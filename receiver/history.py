@@ -1,4 +1,4 @@
-"""The latest requests to the handlers, for the landing page: what came, not what was in it."""
+"""The latest requests to the handlers, for the landing page. Bodies are not kept."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ class Received:
     """Seconds since the epoch."""
     path: str
     delivery_id: str | None
-    """As its sender named it, cut to 64 characters."""
+    """The sender's id, cut to 64 characters; None if the sender sent no id."""
     status: int
     milliseconds: float
 
 
 class History:
-    """The last `NUM_KEPT`, newest first."""
+    """The last `NUM_KEPT` requests, newest first."""
 
     def __init__(self) -> None:
         self._received: deque[Received] = deque(maxlen=NUM_KEPT)

@@ -1,4 +1,5 @@
-"""The landing page: what is registered, where, and how to create a webhook for it."""
+"""The landing page: lists the handlers with their URLs, and shows how to create a webhook for
+each handler."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,12 +15,12 @@ from receiver.history import Received
 def landing_page(
     url: str, webhooks: Sequence[RegisteredWebhook], received: Sequence[Received]
 ) -> str:
-    """HTML that reads well without its style sheet. `url` is the server's, without a slash."""
+    """The page as HTML. `url` is the server's URL without a slash at the end."""
     return _template().render(url=url, webhooks=webhooks, received=received)
 
 
 def as_utc(at: float) -> str:
-    """Seconds since the epoch, as people write them."""
+    """Seconds since the epoch as a date and time in UTC."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

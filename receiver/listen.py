@@ -1,4 +1,4 @@
-"""The socket a receiver listens on, and the uvicorn server behind it."""
+"""Starts the server of a receiver or of the hub: a socket that listens, and uvicorn behind it."""
 
 import asyncio
 import contextlib
@@ -8,28 +8,39 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from receiver.errors import AddressUnavailable, OpenToEveryone
 
+_HOW_TO_MOVE = (
+    "`GRADIO_SERVER_PORT=… python app.py` or `launch(server_name=…, server_port=…)` for a script"
+    " (port 0 takes a free port), or with `host` and `port` under [receiver] for the stack"
+)
+
 
 def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
-    """Raise `OpenToEveryone` if `host` can be reached from another machine."""
+    """Raise `OpenToEveryone` if other machines can reach `host`."""
     addresses = {entry[4][0] for entry in _resolve(host, 0)}
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise OpenToEveryone(
-            f"{host or 'every address'} can be reached from other machines, and there is no secret"
-            f" for {', '.join(unproven) or 'the handlers'}: set `WEBHOOK_SECRET`, pass"
+            f"Other machines can reach {host or 'every address of this machine'}, and there is no"
+            f" secret for {', '.join(unproven) or 'the handlers'}. Set `WEBHOOK_SECRET`, pass"
             " `webhook_secret=`, or listen on 127.0.0.1."
         )
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens already: who connects before the server is up waits, and is served."""
+def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.socket:
+    """A socket that already listens. Clients that connect now wait until the server is up.
+
+    `how_to_move` is the end of the error message. It tells the user where to set another address.
+    Raises `AddressUnavailable` if the port is in use or `host` is not an address of this machine.
+    """
     family, _, _, _, address = _resolve(host, port)[0]
-    # Without the protocol's number asyncio leaves Nagle's algorithm on: 40 ms for each answer.
+    # Name the protocol: without it, asyncio leaves Nagle's algorithm on, which adds 40 ms to each
+    # answer.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,29 +49,19 @@ def bind(host: str, port: int) -> socket.socket:
         listening.listen(2048)
     except OSError as error:
         listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise AddressUnavailable(
-                f"Port {port} on {host} is in use by another program: stop that, or take another"
-                f" (0 finds one). For a script: `GRADIO_SERVER_PORT={port + 1} python app.py`, or"
-                " `launch(server_port=...)`; for the stack's receiver: `port` under [receiver]."
-            ) from error
-        raise AddressUnavailable(
-            f"Cannot listen on {host}:{port}: {error.strerror}. Give another `server_name` or"
-            " `server_port` to `launch`, or change the receiver's `host` and `port` settings."
-        ) from error
+        reason = (
+            f"Port {port} on {host} is in use by another program: stop it, or choose another port."
+            if error.errno == errno.EADDRINUSE
+            else f"Cannot listen on {host}:{port}: {error.strerror}."
+        )
+        raise AddressUnavailable(f"{reason} Set the address with {how_to_move}.") from error
     return listening
 
 
 def url_of(listening: socket.socket, host: str) -> str:
-    """`http://host:port`, with the port that the system gave."""
+    """`http://host:port`. If the requested port was 0, this has the port that the system chose."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listening.getsockname()[1]}"
-
-
-def address_of(listening: socket.socket, host: str) -> str:
-    """`host:port` to reach it from this machine."""
-    own = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return url_of(listening, own).removeprefix("http://")
 
 
 def is_inside_event_loop() -> bool:
@@ -71,26 +72,49 @@ def is_inside_event_loop() -> bool:
     return True
 
 
-def serve(server: uvicorn.Server, listening: socket.socket) -> None:
-    """Until SIGINT, which ends it quietly, or SIGTERM, which ends the process too."""
-    # What was imported lives as long as the process: to look through it for garbage again and again
-    # would stop every sender for some 0.1 s each time.
+def uvicorn_server(app: ASGIApp, *, shutdown_seconds: int) -> uvicorn.Server:
+    """A server that uses the logging of this process, and does not log each request.
+
+    When the server is told to stop, requests that are being answered get `shutdown_seconds` to end.
+    """
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=shutdown_seconds,
+    )
+    return uvicorn.Server(config)
+
+
+def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM. After SIGINT this returns; SIGTERM also ends the process."""
+    # Freeze the imported modules, which live as long as the process: each garbage collection that
+    # looked through them would stop all requests for about 0.1 s.
     gc.collect()
     gc.freeze()
-    with listening, contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
+    with _closing(listening), contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=list(listening))
 
 
-def serve_in_thread(server: uvicorn.Server, listening: socket.socket) -> threading.Thread:
-    """Until `server.should_exit`. Returns at once; the socket answers already."""
+def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
+    """Serve in a thread until `server.should_exit` is set. Returns at once."""
 
     def run() -> None:
-        with listening:
-            server.run(sockets=[listening])
+        with _closing(listening):
+            server.run(sockets=list(listening))
 
     thread = threading.Thread(target=run, name="webhooks-server", daemon=True)
     thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def _closing(listening: Sequence[socket.socket]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for one in listening:
+            stack.enter_context(one)
+        yield
 
 
 _Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]
@@ -103,6 +127,6 @@ def _resolve(host: str, port: int) -> list[_Address]:
         )
     except OSError as error:
         raise AddressUnavailable(
-            f"{host!r} is no host name or address of this machine: {error.strerror}."
+            f"{host!r} is not a host name or address of this machine: {error.strerror}."
         ) from error
     return found  # type: ignore[return-value]  # stream sockets over IP only

@@ -1,4 +1,4 @@
-"""What a receiver tells Prometheus: requests to its handlers, by path and answer."""
+"""The receiver's metrics for Prometheus: requests to its handlers, by path and status."""
 
 import time
 
@@ -11,17 +11,17 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
 def measure(app: FastAPI) -> None:
-    """Count what comes to `/webhooks/…`, and tell at `/metrics`. Call before the app serves."""
+    """Count requests to `/webhooks/…` and serve `/metrics`. Call this before the app serves."""
     registry = CollectorRegistry()
     requests = Counter(
         "receiver_requests",
-        "Requests by handler and HTTP status; refused ones too",
+        "Requests by handler and HTTP status, refused requests included",
         ["path", "status"],
         registry=registry,
     )
     seconds = Histogram(
         "receiver_seconds",
-        "From a request to its answer",
+        "Seconds from a request to its answer",
         ["path"],
         buckets=_SECONDS,
         registry=registry,
@@ -55,7 +55,8 @@ class _Measured:
         try:
             await self._app(scope, receive, count)
         finally:
-            # A path that nobody handles is a stranger's choice, and would be a series of its own.
+            # Count all unknown paths as one path, because a stranger could otherwise create any
+            # number of series.
             path = scope["path"] if status != 404 else "other"
             self._requests.labels(path, status).inc()
             self._seconds.labels(path).observe(time.perf_counter() - began)

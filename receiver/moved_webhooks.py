@@ -1,6 +1,6 @@
-"""Webhooks that point to this receiver's former public URL, moved to its present one.
+"""Points webhooks at this receiver's new public URL when the URL has changed.
 
-The URLs are remembered on disk: a receiver that is started again may get another one.
+The former URLs are stored on disk, because a receiver may get another URL each time it starts.
 """
 
 import json
@@ -16,18 +16,19 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hub:
-    """One that keeps webhooks; by default the environment's, `HF_ENDPOINT` and `HF_TOKEN`."""
+class HubCredentials:
+    """A hub that has webhooks, and a token for the hub. Default: `HF_ENDPOINT` and `HF_TOKEN`."""
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
 
 
-def move_webhooks(url: str, remembered: Path, hubs: Sequence[Hub]) -> bool:
-    """Point the webhooks at `url` that point at a URL which `remembered` lists.
+def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
+    """Point webhooks that post to a former URL at `url`. The file `remembered` lists the former
+    URLs.
 
-    Whether that is settled; a hub that cannot be asked, and a file that cannot be used, is logged,
-    and tried at the next call.
+    Returns whether this is done. False means that a hub did not answer or that the file could not
+    be used; the reason is logged. The caller must call again later.
     """
     try:
         former = [known for known in _read(remembered) if known != url]
@@ -40,18 +41,19 @@ def move_webhooks(url: str, remembered: Path, hubs: Sequence[Hub]) -> bool:
         _write(remembered, [url])
     except OSError as error:
         _logger.warning(
-            "%s cannot be used (%s): webhooks that post to a former public URL are not moved yet.",
+            "%s cannot be used (%s): webhooks that post to a former URL are not updated yet.",
             *(remembered, error),
         )
         return False
     return True
 
 
-def _move(hub: Hub, former: Sequence[str], url: str) -> bool:
+def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
     try:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
-            # The longest: one URL may be the beginning of another, the present one's too.
+            # Take the longest match, because a URL may be a prefix of another URL, also of the new
+            # URL.
             under = [known for known in (url, *former) if f"{posts_to}/".startswith(f"{known}/")]
             old = max(under, key=len, default=url)
             if old != url:
@@ -60,12 +62,14 @@ def _move(hub: Hub, former: Sequence[str], url: str) -> bool:
                 _logger.warning("Webhook %s now posts to %s", webhook.id, moved)
     except NotAllowed as error:
         _logger.warning(
-            "Webhooks that post to %s cannot be moved, change them to %s by hand: %s",
+            "Webhooks that post to %s cannot be updated; change them to %s by hand: %s",
             *(", ".join(former), url, error),
         )
         return True
     except ReceiverError as error:
-        _logger.warning("Webhooks that post to %s are not moved yet: %s", ", ".join(former), error)
+        _logger.warning(
+            "Webhooks that post to %s are not updated yet: %s", ", ".join(former), error
+        )
         return False
     return True
 
@@ -77,8 +81,8 @@ def _read(remembered: Path) -> list[str]:
         return []
     except ValueError as error:
         _logger.warning(
-            "%s is no list of URLs (%s) and is written anew: correct webhooks that post to a former"
-            " public URL by hand.",
+            "%s is not a list of URLs (%s) and is overwritten. Update webhooks that post to a"
+            " former public URL by hand.",
             *(remembered, error),
         )
         return []

@@ -1,17 +1,19 @@
 """`WebhookPayload`, version 3: what a hub sends when a repository changes.
 
-Names are the wire's own, so that a handler reads `payload.updatedRefs` as the Hub documents it
-(https://huggingface.co/docs/hub/webhooks). Fields that are not listed here are ignored.
+Fields have the names of the JSON, so that a handler reads `payload.updatedRefs` as the Hub
+documents it (https://huggingface.co/docs/hub/webhooks). Other fields are ignored.
 """
 
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 EventAction = Literal["create", "delete", "move", "update"]
 RepoType = Literal["bucket", "dataset", "model", "space"]
 PING = "ping"
-"""The scope of an event that says nothing but that a webhook works; no handler sees it."""
+"""The scope of an event that only tests whether a webhook works. Such an event reaches no
+handler."""
 DiscussionStatus = Literal["closed", "draft", "merged", "open"]
 
 
@@ -31,7 +33,7 @@ class Url(_Wire):
 class Event(_Wire):
     action: EventAction
     scope: str
-    """`repo`, `repo.content`, `repo.config`, `discussion`, `discussion.comment`, or narrower."""
+    """`repo`, `repo.content`, `repo.config`, `discussion`, `discussion.comment`, or a sub-scope."""
 
 
 class Repo(_Wire):
@@ -43,26 +45,26 @@ class Repo(_Wire):
     owner: ObjectId
     url: Url
     headSha: str | None = None
-    """Head of the default branch after the event; sent for `repo*` scopes only."""
+    """Head of the default branch after the event. Sent for `repo*` scopes only."""
     subdomain: str | None = None
     tags: tuple[str, ...] | None = None
 
     @property
     def head_sha(self) -> str | None:
-        """`headSha`, under the name that huggingface_hub's model gives it."""
+        """`headSha`, under the name that huggingface_hub uses."""
         return self.headSha
 
 
 class UpdatedRef(_Wire):
     ref: str
-    """In full, as in `refs/heads/main`."""
+    """The full name, such as `refs/heads/main`."""
     oldSha: str | None = None
-    """None for a ref that is new."""
+    """None for a new ref."""
     newSha: str | None = None
-    """None for a ref that is deleted."""
+    """None for a deleted ref."""
 
 
-class Webhook(_Wire):
+class WebhookReference(_Wire):
     id: str
     version: Literal[3]
 
@@ -104,12 +106,34 @@ class Comment(_Wire):
 class WebhookPayload(_Wire):
     event: Event
     repo: Repo
-    webhook: Webhook
+    webhook: WebhookReference
     updatedRefs: tuple[UpdatedRef, ...] | None = None
     updatedConfig: UpdatedConfig | None = None
     """Sent for the scope `repo.config`."""
     updatedFiles: tuple[JsonValue, ...] | None = None
-    """Sent for buckets, as they come."""
+    """Sent for buckets; not checked here."""
     discussion: Discussion | None = None
     comment: Comment | None = None
     movedTo: MovedTo | None = None
+
+
+_FIXED_VALUES: dict[tuple[str, ...], type] = {
+    ("event", "action"): str,
+    ("repo", "type"): str,
+    ("discussion", "status"): str,
+    ("webhook", "version"): int,
+}
+
+
+def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
+    """The field and the value that only a newer hub sends; None if the payload is malformed.
+
+    `errors` are those of a request's validation. Where one value is new, the other fields may have
+    changed with it, so their errors do not count.
+    """
+    for error in errors:
+        field = tuple(error["loc"][1:])  # the first part is "body"
+        # `is`, because True is an int too.
+        if error["type"] == "literal_error" and type(error["input"]) is _FIXED_VALUES.get(field):
+            return f"{'.'.join(field)} {error['input']!r:.200}"
+    return None

@@ -1,4 +1,7 @@
-"""The retrain handler: a commit to a followed dataset becomes a job, anything else a reason."""
+"""The retrain handler: makes a job for each commit to a followed dataset, and ignores other events.
+
+The answer to an ignored event is the reason why it is ignored.
+"""
 
 import logging
 from collections import Counter
@@ -27,17 +30,21 @@ def retrain_handler(
 ) -> Callable[[WebhookPayload, Request], Awaitable[Answer]]:
     """A handler for `WebhooksServer.add_webhook("/retrain")`.
 
-    It answers `{"job": id}` once the job and the delivery are stored, with `"jobs"` beside it where
-    several pipelines follow the dataset, and `{"ignored": reason}` for what calls for no job. A
-    delivery that is repeated gets the first answer, whatever became of its job.
+    The handler answers `{"job": id}` once the job and the delivery are stored. If several pipelines
+    follow the dataset, `"jobs"` lists all their jobs. If an event needs no job, the answer is
+    `{"ignored": reason}`. A repeated delivery gets the first answer again, whatever happened to its
+    job since.
 
     Raises:
-        ValueError: Two rules name one pipeline.
+        ValueError: Two rules name the same pipeline.
     """
     for pipeline, count in Counter(rule.pipeline for rule in rules).items():
         if count > 1:
-            raise ValueError(f"{count} rules name the pipeline {pipeline!r}; it can follow one ref")
-    # One writer: those that wait here find the database's lock free, and share a transaction.
+            raise ValueError(
+                f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
+            )
+    # Only one thread writes, so that the events that wait share the next transaction instead of
+    # waiting for the database's lock one by one.
     one_thread = anyio.CapacityLimiter(1)
 
     async def write(events: Sequence[_Event]) -> list[Answer]:
@@ -73,13 +80,14 @@ class _Event:
     body: str
     payload: dict[str, Any]
     decision: tuple[JobSpec, ...] | str
-    """A job for each pipeline, or why there is none."""
+    """The jobs to submit, one per pipeline, or the reason why there is no job."""
 
     def delivery(self, source: str) -> Delivery:
         return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
-        """A source for each pipeline: a delivery leads to one job of each."""
+        """One request per pipeline. Each request has a source of its own, so that none counts as a
+        repeat of another."""
         specs = () if isinstance(self.decision, str) else self.decision
         return [
             JobRequest(
@@ -105,5 +113,6 @@ def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
 
 
 def _storable(text: str) -> str:
-    """A database takes neither NUL nor half a surrogate pair."""
+    """The text, cut to 200 characters and escaped to ASCII, because databases refuse NUL and lone
+    surrogates."""
     return ascii(text)[1:-1][:200]

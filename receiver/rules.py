@@ -1,4 +1,7 @@
-"""Which commits retrain which pipeline: a pure decision, from payload and rules to job specs."""
+"""Decides which commits retrain which pipeline: turns a payload and the rules into job specs.
+
+This module reads and writes nothing else.
+"""
 
 import hashlib
 import json
@@ -27,19 +30,20 @@ class RetrainRule(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     pipeline: Annotated[str, Field(min_length=1)]
-    """Its name; one rule each."""
+    """The pipeline's name. A pipeline has only one rule."""
     dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
     """`owner/name` on the hub, or the git URL of a repository elsewhere."""
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
-    """A branch by its name, or any ref in full, as in `refs/heads/main`."""
+    """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
-    """A job waits until no newer commit arrived for this long …"""
+    """A job starts once no newer commit has arrived for this long."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """… but never longer than this from its first commit."""
+    """A job starts at the latest this long after its first commit, even if newer commits keep
+    arriving."""
     settings: dict[str, Any] = {}
-    """Frozen into the job when it is submitted."""
+    """Copied into the job when it is submitted; later changes do not reach the job."""
     env: dict[str, str] = {}
-    """Added to the job's environment. No secrets: specs are shown to whoever lists jobs."""
+    """Added to the job's environment. Put no secrets here: anyone who lists jobs sees them."""
     resources: Resources = Resources()
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (
         sys.executable,
@@ -48,7 +52,7 @@ class RetrainRule(BaseModel):
     )
 
     def job_spec(self, revisions: RevisionRange) -> JobSpec:
-        """The job that retrains on these commits."""
+        """The spec of the job that retrains on these commits."""
         return JobSpec(
             command=self.command,
             pipeline=self.pipeline,
@@ -62,7 +66,7 @@ class RetrainRule(BaseModel):
         )
 
     def watches(self, payload: WebhookPayload) -> bool:
-        """Is the payload's repository this rule's, by name or by either of its URLs?"""
+        """Whether the payload's repository is this rule's dataset, by name or by URL."""
         if "://" not in self.dataset and "@" not in self.dataset:
             return payload.repo.name == self.dataset
         urls = (payload.repo.url.web, payload.repo.url.api)
@@ -70,13 +74,13 @@ class RetrainRule(BaseModel):
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
-    """One spec for each rule that a commit of the event calls for, or why there is none."""
+    """One spec for each rule that applies to the event, or the reason why no rule applies."""
     reason = _not_about_content(payload)
     if reason is not None:
         return reason
     watching = [rule for rule in rules if rule.watches(payload)]
     if not watching:
-        return f"no pipeline follows the dataset {_shown(payload.repo.name)}"
+        return f"no pipeline follows the dataset {_quoted(payload.repo.name)}"
     updates = _updated_refs(payload)
     if not updates:
         return "no ref changed"
@@ -96,13 +100,13 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
 def _not_about_content(payload: WebhookPayload) -> str | None:
     event, repo = payload.event, payload.repo
     if repo.type != "dataset":
-        return f"not a dataset: {_shown(repo.name)} is a {repo.type}"
+        return f"not a dataset: {_quoted(repo.name)} is a {repo.type}"
     if event.action != "update":
         return f"not an update: the action is {event.action}"
-    # A scope that is narrower than those documented means an update of the broader one.
+    # An undocumented sub-scope counts as its documented parent.
     scope = event.scope.split(".")
     if scope[0] != "repo" or scope[1:2] == ["config"]:
-        return f"not about content: the scope is {_shown(event.scope)}"
+        return f"not about content: the scope is {_quoted(event.scope)}"
     return None
 
 
@@ -111,23 +115,23 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
         return payload.updatedRefs
     if payload.repo.headSha is None:
         return ()
-    # Senders that do not know `updatedRefs` send the head of the default branch.
+    # A sender that does not send `updatedRefs` sends the head of the default branch instead.
     return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
 
 
 def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """Why `update` is nothing to retrain on, None where it is."""
-    name = _shown(update.ref)
+    """The reason why `update` needs no retraining; None if it needs a retraining."""
+    name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):
             return f"{name} is a tag"
         if update.ref.startswith("refs/pr/"):
             return f"{name} is a pull request"
-        return f"{name} is another ref than {rule.ref}, which {rule.pipeline} follows"
+        return f"{name} is not {rule.ref}, the ref that {rule.pipeline} follows"
     if update.newSha is None:
         return f"{name} was deleted"
     if not _SHA.fullmatch(update.newSha):
-        return f"{_shown(update.newSha)} is no commit id"
+        return f"{_quoted(update.newSha)} is not a commit id"
     if update.newSha == update.oldSha:
         return f"{name} did not change"
     return None
@@ -141,7 +145,8 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """The same for a commit that would be trained on in the same way again."""
+    """A key that is equal for two jobs that would train on the same commit with the same
+    settings."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 
@@ -150,6 +155,6 @@ def _bare_url(url: str) -> str:
     return url.rstrip("/").removesuffix(".git").lower()
 
 
-def _shown(value: str) -> str:
-    """Quoted, with control characters escaped, and short."""
+def _quoted(value: str) -> str:
+    """The value in quotes, with control characters escaped, cut to 200 characters."""
     return repr(value if len(value) <= 200 else value[:200] + "…")

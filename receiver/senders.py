@@ -1,7 +1,7 @@
-"""Events of other senders, turned into the Hub's `WebhookPayload`: push events become an update.
+"""Turns push events of GitHub, Gitea and GitLab into the Hub's `WebhookPayload`.
 
-Which sender it is follows from the configured proof. What is proven by a secret or by a Standard
-Webhooks signature is the Hub's own payload already and passes as it is.
+The configured proof says who the sender is. An event that is proven by a secret or by a Standard
+Webhooks signature already is the Hub's own payload, so it is not changed.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,22 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from receiver.errors import NotAnEvent
-from receiver.payload import PING, Event, ObjectId, Repo, UpdatedRef, Url, Webhook, WebhookPayload
+from receiver.payload import (
+    PING,
+    Event,
+    ObjectId,
+    Repo,
+    UpdatedRef,
+    Url,
+    WebhookPayload,
+    WebhookReference,
+)
 from receiver.verify import ProofScheme
 
 
 @dataclass(frozen=True)
 class NotAPush:
-    """An event that is acknowledged and reaches no handler."""
+    """An event that is answered here and reaches no handler."""
 
     answer: dict[str, str | bool]
 
@@ -29,11 +38,13 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
     header, push_names = _EVENT_HEADERS[scheme]
     name = headers.get(header)
     if name is None:
-        raise NotAnEvent(f"{header} header not set: this handler takes {scheme} events only.")
+        raise NotAnEvent(
+            f"The header {header} is not set: this handler takes only {scheme} events."
+        )
     if name == "ping":
         return NotAPush({"pong": True})
     if name not in push_names:
-        return NotAPush({"ignored": f"the {scheme} event {name!r} is no push"})
+        return NotAPush({"ignored": f"the {scheme} event {name!r} is not a push"})
     try:
         push = (_GitLabPush if scheme == "gitlab" else _Push).model_validate_json(body)
     except ValidationError as error:
@@ -52,13 +63,13 @@ class _Scoped(BaseModel):
 
 
 def _is_ping(body: bytes) -> bool:
-    """What a hub sends to see whether a webhook works."""
+    """Whether the body is the event that a hub sends to test a webhook."""
     if PING.encode() not in body:
         return False
     try:
         return _Scoped.model_validate_json(body).event.scope == PING
     except ValidationError:
-        return False  # no payload at all: for the handler's route to refuse
+        return False  # the body is not a payload; the handler's route refuses it
 
 
 PushSender = Literal["github", "gitea", "gitlab"]
@@ -85,7 +96,7 @@ class _Repository(BaseModel):
 
 
 class _Push(BaseModel):
-    """GitHub, and Gitea, which sends the same members.
+    """A push event of GitHub. Gitea sends the same fields.
 
     https://docs.github.com/webhooks/webhook-events-and-payloads#push
     """
@@ -121,7 +132,10 @@ class _Project(BaseModel):
 
 
 class _GitLabPush(BaseModel):
-    """https://docs.gitlab.com/user/project/integrations/webhook_events/#push-events"""
+    """A push event of GitLab.
+
+    https://docs.gitlab.com/user/project/integrations/webhook_events/#push-events
+    """
 
     ref: str
     before: str
@@ -170,11 +184,11 @@ def _payload(
             url=Url(web=web_url, api=clone_url),
             headSha=ref.newSha if is_default else None,
         ),
-        webhook=Webhook(id=sender, version=3),
+        webhook=WebhookReference(id=sender, version=3),
         updatedRefs=(ref,),
     )
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """A ref that is new or deleted has a side of zeros."""
+    """The sha; None for a sha of zeros, which means that the ref is new or deleted."""
     return sha if sha.strip("0") else None

@@ -1,5 +1,7 @@
-"""What a receiver script imports: `webhook_endpoint`, which registers on one server that a script's
-functions share, and `WebhooksServer` for one of its own.
+"""What a receiver script imports.
+
+`webhook_endpoint` registers a function on one server that all functions of the script share.
+`WebhooksServer` is for a script that creates its own server.
 """
 
 import sys
@@ -19,7 +21,8 @@ R = TypeVar("R", covariant=True)
 
 
 class Endpoint(Protocol[P, R]):
-    """A decorated function: callable as before, and able to start the shared server."""
+    """A decorated function. It can still be called directly; its `launch` starts the shared
+    server."""
 
     launch: Callable[..., str]
 
@@ -45,13 +48,13 @@ def webhook_endpoint(
     proof: ProofScheme | None = None,
     durable: bool = False,
 ) -> Any:
-    """Register the decorated function on the one server that a script's functions share.
+    """Register the decorated function on the server that all functions of a script share.
 
-    The server starts when the script ends whose function it is, or which imports it from a module
-    beside or below itself; elsewhere, as in a notebook, when `launch()` of a decorated function is
-    called, with the arguments of `WebhooksServer.launch`.
-    Parameters as for `WebhooksServer.add_webhook`. A notebook cell that is executed again replaces
-    the function that it registered before.
+    The server starts when the script ends, if the function is defined in the script, or in a module
+    in the script's folder or below. Anywhere else, for example in a notebook, call `launch()` of a
+    decorated function; `launch` takes the arguments of `WebhooksServer.launch`.
+    The parameters are those of `WebhooksServer.add_webhook`. If a notebook cell is executed again,
+    its function replaces the function that the cell registered before.
     """
     if callable(path):
         return webhook_endpoint()(path)
@@ -66,10 +69,10 @@ def webhook_endpoint(
             handler
         )
         if _is_of_the_script(handler):
-            _start_when_the_script_ends()
+            _autostart_at_end_of_script()
 
         def launch(*args: Any, **kwargs: Any) -> str:
-            _call_off_the_start()
+            _cancel_the_autostart()
             return server.launch(*args, **kwargs)
 
         endpoint = cast(Endpoint[P, R], handler)
@@ -80,7 +83,7 @@ def webhook_endpoint(
 
 
 _server: WebhooksServer | None = None
-_call_off: Callable[[], None] | None = None
+_cancel_autostart: Callable[[], None] | None = None
 
 
 def _shared_server() -> WebhooksServer:
@@ -91,7 +94,11 @@ def _shared_server() -> WebhooksServer:
 
 
 def _is_of_the_script(handler: Callable[..., Any]) -> bool:
-    """A test runner, or a library that is imported, is another program's script or folder."""
+    """Whether the handler is defined in the main script's folder or below.
+
+    If it is not, the main script is another program, such as a test runner, and must not start a
+    server when it ends.
+    """
     script = getattr(sys.modules["__main__"], "__file__", None)
     module = getattr(sys.modules[handler.__module__], "__file__", None)
     if script is None or module is None:
@@ -99,15 +106,15 @@ def _is_of_the_script(handler: Callable[..., Any]) -> bool:
     return Path(module).resolve().is_relative_to(Path(script).resolve().parent)
 
 
-def _start_when_the_script_ends() -> None:
-    global _call_off
-    if _call_off is None:
-        _call_off = autostart.at_end_of_script(_shared_server().launch)
+def _autostart_at_end_of_script() -> None:
+    global _cancel_autostart
+    if _cancel_autostart is None:
+        _cancel_autostart = autostart.at_end_of_script(_shared_server().launch)
 
 
-def _call_off_the_start() -> None:
-    if _call_off is not None:
-        _call_off()
+def _cancel_the_autostart() -> None:
+    if _cancel_autostart is not None:
+        _cancel_autostart()
 
 
 def _is_redefined(earlier: Callable[..., Any], now: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What can be set on a receiver. It is given to the server; nothing here reads a file."""
+"""The settings of a receiver. They are passed to the server; nothing here reads a file."""
 
 import os
 import re
@@ -15,7 +15,7 @@ def _regular_expression(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
     return pattern
 
 
@@ -23,40 +23,45 @@ class ReceiverSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """Where to listen. Anything beyond this machine needs a secret on every handler."""
+    """The address to listen on. Any address except loopback needs a secret for every handler."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """0 takes a free one, for a receiver on its own; a stack needs a number."""
+    """The port to listen on. 0 takes a free port; in a stack, the port must be above 0."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
-    """How senders reach this receiver, when that is not `http://host:port`."""
+    """The URL at which senders reach this receiver, if it is not `http://host:port`."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None
-    """What gives it a public URL: `ssh://user@host[:port]`, or a command that prints the URL, as in
-    `cloudflared tunnel --url http://{address}`. Needs a secret on every handler."""
+    """The tunnel that opens a public URL: `ssh://user@host[:port]`, or a command that prints the
+    URL, for example `cloudflared tunnel --url http://{address}`. With a tunnel, every handler needs
+    a secret."""
     tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
-    """A regular expression: its first match in the output of that command is the public URL."""
+    """A regular expression. Its first match in the output of a tunnel command is the public URL."""
     tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
-    """How long the other side keeps a link; it is renewed before."""
+    """How long the other side keeps a tunnel open. The tunnel is renewed before this time ends."""
     proof: ProofScheme = "secret"
-    """What a delivery must carry to be let in, and with it whose events are understood."""
+    """The proof that a delivery must carry. The proof also determines in which sender's format the
+    events are read."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
-    """A larger body is answered 413, unread."""
+    """A request with a larger body gets 413, and its body is not read to the end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
-    """A body that is not here by then is answered 408."""
+    """A request whose body has not arrived after this time gets 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
-    """Where the deliveries of durable handlers wait."""
+    """The database file in which deliveries wait for durable handlers."""
     shutdown_seconds: int = Field(default=10, ge=0)
-    """How long a stopping server waits for handlers that are at work."""
+    """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
-    """For so many delivery ids a repeated delivery gets the first answer, without a second call."""
+    """How many delivery ids are remembered. A repeated delivery gets its first answer again."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:
-    """For a script that names none: the defaults, but listening where Gradio's variables say, as
-    the receivers of `huggingface_hub` do. Raises `AddressUnavailable`."""
+    """The settings for a script that passes no settings: the defaults. If Gradio's environment
+    variables are set, they replace host and port, as for the receivers of `huggingface_hub`.
+
+    Raises `AddressUnavailable` for a port that is not a number from 0 to 65535.
+    """
     variables = {"host": "GRADIO_SERVER_NAME", "port": "GRADIO_SERVER_PORT"}
     given = {key: os.environ[name] for key, name in variables.items() if os.environ.get(name)}
     try:
         return ReceiverSettings.model_validate(given)
     except ValidationError:
         raise AddressUnavailable(
-            f"GRADIO_SERVER_PORT={given['port']} is no port from 0 to 65535."
+            f"GRADIO_SERVER_PORT={given['port']} is not a port from 0 to 65535."
         ) from None

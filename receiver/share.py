@@ -1,40 +1,47 @@
-"""Whether and how a receiver gets a public URL: from what was asked for to a way in."""
+"""Gives a receiver the public URL that the user wants: opens a tunnel, or uses a fixed URL."""
 
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from receiver.errors import TunnelFailed
-from receiver.moved_webhooks import Hub, move_webhooks
+from receiver.moved_webhooks import HubCredentials, move_webhooks
 from receiver.settings import ReceiverSettings
 from receiver.tunnel import LONGEST_PAUSE_SECONDS, PublicUrl, Tunnel
 from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """What `share` asks for; None where no tunnel is wanted. Raises `TunnelFailed`."""
+    """The tunnel that `share` selects; None if it selects no tunnel. Raises `TunnelFailed`."""
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:
         raise TunnelFailed(
             "share=True needs a tunnel: pass share='ssh://user@host[:port]' or a command that"
             " prints a public URL (share='cloudflared tunnel --url http://{address}'), or set"
-            " `tunnel` in the receiver's settings (`pipeline receiver --tunnel`). If this server"
-            " can be reached already, set `public_url` there (`--public-url`)."
+            " `tunnel` in the receiver's settings (`pipeline receiver --tunnel`). If senders can"
+            " already reach this server, set `public_url` in these settings (`--public-url`)."
         )
     return settings.tunnel if share else None
 
 
 def remembered_urls(settings: ReceiverSettings, port: int) -> Path:
-    """Where a receiver's public URLs stand: those of one folder listen on ports of their own."""
+    """The file of a receiver's public URLs. The file's name contains the port, because several
+    receivers may share a folder."""
     return settings.deliveries_path.with_name(f"receiver-urls-{port}.json")
 
 
 def open_tunnel(
-    tunnel: str, address: str, settings: ReceiverSettings, remembered: Path, hubs: Sequence[Hub]
+    tunnel: str,
+    address: str,
+    settings: ReceiverSettings,
+    remembered: Path,
+    hubs: Sequence[HubCredentials],
 ) -> Tunnel:
-    """Make `address` (`host:port`) public, and keep the webhooks on `hubs` that point to it up to
-    date. Raises `TunnelFailed`."""
+    """Open the tunnel to `address` (`host:port`), and raise `TunnelFailed` if that fails.
+
+    When the tunnel's URL changes, the webhooks on `hubs` that post to the former URL are updated.
+    """
     opened = Tunnel(
         lambda former: tunnel_command(
             tunnel, address, url_pattern=settings.tunnel_url_pattern, former_url=former
@@ -47,15 +54,16 @@ def open_tunnel(
 
 
 class FixedUrl:
-    """The settings' `public_url`, which is kept up elsewhere, as a tunnel that is open already.
+    """The `public_url` of the settings, with the methods of a `Tunnel`. This starts no process.
 
-    The webhooks on `hubs` that point to a former one are moved in a thread, until that is settled.
+    A thread updates the webhooks on `hubs` that post to a former URL, and tries again until all are
+    updated.
     """
 
     public: PublicUrl | None = None
-    """Nothing is known of its lifetime."""
+    """Always None: nothing is known about the URL's lifetime."""
 
-    def __init__(self, url: str, remembered: Path, hubs: Sequence[Hub]) -> None:
+    def __init__(self, url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> None:
         self._url = url.rstrip("/")
         self._remembered = remembered
         self._hubs = hubs
@@ -64,7 +72,7 @@ class FixedUrl:
         self._thread.start()
 
     def close(self) -> None:
-        """Give up what is not settled. Idempotent."""
+        """Stop updating webhooks. May be called more than once."""
         self._is_closing.set()
         self._thread.join()
 

@@ -1,6 +1,7 @@
-"""A public URL for a receiver on this machine: one process, watched, started again, and renewed.
+"""Keeps a public URL for a receiver: watches the tunnel's process, restarts it if it ends, and
+renews it in time.
 
-It is open for as long as `Tunnel` is; whether it may be opened is not decided here.
+The URL is public from `Tunnel.open` to `Tunnel.close`. The caller decides whether this is allowed.
 """
 
 import contextlib
@@ -18,30 +19,31 @@ from receiver.tunnel_command import TunnelCommand, ending_with_this_process
 _logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
-"""A process that has not told its URL by then is given up."""
+"""A process that has not printed its URL after this time is ended."""
 STEADY_SECONDS = 60.0
-"""A process that lived this long starts again from the shortest pause."""
+"""If a process lived this long, the next try gets the shortest pause again."""
 LONGEST_PAUSE_SECONDS = 60.0
 RENEWED_EARLY = 1 / 24
-"""The part of its lifetime that a link still has when the next one takes its place."""
+"""A link is replaced when this share of its lifetime is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicUrl:
     url: str
-    """Without a slash at its end."""
+    """The URL without a slash at the end."""
     ends_at: float
-    """Seconds since the epoch; it is renewed before."""
+    """Seconds since the epoch. The URL is renewed before this time."""
 
 
 class Tunnel:
     """Keeps one link up from `open` to `close`.
 
     Args:
-        command: What to start; given a URL to ask for again, or None for a new one.
+        command: Returns the command to start. Its argument is a former URL that the command should
+            ask for again, or None for a new URL.
         lifetime_seconds: How long the other side keeps a link.
-        on_url: Called, in the tunnel's thread, with each URL before the link of the former one is
-            ended. Called again, with pauses, as long as it answers False.
+        on_url: Called in the tunnel's thread with each new URL, before the former link is ended.
+            As long as `on_url` returns False, it is called again after a pause.
     """
 
     def __init__(
@@ -63,20 +65,21 @@ class Tunnel:
 
     @property
     def public(self) -> PublicUrl | None:
-        """None before it is open."""
+        """The current URL; None until the tunnel is open."""
         return self._public
 
     def open(self) -> PublicUrl:
-        """Start, and wait for the first URL. Raises `TunnelFailed` with what the process said."""
-        self._command(None)  # what is wrong with the command is said by whom it was given
+        """Start the tunnel, and wait for its first URL. Raises `TunnelFailed` with the process's
+        output."""
+        self._command(None)  # raise errors of the command here, not in the tunnel's thread
         self._thread.start()
         self._is_open.wait()
         if self._public is None:
-            raise self._error or TunnelFailed("The tunnel could not be watched; the log says why.")
+            raise self._error or TunnelFailed("The tunnel's thread failed; the log says why.")
         return self._public
 
     def close(self) -> None:
-        """End the link. Idempotent."""
+        """End the link. May be called more than once."""
         self._is_closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -92,21 +95,25 @@ class Tunnel:
         live: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # While a link is live this is its renewal, which is another URL beside it.
+            # If a link is still live, this pass renews it: ask for a second URL, because the live
+            # link still holds the current URL.
             former = None if live is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
             url = self._url_of(link)
             if url is None and former is not None and not self._is_closing:
-                link.end()  # the other side may still hold it for us
+                # The other side may still hold the former URL for a dead link: ask for a new URL.
+                link.end()
                 link = _Link(self._command(None), self._wake)
                 url = self._url_of(link)
             if url is None:
                 link.end()
                 if self._public is None:
-                    self._error = TunnelFailed(f"The tunnel has no public URL: {link.said}")
+                    self._error = TunnelFailed(f"The tunnel has no public URL: {link.last_output}")
                     break
-                _logger.warning("The tunnel is down; next try in %.0f s: %s", pause, link.said)
+                _logger.warning(
+                    "The tunnel is down; next try in %.0f s: %s", pause, link.last_output
+                )
                 self._pause(pause)
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
                 continue
@@ -118,12 +125,12 @@ class Tunnel:
                 live.end()
             live = link
             self._is_open.set()
-            self._keep(live, is_told)
+            self._watch(live, is_told)
             if not live.is_alive:
                 live.end()
                 live = None
                 if not self._is_closing:
-                    _logger.warning("The tunnel broke and is opened again: %s", link.said)
+                    _logger.warning("The tunnel broke and is opened again: %s", link.last_output)
             if time.monotonic() - began > STEADY_SECONDS:
                 pause = 1.0
             elif live is None:
@@ -140,14 +147,15 @@ class Tunnel:
             self._wait(deadline - time.monotonic())
         return link.url if link.is_alive else None
 
-    def _keep(self, link: "_Link", is_told: bool) -> None:
-        """Until the link breaks, is to be renewed, or the tunnel is closed."""
+    def _watch(self, link: "_Link", is_told: bool) -> None:
+        """Return when the link breaks or must be renewed, or when the tunnel is closed."""
         assert self._public is not None
         renew_at = self._public.ends_at - self._lifetime_seconds * RENEWED_EARLY
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_told:
-                # Not for days: the clock stands still while a laptop sleeps.
+                # Wait 60 s at most, because a timer of several days would not count the time for
+                # which a laptop sleeps.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))
@@ -155,19 +163,20 @@ class Tunnel:
                 is_told = self._on_url(self._public.url)
 
     def _pause(self, seconds: float) -> None:
-        """Unless the tunnel is closed."""
+        """Wait, but return at once when the tunnel is closed."""
         until = time.monotonic() + seconds
         while not self._is_closing and (left := until - time.monotonic()) > 0:
             self._wait(left)
 
     def _wait(self, seconds: float) -> None:
-        """Until something happens to a link or the tunnel, and no longer than that."""
+        """Return when the state of a link or of the tunnel changes, at the latest after
+        `seconds`."""
         self._wake.wait(max(seconds, 0))
         self._wake.clear()
 
 
 class _Link:
-    """One process; `wake` is set when it tells its URL and when it ends."""
+    """One process of the tunnel. Sets `wake` when it prints its URL and when it ends."""
 
     def __init__(self, command: TunnelCommand, wake: threading.Event) -> None:
         self.url: str | None = None
@@ -181,7 +190,9 @@ class _Link:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is the receiver's, which answers what it has begun
+            # In a session of its own, so that Ctrl-C does not end the tunnel before the receiver
+            # has answered its last requests.
+            start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="tunnel-output", daemon=True)
         self._has_ended = False
@@ -192,9 +203,9 @@ class _Link:
         return not self._has_ended
 
     @property
-    def said(self) -> str:
-        """The end of its output."""
-        return " | ".join(self._lines) or "the process said nothing"
+    def last_output(self) -> str:
+        """The last lines of the process's output."""
+        return " | ".join(self._lines) or "the process printed nothing"
 
     def end(self) -> None:
         self._process.terminate()
@@ -203,7 +214,8 @@ class _Link:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # A child of the process may hold its output open.
+        # A child of the process may still hold the output open, so do not wait for the output's
+        # end.
         self._reader.join(1)
         with contextlib.suppress(OSError):
             if self._process.stdout is not None and not self._reader.is_alive():

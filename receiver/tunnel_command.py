@@ -1,4 +1,5 @@
-"""What to start for a public URL, and how its output tells that URL. Starts nothing itself."""
+"""Makes the command that opens a tunnel, and finds the public URL in the command's output. Starts
+nothing."""
 
 import re
 import shlex
@@ -15,9 +16,9 @@ from receiver.errors import TunnelFailed
 class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
-    """The public URL, if this line of the output tells it."""
+    """Returns the public URL if this line of the output contains it."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
-    """Whether a person should see the line when the command fails."""
+    """Whether to show this line to the user when the command fails."""
 
 
 def tunnel_command(
@@ -26,38 +27,39 @@ def tunnel_command(
     """The command that makes `address` (`host:port`) public.
 
     Args:
-        tunnel: `ssh://user@host[:port]`, or a command, in which `{address}` and `{port}` stand for
-            where the receiver listens.
-        url_pattern: A regular expression: its first match in the command's output is the URL.
-        former_url: A URL to ask for again, where the other side lets us ask.
+        tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` and `{port}` are
+            replaced by the address and the port where the receiver listens.
+        url_pattern: A regular expression. Its first match in the command's output is the URL.
+        former_url: A URL to ask for again. ssh can ask for the port of this URL; a command cannot
+            ask for it.
 
     Raises:
-        TunnelFailed: `tunnel` is neither, or its program is not installed.
+        TunnelFailed: `tunnel` is neither an ssh address nor a command, or its program is missing.
     """
     if tunnel.startswith("ssh://"):
-        command = _ssh(tunnel, address, former_url)
+        command = _ssh_command(tunnel, address, former_url)
     else:
-        command = _any(tunnel, address, url_pattern)
+        command = _custom_command(tunnel, address, url_pattern)
     program = command.arguments[0]
     if shutil.which(program) is None:
         raise TunnelFailed(
-            f"The tunnel's program {program!r} is not on PATH: install it, or take another tunnel."
+            f"The tunnel's program {program!r} is not on PATH: install it, or use another tunnel."
         )
     return command
 
 
-def _ssh(tunnel: str, address: str, former_url: str | None) -> TunnelCommand:
+def _ssh_command(tunnel: str, address: str, former_url: str | None) -> TunnelCommand:
     try:
         parts = urlsplit(tunnel)
         host, ssh_port = parts.hostname, parts.port
     except ValueError as error:
-        raise TunnelFailed(f"The tunnel {tunnel!r} is no address: {error}.") from error
+        raise TunnelFailed(f"The tunnel {tunnel!r} is not an address: {error}.") from error
     if not host or parts.password or parts.path.strip("/") or parts.query:
         raise TunnelFailed(
-            f"The tunnel {tunnel!r} is not of the form ssh://user@host[:port]; keys and other"
-            " options belong into ~/.ssh/config."
+            f"The tunnel {tunnel!r} is not of the form ssh://user@host[:port]. Put keys and other"
+            " options into ~/.ssh/config."
         )
-    # Port 0: the server chooses, and says which.
+    # With port 0, the ssh server chooses a port and prints it.
     port = urlsplit(former_url).port if former_url is not None else 0
     options = {
         "BatchMode": "yes",
@@ -88,14 +90,14 @@ def _ssh(tunnel: str, address: str, former_url: str | None) -> TunnelCommand:
     )
 
 
-def _any(tunnel: str, address: str, url_pattern: str) -> TunnelCommand:
+def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelCommand:
     filled = tunnel.replace("{address}", address).replace("{port}", address.rpartition(":")[2])
     try:
         arguments = tuple(shlex.split(filled))
     except ValueError as error:
-        raise TunnelFailed(f"The tunnel {tunnel!r} is no command: {error}.") from error
+        raise TunnelFailed(f"The tunnel {tunnel!r} is not a command: {error}.") from error
     if not arguments:
-        raise TunnelFailed("The tunnel is empty: give ssh://user@host[:port], or a command.")
+        raise TunnelFailed("The tunnel is empty: set ssh://user@host[:port] or a command.")
     pattern = re.compile(url_pattern)
 
     def url_in(line: str) -> str | None:
@@ -106,11 +108,11 @@ def _any(tunnel: str, address: str, url_pattern: str) -> TunnelCommand:
 
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
-    """The same command, which on Linux ends when the thread that started it does, however."""
+    """A command that runs `arguments`. On Linux, it ends when the thread that started it ends."""
     if sys.platform != "linux":
         return list(arguments)
-    # prctl(PR_SET_PDEATHSIG, SIGTERM), in a process of its own: between fork and exec of a program
-    # with threads no Python code may run.
+    # The code calls prctl(PR_SET_PDEATHSIG, SIGTERM) in a process of its own, because a program
+    # with threads must not run Python code between fork and exec.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

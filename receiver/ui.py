@@ -1,4 +1,5 @@
-"""What may take the landing page's place: an ASGI application, a folder, a Gradio `Blocks`."""
+"""Turns a user interface for `/` into an ASGI application. The interface may be an application, a
+folder or a `gradio.Blocks`."""
 
 import os
 from pathlib import Path
@@ -12,23 +13,24 @@ if TYPE_CHECKING:
     Ui = Union[ASGIApp, str, os.PathLike[str], "Blocks"]  # noqa: UP007
 
     class Blocks:
-        """As `gradio.Blocks`, which is not installed here."""
+        """Stands for `gradio.Blocks`, because gradio may not be installed."""
 
 
 def application_of(ui: "Ui") -> ASGIApp:
-    """What answers for `ui`; if it is a FastAPI, its lifespan is to be entered.
+    """The application that serves `ui`. If the result is a FastAPI, the caller must enter its
+    lifespan.
 
-    Raises `ValueError` for a path that is no folder, `TypeError` for anything else.
+    Raises `ValueError` for a path that is not a folder, and `TypeError` for any other object.
     """
     if isinstance(ui, str | os.PathLike):
         if not Path(ui).is_dir():
-            raise ValueError(f"ui={str(ui)!r} is no folder: give one with an index.html")
+            raise ValueError(f"ui={str(ui)!r} is not a folder: pass a folder with an index.html")
         return StaticFiles(directory=ui, html=True)
     if _is_gradio(ui):
         return _gradio(ui)
     if not callable(ui):
         raise TypeError(
-            f"ui is a {type(ui).__name__}: give an ASGI application, a folder, or a gradio.Blocks"
+            f"ui is a {type(ui).__name__}: pass an ASGI application, a folder or a gradio.Blocks"
         )
     return ui
 
@@ -41,8 +43,9 @@ def _is_gradio(ui: object) -> bool:
 
 
 def _gradio(blocks: Any) -> FastAPI:
-    import gradio  # installed where there are Blocks
+    import gradio  # must be installed, since the user passed Blocks
 
-    # In an application of its own: mounted at "/" of the server it would hide later routes.
+    # Mount the interface in an application of its own, because at "/" of the server it would hide
+    # routes that are added later.
     mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), blocks, path="/")
     return mounted

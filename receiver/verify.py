@@ -1,7 +1,7 @@
-"""Proof that a delivery comes from who it says: checked on the raw bytes, in constant time.
+"""Checks the proof of a delivery's origin, on the raw bytes and in constant time.
 
-The scheme is configured for a handler, never guessed from a request: another sender's valid proof
-is no proof. Nothing here parses a body.
+Each handler has one configured scheme. The scheme is never guessed from the request, so a valid
+proof of another scheme does not count. Nothing here parses a body.
 """
 
 import base64
@@ -11,21 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from standardwebhooks import Webhook, WebhookVerificationError
+from standardwebhooks import Webhook as Signer
+from standardwebhooks import WebhookVerificationError
 
 from receiver.errors import ProofMissing, ProofWrong
 
 ProofScheme = Literal["secret", "standard-webhooks", "github", "gitea", "gitlab"]
+
+BodyCheck = Callable[[bytes], None]
+"""What is left of a proof once the headers are checked. Raises `ProofWrong`."""
 
 SIGNING_PREFIX = "whsec_"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """One scheme and the secrets that satisfy it; several while one is being rotated.
+    """One scheme, and the secrets that are accepted. There may be several secrets while a new
+    secret replaces an old one.
 
-    Raises `ValueError` for a secret that the scheme cannot carry. Without secrets, everyone is let
-    in.
+    Without secrets, every request is accepted. Raises `ValueError` for a secret that cannot be
+    sent.
     """
 
     scheme: ProofScheme
@@ -34,83 +39,95 @@ class Proof:
     def __post_init__(self) -> None:
         for secret in self.secrets:
             if not secret:
-                raise ValueError("a webhook secret is empty; leave it out, or give it a value")
+                raise ValueError("a webhook secret is empty: set a value, or leave the secret out")
             if not (secret.isascii() and secret.isprintable()):
-                raise ValueError("a webhook secret must be printable ASCII: it travels in a header")
-            _check_signing(secret)
+                raise ValueError(
+                    "a webhook secret must be printable ASCII, because it is sent in a header"
+                )
+            check_signing_secret(secret)
+
+    def check_headers(self, headers: Mapping[str, str]) -> BodyCheck:
+        """Check what `headers` prove without the body; returns the check that needs the body.
+
+        The names in `headers` must be lower case. Raises `ProofMissing` or `ProofWrong`.
+        """
+        return _CHECKS[self.scheme](self.secrets, headers) if self.secrets else _accept
 
     def check(self, headers: Mapping[str, str], body: bytes) -> None:
-        """Raise `ProofMissing` or `ProofWrong` unless `headers` prove `body`.
-
-        `headers` are looked up in lower case.
-        """
-        if self.secrets:
-            _CHECKS[self.scheme](self.secrets, headers, body)
+        """Raise `ProofMissing` or `ProofWrong` unless `headers` prove the origin of `body`."""
+        self.check_headers(headers)(body)
 
 
-def _check_secret(secrets: Sequence[str], headers: Mapping[str, str], _body: bytes) -> None:
-    """https://huggingface.co/docs/hub/webhooks#webhook-secret: the secret, verbatim."""
+def _accept(_body: bytes) -> None:
+    pass
+
+
+def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
+    """https://huggingface.co/docs/hub/webhooks#webhook-secret: the header is the secret itself."""
     given = _required(headers, "x-webhook-secret")
     if not _matches_any(given, secrets):
         raise ProofWrong("Invalid webhook secret.")
+    return _accept
 
 
-def _check_standard(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:
+def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
     """https://www.standardwebhooks.com: HMAC-SHA256 over `id.timestamp.body`, at most 5 min old.
 
-    The key is the base64 part of a `whsec_` secret, else the secret's own bytes. Svix, which the
-    standard comes from, calls the headers `svix-…`: https://docs.svix.com/receiving/verifying-payloads/how-manual
+    The key is the base64 part of a `whsec_` secret; for any other secret it is the secret's own
+    bytes. The standard comes from Svix, which names the headers `svix-…`:
+    https://docs.svix.com/receiving/verifying-payloads/how-manual
     """
     prefix = "svix" if is_svix(headers) else "webhook"
     signed = {
         f"webhook-{name}": _required(headers, f"{prefix}-{name}")
         for name in ("id", "timestamp", "signature")
     }
-    reasons = []
-    for secret in secrets:
-        try:
-            _signer(secret).verify(body, signed, json_parse=False)
-            return
-        except (WebhookVerificationError, ValueError) as error:
-            # ValueError: a signature that is no base64, a body that is no UTF-8.
-            reasons.append(str(error))
-    raise ProofWrong(f"Invalid webhook signature: {reasons[0]}.")
+
+    def check(body: bytes) -> None:
+        reasons = []
+        for secret in secrets:
+            try:
+                signer(secret).verify(body, signed, json_parse=False)
+                return
+            except (WebhookVerificationError, ValueError) as error:
+                # ValueError: the signature is not base64, or the body is not UTF-8.
+                reasons.append(str(error))
+        raise ProofWrong(f"Invalid webhook signature: {reasons[0]}.")
+
+    return check
 
 
 def is_svix(headers: Mapping[str, str]) -> bool:
-    """Whether a Standard Webhooks signature stands under Svix's names, and covers `svix-id`."""
+    """Whether the signature is in Svix's headers, and therefore covers `svix-id`."""
     return "svix-signature" in headers and "webhook-signature" not in headers
 
 
-def _check_github(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:
+def _check_github(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
     """https://docs.github.com/webhooks/using-webhooks/validating-webhook-deliveries"""
-    given = _required(headers, "x-hub-signature-256")
-    if not _matches_any(given, [f"sha256={_hmac_hex(secret, body)}" for secret in secrets]):
-        raise ProofWrong("Invalid webhook signature.")
+    return _hmac_check(_required(headers, "x-hub-signature-256"), "sha256=", secrets)
 
 
-def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:
-    """https://docs.gitea.com/usage/webhooks: the bare hex digest."""
-    given = _required(headers, "x-gitea-signature")
-    if not _matches_any(given, [_hmac_hex(secret, body) for secret in secrets]):
-        raise ProofWrong("Invalid webhook signature.")
+def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
+    """https://docs.gitea.com/usage/webhooks: the header is only the hex digest."""
+    return _hmac_check(_required(headers, "x-gitea-signature"), "", secrets)
 
 
-def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str], body: bytes) -> None:
-    """https://docs.gitlab.com/user/project/integrations/webhooks: secret token or signing token.
+def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
+    """https://docs.gitlab.com/user/project/integrations/webhooks: secret or signing token.
 
-    A secret that begins with `whsec_` is a signing token; the others are secret tokens. GitLab 19
-    sends `webhook-id` with both, so that the header cannot tell them apart.
+    A secret that begins with `whsec_` is a signing token; any other secret is a secret token.
+    GitLab 19 sends `webhook-id` with both kinds, so this header does not tell which kind is meant.
     """
-    signing = [secret for secret in secrets if secret.startswith(SIGNING_PREFIX)]
-    verbatim = [secret for secret in secrets if not secret.startswith(SIGNING_PREFIX)]
-    if signing and ("webhook-signature" in headers or not verbatim):
-        _check_standard(signing, headers, body)
-    elif not _matches_any(_required(headers, "x-gitlab-token"), verbatim):
+    signing = [secret for secret in secrets if is_signing_secret(secret)]
+    tokens = [secret for secret in secrets if not is_signing_secret(secret)]
+    if signing and ("webhook-signature" in headers or not tokens):
+        return _check_standard(signing, headers)
+    if not _matches_any(_required(headers, "x-gitlab-token"), tokens):
         raise ProofWrong("Invalid webhook secret.")
+    return _accept
 
 
-_CHECKS: dict[ProofScheme, Callable[[Sequence[str], Mapping[str, str], bytes], None]] = {
+_CHECKS: dict[ProofScheme, Callable[[Sequence[str], Mapping[str, str]], BodyCheck]] = {
     "secret": _check_secret,
     "standard-webhooks": _check_standard,
     "github": _check_github,
@@ -127,8 +144,9 @@ def _required(headers: Mapping[str, str], name: str) -> str:
 
 
 def _matches_any(given: str, expected: Sequence[str]) -> bool:
-    # Digests have one length, so that the time tells nothing of the secret's; every candidate is
-    # compared, so that it tells nothing of which one matched.
+    # The time that this takes must tell an attacker nothing. All digests have the same length, so
+    # the time does not depend on the secret's length. All candidates are compared, so the time does
+    # not tell which candidate matched.
     given_digest = hashlib.sha256(given.encode()).digest()
     matches = [
         hmac.compare_digest(given_digest, hashlib.sha256(candidate.encode()).digest())
@@ -137,22 +155,40 @@ def _matches_any(given: str, expected: Sequence[str]) -> bool:
     return any(matches)
 
 
-def _hmac_hex(secret: str, body: bytes) -> str:
-    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
+def _hmac_check(given: str, prefix: str, secrets: Sequence[str]) -> BodyCheck:
+    def check(body: bytes) -> None:
+        digests = [hmac.new(secret.encode(), body, hashlib.sha256) for secret in secrets]
+        if not _matches_any(given, [prefix + digest.hexdigest() for digest in digests]):
+            raise ProofWrong("Invalid webhook signature.")
+
+    return check
 
 
-def _signer(secret: str) -> Webhook:
-    return Webhook(secret if secret.startswith(SIGNING_PREFIX) else secret.encode())
+def is_signing_secret(secret: str) -> bool:
+    """Whether the secret only signs deliveries and is never sent along with them."""
+    return secret.startswith(SIGNING_PREFIX)
 
 
-def _check_signing(secret: str) -> None:
-    """Raise ValueError for a secret that says of itself that it signs, and cannot."""
-    if secret.startswith(SIGNING_PREFIX):
+def signer(secret: str) -> Signer:
+    """Signs and verifies with the key in a `whsec_` secret; for any other secret, with the secret's
+    own bytes.
+
+    Raises `ValueError` if what follows `whsec_` is not base64.
+    """
+    return Signer(secret if is_signing_secret(secret) else secret.encode())
+
+
+def check_signing_secret(secret: str) -> str:
+    """Return the secret. Raises `ValueError` if the secret begins with `whsec_` but has no base64
+    key."""
+    if is_signing_secret(secret):
         try:
             key = base64.b64decode(secret.removeprefix(SIGNING_PREFIX), validate=True)
         except ValueError:
             key = b""
         if not key:
             raise ValueError(
-                f"a webhook secret that begins with {SIGNING_PREFIX!r} must go on in base64"
+                f"a webhook secret that begins with {SIGNING_PREFIX!r} must go on in base64,"
+                " because that part is the signing key"
             )
+    return secret

@@ -1,11 +1,12 @@
-"""Webhooks on a hub: create, list, get, update, enable, disable, delete.
+"""Manages the webhooks on a hub: create, list, get, update, enable, disable, delete.
 
-Over `huggingface_hub`, so that the endpoint is all that differs between the embedded hub and the
-Hugging Face Hub. Nothing here prints or keeps a secret.
+This module uses `huggingface_hub`, so the embedded hub and the Hugging Face Hub differ only in the
+endpoint. Nothing here prints or stores a secret.
 
-Every function takes the hub's `endpoint` (else `HF_ENDPOINT`, else huggingface.co) and a `token`
-(else the one that `huggingface_hub` finds), and raises `ValueError` for arguments that contradict
-each other, `NotAllowed`, `WebhookNotFound`, or `WebhookApiError` for whatever else the hub refused.
+Every function takes the hub's `endpoint` (default: `HF_ENDPOINT`, or else huggingface.co) and a
+`token` (default: the token that `huggingface_hub` finds). Every function raises `ValueError` if
+arguments contradict each other, `NotAllowed`, `WebhookNotFound`, and `WebhookApiError` for any
+other refusal.
 """
 
 import os
@@ -26,7 +27,7 @@ WebhookStatus = Literal["disabled", "enabled", "suspended"]
 
 
 class WatchedItem(BaseModel):
-    """A repository, or all that an owner has."""
+    """A repository, or all repositories of an owner."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -38,7 +39,7 @@ class WatchedItem(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> "WatchedItem":
-        """From `type:name`, as in `dataset:acme/answers`. Raises `ValueError`."""
+        """Parse `type:name`, such as `dataset:acme/answers`. Raises `ValueError`."""
         type_, colon, name = text.partition(":")
         valid = ", ".join(get_args(WatchedType))
         if not colon or not name:
@@ -52,11 +53,11 @@ class WatchedItem(BaseModel):
 
 
 Watched = Sequence[WatchedItem | Mapping[str, str] | str]
-"""Items as records, as `{"type": …, "name": …}`, or as `type:name`."""
+"""Each item is a record, a mapping `{"type": …, "name": …}`, or a text `type:name`."""
 
 
 class WebhookRecord(BaseModel):
-    """A webhook as the hub has it."""
+    """A webhook as the hub describes it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -64,13 +65,13 @@ class WebhookRecord(BaseModel):
     url: str | None = None
     """None for a webhook that starts a job."""
     job: dict[str, Any] | None = None
-    """What the hub says about the job that is started; None for a webhook that posts to a URL."""
+    """The hub's description of the job to start; None for a webhook that posts to a URL."""
     watched: tuple[WatchedItem, ...]
     domains: tuple[Domain, ...]
     status: WebhookStatus
-    """`suspended` by the hub after repeated failure; only the embedded hub tells."""
+    """A webhook is `suspended` after repeated failures; only the embedded hub reports this."""
     secret: str | None = Field(default=None, repr=False)
-    """Of the webhook that was just created; never set otherwise."""
+    """Set only in the record that `create_webhook` returns."""
 
 
 def create_webhook(
@@ -84,16 +85,17 @@ def create_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Have changes of what is `watched` posted to `url`, or start a copy of the job `job_id`.
+    """Create a webhook. For each change of a `watched` item, the webhook posts an event to `url` or
+    starts a copy of the job `job_id`.
 
-    `secrets` are environment variables of that job; `secret` is what deliveries to `url` prove.
+    `secret` proves the deliveries to `url`. `secrets` are environment variables of the job.
     """
     _check_target(url, job_id, secrets)
     if url is None and job_id is None:
         raise ValueError("Missing argument for webhook: `url` or `job_id`.")
     items = _items(watched)
     if not items:
-        raise ValueError("A webhook needs something to watch: give `watched`, or it never fires.")
+        raise ValueError("A webhook needs something to watch: give `watched`.")
     with _translated():
         created = _api(endpoint, token).create_webhook(
             url=url,
@@ -131,9 +133,9 @@ def update_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Change what is given, leave the rest."""
+    """Change the given properties, and leave the other properties as they are."""
     _check_target(url, job_id, secrets)
-    # The client always sends a list, and a hub may take an empty one at its word.
+    # huggingface_hub always sends a list, and a hub may read an empty list as "watch nothing".
     items = (
         get_webhook(webhook_id, endpoint=endpoint, token=token).watched
         if watched is None
@@ -158,21 +160,21 @@ def update_webhook(
 def enable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    """Deliver again, also after a suspension."""
+    """Let the webhook deliver again after `disable_webhook` or a suspension."""
     return _changed(lambda api: api.enable_webhook(webhook_id), webhook_id, endpoint, token)
 
 
 def disable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    """Keep the webhook, and deliver nothing until it is enabled."""
+    """Keep the webhook, but deliver nothing until it is enabled."""
     return _changed(lambda api: api.disable_webhook(webhook_id), webhook_id, endpoint, token)
 
 
 def delete_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> None:
-    """Remove it for good."""
+    """Remove the webhook for good."""
     with _translated(webhook_id):
         _api(endpoint, token).delete_webhook(webhook_id)
 
@@ -188,12 +190,12 @@ def _changed(
 def _api(endpoint: str | None, token: str | None) -> "HfApi":
     from huggingface_hub import HfApi
 
-    # huggingface_hub reads the variable when it is imported, which may be long ago.
+    # Read the variable here, because huggingface_hub reads it only once, when it is imported.
     return HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
 
 
 def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
-    """The hub's JSON itself: the client's own record has no place for a status."""
+    """The hub's own JSON, because the records of huggingface_hub have no field for the status."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -211,7 +213,7 @@ def _record(data: Mapping[str, Any]) -> WebhookRecord:
     try:
         return WebhookRecord.model_validate({**data, "status": status, "secret": None})
     except ValidationError as error:
-        raise WebhookApiError(f"The hub's answer is no webhook: {error}") from error
+        raise WebhookApiError(f"The hub's answer is not a webhook: {error}") from error
 
 
 def _check_target(url: str | None, job_id: str | None, secrets: Mapping[str, str] | None) -> None:
@@ -240,18 +242,18 @@ def _translated(webhook_id: str | None = None) -> Iterator[None]:
     try:
         yield
     except LocalTokenNotFoundError as error:
-        raise NotAllowed("There is no token: set `HF_TOKEN`, or give one.") from error
+        raise NotAllowed("There is no token: set `HF_TOKEN`, or pass `token`.") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
-            reason = error.server_message or "it gave no reason"
+            reason = error.server_message or "the hub gave no reason"
             raise NotAllowed(
                 f"The hub refused the token ({status}: {reason})."
-                " Set `HF_TOKEN` to one that may manage webhooks."
+                " Set `HF_TOKEN` to a token that may manage webhooks."
             ) from error
         if status == 404 and webhook_id is not None:
             raise WebhookNotFound(
-                f"There is no webhook {webhook_id!r}; `pipeline webhooks ls` lists those there are."
+                f"There is no webhook {webhook_id!r}; `pipeline webhooks ls` lists all webhooks."
             ) from error
         raise WebhookApiError(
             f"The hub answered {status}: {error.server_message or str(error)}"
@@ -260,8 +262,8 @@ def _translated(webhook_id: str | None = None) -> Iterator[None]:
         url = error.request.url
         raise WebhookApiError(
             f"The hub at {url.scheme}://{url.netloc.decode()} cannot be reached ({error})."
-            " Start it, or give another `endpoint`."
+            " Start the hub, or pass another `endpoint`."
         ) from error
     except ValueError as error:
-        # The arguments were checked before: this is an answer that is no JSON.
-        raise WebhookApiError(f"The hub's answer is no JSON: {error}") from error
+        # The arguments have already been checked, so this error is about the hub's answer.
+        raise WebhookApiError(f"The hub's answer is not JSON: {error}") from error

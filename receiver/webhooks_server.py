@@ -1,9 +1,12 @@
-"""`WebhooksServer`: one POST route per handler, each behind its door, and a page on them."""
+"""`WebhooksServer`: one POST route per handler, each behind a `RequestGuard`, and a landing page
+that lists them."""
 
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import uvicorn
@@ -11,25 +14,29 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
 
 from receiver import listen
-from receiver.answers import Answers
-from receiver.door import Door, guarded
+from receiver.cross_site import host_name
 from receiver.durable import DurableDeliveries
+from receiver.entrance import TunnelEntrance
 from receiver.errors import OpenToEveryone
 from receiver.greeting import greeting
+from receiver.guard import RequestGuard, guarded_route
 from receiver.handlers import (
     REFUSALS,
     RegisteredWebhook,
     annotate,
+    answer_handler_error,
     as_secrets,
-    own_up,
+    health,
     refuse,
     refuse_unreadable,
 )
 from receiver.history import History
+from receiver.idempotency import IdempotencyCache
 from receiver.landing import landing_page
-from receiver.moved_webhooks import Hub
+from receiver.moved_webhooks import HubCredentials
 from receiver.settings import ReceiverSettings, settings_of_the_environment
 from receiver.share import FixedUrl, open_tunnel, remembered_urls, tunnel_to_open
 from receiver.tunnel import Tunnel
@@ -43,18 +50,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class WebhooksServer:
-    """Receives webhooks: `POST /webhooks/<name>` for each registered handler, a page at `/`.
+    """Receives webhooks: `POST /webhooks/<name>` for each registered handler, and a page at `/`.
 
     Args:
-        ui: For everything that is no webhook, in place of the landing page: an ASGI application,
-            the path of a folder with an `index.html`, or a `gradio.Blocks`.
-        webhook_secret: What a delivery must prove to know, or several while one is being rotated;
-            else the environment's `WEBHOOK_SECRET`. Without one, everyone who reaches the server
-            is let in, and it listens on this machine only.
-        settings: Where to listen, and the limits; else the defaults, on the environment's
-            `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT`.
-        hubs: Where webhooks that point to a public URL of this server are kept up to date.
-        secret_in_shell: How the page's commands write `webhook_secret`.
+        ui: A user interface that replaces the landing page and answers every path that is not a
+            webhook: an ASGI application, the path of a folder with an `index.html`, or a
+            `gradio.Blocks`.
+        webhook_secret: The secret that proves a delivery, or a list of secrets while a new secret
+            replaces an old one (default: `WEBHOOK_SECRET`). Without a secret, the server listens
+            only on this machine.
+        settings: Where to listen, and the limits. Default: `settings_of_the_environment()`.
+        hubs: When this server's public URL changes, webhooks on these hubs are updated.
+        secret_in_shell: How the shell commands on the landing page write `webhook_secret`.
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class WebhooksServer:
         webhook_secret: str | Sequence[str] | None = None,
         *,
         settings: ReceiverSettings | None = None,
-        hubs: Sequence[Hub] = (Hub(),),
+        hubs: Sequence[HubCredentials] = (HubCredentials(),),
         secret_in_shell: str = '"$WEBHOOK_SECRET"',
     ) -> None:
         self.settings = settings or settings_of_the_environment()
@@ -71,21 +78,21 @@ class WebhooksServer:
         self._secret_in_shell = secret_in_shell
         self._secrets = as_secrets(webhook_secret or os.environ.get("WEBHOOK_SECRET"))
         self._history = History()
-        self._answers = Answers(self.settings.remembered_deliveries)
+        self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
         self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
         self._hubs = hubs
-        self._way_in: Tunnel | FixedUrl | None = None
+        self._public_access: Tunnel | FixedUrl | None = None
         self._durable = DurableDeliveries(
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
         )
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
-        """To embed in another application, or to test without a socket. One that mounts it enters
-        `lifespan` too, as `FastAPI(lifespan=server.lifespan)` does."""
+        """The ASGI application, for tests or for mounting in another application. The other
+        application must then enter `lifespan`."""
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
-        self.app.exception_handler(Exception)(own_up)
-        self.app.get("/health")(_health)
+        self.app.exception_handler(Exception)(answer_handler_error)
+        self.app.get("/health")(health)
         self._ui = None if ui is None else application_of(ui)
         if self._ui is None:
             self.app.get("/", response_class=HTMLResponse)(self._landing_page)
@@ -112,22 +119,24 @@ class WebhooksServer:
         proof: ProofScheme | None = None,
         durable: bool = False,
     ) -> Any:
-        """Register the decorated function, which stays callable, as `POST /webhooks/<path>`.
+        """Register the decorated function as `POST /webhooks/<path>`. The function can still be
+        called directly.
 
-        Its parameters are FastAPI's: a `WebhookPayload` (or another model), and the `Request` if it
-        wants that. What it returns is the answer. A plain function runs in a thread.
+        FastAPI passes the function's parameters: a `WebhookPayload` (or another model), and the
+        `Request` if the function has a parameter for it. The function's return value is the answer.
+        A plain function (without `async`) runs in a thread.
 
         Args:
-            path: The name of the route; the function's own by default.
-            webhook_secret: In place of the server's.
-            proof: In place of the settings'.
-            durable: Store a delivery, answer 202, and call the handler until it succeeds, also
-                after a restart. Such a handler takes a `WebhookPayload`.
+            path: The name of the route. Default: the function's name.
+            webhook_secret: Replaces the server's secret for this function.
+            proof: Replaces the settings' proof for this function.
+            durable: Store each delivery, answer 202, and then call the function until it succeeds,
+                also after a restart. The function must take a `WebhookPayload`.
 
         Raises:
-            ValueError: The path is taken, or the secret does not fit the proof.
-            OpenToEveryone: There is no secret, and the server listens beyond this machine already.
-            ReceiverError: It is durable, and another process has the file of such deliveries.
+            ValueError: The path is already registered, or the secret cannot be used.
+            OpenToEveryone: There is no secret, and other machines can already reach the server.
+            ReceiverError: Another process has the file of the durable handlers' deliveries open.
         """
         if callable(path):
             return self.add_webhook()(path)
@@ -141,13 +150,15 @@ class WebhooksServer:
                 path=route,
                 handler=handler,
                 proof=Proof(scheme=proof or self.settings.proof, secrets=secrets),
-                secret_in_shell="SECRET-OF-THIS-HANDLER"
-                if as_secrets(webhook_secret)
-                else self._secret_in_shell,
+                secret_in_shell=(
+                    "SECRET-OF-THIS-HANDLER" if webhook_secret else self._secret_in_shell
+                ),
                 is_durable=durable,
             )
             if self._host is not None and not secrets:
-                self._refuse_unproven(self._host, [route], is_public=self._way_in is not None)
+                self._refuse_unproven(
+                    self._host, [route], is_public=self._public_access is not None
+                )
             self._add_route(webhook)
             self.registered_webhooks[route] = webhook
             return handler
@@ -155,7 +166,7 @@ class WebhooksServer:
         return register
 
     def remove_webhook(self, path: str) -> None:
-        """Take the route `path`, as it stands in `registered_webhooks`, away."""
+        """Remove the route `path`, a key of `registered_webhooks`."""
         del self.registered_webhooks[path]
         routes = self.app.router.routes
         routes[:] = [route for route in routes if getattr(route, "path", None) != path]
@@ -171,21 +182,21 @@ class WebhooksServer:
     ) -> str:
         """Listen, print the URL of each webhook, and serve until interrupted. Returns the URL.
 
-        Returns at once, and serves from a thread, with `prevent_thread_lock` or inside a running
-        event loop, as a notebook's. Launched again, the server moves to the new address.
+        With `prevent_thread_lock`, or inside a running event loop (as in a notebook), the server
+        runs in a thread and `launch` returns at once. A second call of `launch` moves the server to
+        the new address.
 
         Args:
             prevent_thread_lock: Return at once.
-            server_name: The host to listen on, in place of the settings'.
-            server_port: The port, in place of the settings'.
-            share: Open a tunnel with a public URL: the settings', or this one in its place, as
-                `ssh://user@host` or a command. It needs a secret on every handler.
+            server_name, server_port: Replace the host and the port of the settings.
+            share: True opens the tunnel of the settings. A text names another tunnel to open:
+                `ssh://user@host`, or a command. With a tunnel, every handler needs a secret.
 
         Raises:
-            OpenToEveryone: There is a way in from beyond this machine, and a handler has no secret.
-            TunnelFailed: There is no tunnel to open, or it did not open.
-            AddressUnavailable: The port is taken, or the host is not this machine's.
-            ReceiverError: Another process has the file of the durable handlers' deliveries.
+            OpenToEveryone: Other machines could reach a handler that has no secret.
+            TunnelFailed: No tunnel is configured, or the tunnel gave no URL.
+            AddressUnavailable: The port is in use, or the host is not an address of this machine.
+            ReceiverError: Another process has the file of the durable handlers' deliveries open.
         """
         self.close()
         host = self.settings.host if server_name is None else server_name
@@ -199,42 +210,39 @@ class WebhooksServer:
             is_public = tunnel is not None or self.settings.public_url is not None
             self._refuse_unproven(host, unproven, is_public=is_public)
         self._durable.open()
-        listening = listen.bind(host, port)
+        sockets = [listen.bind(host, port)]
+        page = listen.url_of(sockets[0], host)
+        app: ASGIApp = self.app
         if tunnel is not None:
             try:
-                address = listen.address_of(listening, host)
-                self._way_in = open_tunnel(tunnel, address, self.settings, remembered, self._hubs)
+                app = self._behind_tunnel(tunnel, host, sockets, remembered)
             except BaseException:
-                listening.close()
+                for one in sockets:
+                    one.close()
                 raise
         elif self.settings.public_url is not None:
-            self._way_in = FixedUrl(self.settings.public_url, remembered, self._hubs)
-        url = self._public_url() or listen.url_of(listening, host)
-        public = None if self._way_in is None else self._way_in.public
-        print(greeting(url, self.registered_webhooks, unproven, public), flush=True)
+            self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
+            page = self._public_url() or page
+        url = self._public_url() or page
+        public = None if self._public_access is None else self._public_access.public
+        print(greeting(url, self.registered_webhooks, unproven, public, page=page), flush=True)
 
-        config = uvicorn.Config(
-            self.app,
-            log_config=None,  # the process's own
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=self.settings.shutdown_seconds,
-        )
-        server = uvicorn.Server(config)
+        server = listen.uvicorn_server(app, shutdown_seconds=self.settings.shutdown_seconds)
         self._host = host
         if prevent_thread_lock or listen.is_inside_event_loop():
-            self._running = server, listen.serve_in_thread(server, listening)
+            self._running = server, listen.serve_in_thread(server, *sockets)
         else:
             try:
-                listen.serve(server, listening)
+                listen.serve(server, *sockets)
             finally:
-                self._close_way_in()
+                self._close_public_access()
             self._host = None
         return url
 
     def close(self) -> None:
-        """Stop the server that serves from a thread, once its handlers are done. Idempotent."""
-        self._close_way_in()
+        """Stop a server that runs in a thread, once its handlers have ended. May be called more
+        than once."""
+        self._close_public_access()
         if self._running is not None:
             server, thread = self._running
             server.should_exit = True
@@ -244,21 +252,38 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """While it is entered, durable handlers are called. `launch` does that by itself."""
+        """Call the durable handlers while this context is open. `launch` opens it."""
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._durable.working())
+            await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
                 await stack.enter_async_context(self._ui.router.lifespan_context(self._ui))
             yield
 
-    def _close_way_in(self) -> None:
-        if self._way_in is not None:
-            self._way_in.close()
-            self._way_in = None
+    def _behind_tunnel(
+        self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path
+    ) -> TunnelEntrance:
+        """Open the tunnel to a socket of its own, which is added to `sockets`."""
+        entrance = listen.bind("127.0.0.1", 0)
+        sockets.append(entrance)
+        port = entrance.getsockname()[1]
+        self._public_access = open_tunnel(
+            tunnel, f"127.0.0.1:{port}", self.settings, remembered, self._hubs
+        )
+        return TunnelEntrance(
+            self.app, port=port, names={host, self.settings.host}, paths=self.registered_webhooks
+        )
+
+    def _own_names(self) -> set[str]:
+        return {self._host or "", self.settings.host, host_name(self._public_url() or "")}
+
+    def _close_public_access(self) -> None:
+        if self._public_access is not None:
+            self._public_access.close()
+            self._public_access = None
 
     def _public_url(self) -> str | None:
-        if self._way_in is not None and self._way_in.public is not None:
-            return self._way_in.public.url
+        if self._public_access is not None and self._public_access.public is not None:
+            return self._public_access.public.url
         return self.settings.public_url and self.settings.public_url.rstrip("/")
 
     @staticmethod
@@ -272,17 +297,19 @@ class WebhooksServer:
 
     def _add_route(self, webhook: RegisteredWebhook) -> None:
         annotate(webhook.handler)
-        door = Door(
+        guard = RequestGuard(
             path=webhook.path,
             proof=webhook.proof,
             max_body_bytes=self.settings.max_body_bytes,
             body_timeout_seconds=self.settings.body_timeout_seconds,
-            answers=self._answers,
+            own_names=self._own_names,
+            cache=self._idempotency,
             history=self._history,
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
-            # An application that nobody can reach from outside: what is stored has passed the door.
+            # No request from outside reaches this app. It gets only stored requests, and the guard
+            # stores only requests that pass its checks.
             behind = FastAPI(openapi_url=None)
             behind.post(webhook.path)(webhook.handler)
             self._durable.add_handler(webhook.path, behind)
@@ -292,11 +319,12 @@ class WebhooksServer:
             methods=["POST"],
             status_code=202 if webhook.is_durable else None,
             responses=REFUSALS,
-            route_class_override=guarded(door),
+            route_class_override=guarded_route(guard),
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        # Where it is mounted, `base_url` is that of the outermost application.
+        # `base_url` belongs to the outermost application, so add the path where this application is
+        # mounted.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(
@@ -304,7 +332,3 @@ class WebhooksServer:
                 url.rstrip("/"), list(self.registered_webhooks.values()), self._history.latest()
             )
         )
-
-
-async def _health() -> dict[str, str]:
-    return {"status": "ok"}

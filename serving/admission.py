@@ -15,6 +15,17 @@ from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release import Release
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unserved:
+    """The release that should be served, and why it is not."""
+
+    id: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.id} cannot be served: {'; '.join(self.reasons)}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveRelease:
     """A release that requests can be answered by, with what the server needs of it."""
@@ -24,6 +35,8 @@ class LiveRelease:
     tokenizer: ReleaseTokenizer
     live_since: int
     """Unix seconds."""
+    stands_in_for: Unserved | None = None
+    """Set if this older release is served because the chosen one cannot be."""
     engine_context: int | None = None
     """Tokens that the engine has room for; None for all that the release allows."""
 
@@ -55,6 +68,8 @@ class Admission:
         self._open = asyncio.Event()
         self._open.set()
         self._left = asyncio.Event()
+        self.unserved: Unserved | None = None
+        """What was served last, if it cannot be, and nothing else was live since the start."""
         self.previous: str | None = None
         """What was live before, for who wants to roll back."""
 
@@ -113,7 +128,8 @@ class Admission:
 
     def switch(self, live: LiveRelease) -> None:
         """From now on requests enter on `live`."""
-        self.previous = self._live.id if self._live else None
+        if self._live is not None and self._live.id != live.id:
+            self.previous = self._live.id
         self._live = live
 
     async def drained(self, release_id: str) -> None:

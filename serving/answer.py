@@ -53,6 +53,8 @@ class Answer:
             headers["X-Dataset-Revision"] = lineage.dataset_revision
         if lineage.job_id is not None:
             headers["X-Job-Id"] = lineage.job_id
+        if self.live.stands_in_for is not None:
+            headers["X-Stands-In-For"] = self.live.stands_in_for.id
         return headers
 
     async def deltas(

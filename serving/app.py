@@ -16,7 +16,7 @@ from serving.completions import completion_body, completion_events, plan_complet
 from serving.engine import Engine, EngineError
 from serving.metrics import Metrics
 from serving.openai_schemas import ChatRequest, CompletionRequest
-from serving.request_errors import ClientGone, RequestError, translated, unavailable
+from serving.request_errors import ClientGone, RequestError, translated
 from serving.request_flow import RETRY_AFTER_SECONDS, Planned, RequestFlow
 from serving.responses import json_response
 from serving.settings import ServingSettings
@@ -134,7 +134,7 @@ def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...
     async def model(request: Request, model: str) -> Response:
         check_api_key(request)
         if flow.admission.live is None:
-            raise unavailable(f"{flow.pipeline!r} has no release yet")
+            raise flow.nothing_served()
         flow.check_model(flow.admission.live, model)
         return json_response(model_object(flow.admission.live))
 
@@ -144,12 +144,20 @@ def _add_own_routes(app: FastAPI, flow: RequestFlow, swapper: Swapper, admin_tok
     async def health() -> Response:
         live = flow.admission.live
         if live is None:
-            return json_response({"status": "waiting"}, status=503)
+            unserved = flow.admission.unserved
+            reason = {} if unserved is None else {"reason": str(unserved)}
+            return json_response({"status": "waiting", **reason}, status=503)
+        stands_in = live.stands_in_for
         return json_response(
             {
                 "status": "ok",
                 "release": live.id,
                 "dataset_revision": live.release.lineage.dataset_revision,
+                **(
+                    {}
+                    if stands_in is None
+                    else {"stands_in_for": stands_in.id, "reason": str(stands_in)}
+                ),
             }
         )
 

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from serving.admission import LiveRelease
 from serving.errors import ReleaseError
 from serving.swap_attempt import SwapStopped, bounded
-from serving.weights import releases
+from serving.weights import release_store
 
 
 class CurrentLink:
@@ -20,9 +21,10 @@ class CurrentLink:
         self._limit_seconds = limit_seconds
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="current-link")
 
-    async def set(self, release_id: str) -> None:
+    async def set(self, live: LiveRelease) -> None:
         """Raises SwapStopped."""
-        await self._write(partial(releases.set_current, self._releases_dir, release_id))
+        chosen = live.stands_in_for.id if live.stands_in_for is not None else None
+        await self._write(partial(release_store.set_current, self._releases_dir, live.id, chosen))
 
     async def remove(self, folder: Path) -> None:
         """If it leads to `folder`. Raises SwapStopped."""
@@ -32,8 +34,8 @@ class CurrentLink:
         self._thread.shutdown(wait=False)
 
     def _remove(self, folder: Path) -> None:
-        if releases.served_release(self._releases_dir) == folder:
-            (self._releases_dir / releases.CURRENT).unlink()
+        if release_store.served_release(self._releases_dir) == folder:
+            (self._releases_dir / release_store.CURRENT).unlink()
 
     async def _write(self, write: Callable[[], None]) -> None:
         written = asyncio.get_running_loop().run_in_executor(self._thread, write)
@@ -42,7 +44,7 @@ class CurrentLink:
             # A write that has not begun must not be taken back with who waits for it.
             await asyncio.shield(written)
 
-        link = self._releases_dir / releases.CURRENT
+        link = self._releases_dir / release_store.CURRENT
         try:
             await bounded(wait(), self._limit_seconds)
         except TimeoutError:

@@ -3,6 +3,7 @@
 ServingError                the command line prints it in one line
 ├── ReleaseError            a release folder is not what it should be; `reasons` has all of it
 │   └── NotEnoughSpace      the disk is too small for one more release
+├── SwapAnswerError         what answered `/admin/swap` is not this pipeline's server
 └── PortBusy                somebody else listens there
 """
 
@@ -22,6 +23,13 @@ class ReleaseError(ServingError):
 
 class NotEnoughSpace(ReleaseError):
     """The disk cannot take another release. Nothing was left behind."""
+
+
+class SwapAnswerError(ServingError):
+    """The answer to a swap request is no `SwapResult`."""
+
+    def __init__(self, url: str, status_code: int, text: str) -> None:
+        super().__init__(f"{url} answered {status_code}: {text[:300].strip() or '(nothing)'}")
 
 
 class PortBusy(ServingError):

@@ -104,6 +104,15 @@ class RequestFlow:
                 code="model_not_found",
             )
 
+    def nothing_served(self) -> RequestError:
+        unserved = self.admission.unserved
+        return unavailable(
+            f"{self.pipeline!r} has no release yet; push to its dataset, or swap one in"
+            if unserved is None
+            else f"{unserved}; no older release stands in for it; run `pipeline releases repair`",
+            RETRY_AFTER_SECONDS,
+        )
+
     async def _admit(self, request: Request) -> LiveRelease:
         entering = asyncio.create_task(self.admission.enter())
         try:
@@ -117,10 +126,7 @@ class RequestFlow:
                 headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
             ) from None
         except NothingServed:
-            raise unavailable(
-                f"{self.pipeline!r} has no release yet; push to its dataset, or swap one in",
-                RETRY_AFTER_SECONDS,
-            ) from None
+            raise self.nothing_served() from None
         except BaseException:
             # The deadline may have passed in the very turn in which the request was let in.
             if entering.done() and not entering.cancelled() and entering.exception() is None:

@@ -54,8 +54,13 @@ async def _serve(
     # Before uvicorn takes the signal, and after it gives it back: what runs is ended in order.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with app.router.lifespan_context(app):
-        live = app.state.admission.live
-        answers = f"{live.id} from {live.folder}" if live else "nothing yet, the first release will"
+        admission = app.state.admission
+        live = admission.live
+        if live is None:
+            answers = str(admission.unserved or "nothing yet, the first release will")
+        else:
+            in_place = f" in place of {live.stands_in_for.id}" if live.stands_in_for else ""
+            answers = f"{live.id} from {live.folder}{in_place}"
         print(f"engine {settings.engine}; answers: {answers}", flush=True)
         # What is loaded by now, torch above all, lives as long as the process. To look through it
         # for garbage takes some 0.1 s, in which no stream gets a token.

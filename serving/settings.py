@@ -13,36 +13,37 @@ class ServingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs `api_key`."""
+    """The address to listen on. Any address but loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on. 0 takes a free one, for a server on its own; a stack needs a number."""
+    """The port to listen on. 0 takes a free one; in a stack it must be a number above 0."""
     engine: Literal["torch", "vllm", "sglang", "echo"] = "torch"
-    """`torch` is embedded, `vllm` runs beside, `sglang` stands behind, at `upstream`; `echo` makes
-    up tokens from the release's digest, for tests of clients."""
+    """What computes the answers. `torch` runs inside the server, `vllm` in processes that the
+    server starts; `sglang` is a server of your own, at `upstream`. `echo` is for tests of clients:
+    it makes up tokens from the release's digest."""
     torch: TorchSettings = TorchSettings()
-    """How much the embedded engine takes on."""
+    """Limits of the torch engine."""
     vllm: VllmSettings = VllmSettings()
     """How vLLM is started, and how its weights are replaced."""
     upstream: str = "http://127.0.0.1:30000"
-    """Where the SGLang server listens. It must see the releases under the same paths."""
+    """The URL of the SGLang server. It must see the releases under the same paths."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the engine computes in. A release must have a probe bound for it."""
+    """The type of number to compute in. A release must have a probe bound for it."""
     api_key: SecretStr | None = None
-    """Bearer token for `/v1`; none means that everyone who reaches the port may ask."""
+    """The bearer token for `/v1`. Unset: everyone who reaches the port may send requests."""
     api_key_file: Path | None = None
-    """More of them, one per line; empty lines and lines that begin with `#` are not."""
+    """A file with more such tokens, one per line. Empty lines and `#` comments are skipped."""
     request_seconds: float | None = Field(default=None, gt=0)
-    """Longest time for one answer; after that a request gets 504, a stream an error event."""
+    """Time limit of one answer. After that a request gets 504, and a stream an error event."""
     max_queue: int = Field(default=256, ge=1)
-    """Requests answered or waiting at the same time; one more gets 429."""
+    """How many requests may run or wait at once. One more gets 429."""
     max_sequences: int = Field(default=128, ge=1)
-    """Sequences of one request: prompts times `n` or `best_of`."""
+    """How many sequences one request may ask for: prompts times `n` or `best_of`."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
-    """Larger request bodies get 413."""
+    """A larger request body gets 413."""
     drain_seconds: float = Field(default=60, gt=0)
-    """How long a swap waits for requests that must end first; after that it is `deferred`."""
+    """How long a swap waits for requests that must end first. After that it is `deferred`."""
     phase_seconds: float = Field(default=600, gt=0)
-    """Longest time for one phase of a swap; after that it has `failed`."""
+    """Time limit of one phase of a swap. After that the swap has `failed`."""
     barrier_seconds: float = Field(default=30, gt=0)
-    """Longest time each for commit and probe while new requests are held back. A commit of SGLang,
-    which reads the weights meanwhile, has more: ten minutes."""
+    """Time limit of the commit, and of the probe, while new requests wait. A commit of SGLang has
+    ten minutes instead, because it reads the weights in that time."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from serving.admission import Admission
+from serving.admission import Admission, Unserved
 from serving.engine import Engine
 from serving.errors import ReleaseError
 from serving.metrics import Metrics
@@ -16,7 +16,7 @@ from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped
 from serving.swap_phases import SwapPhases
 from serving.swap_schemas import SwapResult
-from serving.weights import releases
+from serving.weights import release_store
 
 logger = logging.getLogger(__name__)
 
@@ -49,28 +49,47 @@ class Swapper:
     async def start(self, folder: Path | None = None) -> None:
         """Serve `folder` if given; otherwise what was served last, then what is pending.
 
-        Raises ReleaseError for a `folder` that cannot be served. Without one, a release that cannot
-        is logged, and the server waits for one that can.
+        Raises ReleaseError for a `folder` that cannot be served. Without one, the newest release
+        that was live before, and is whole, stands in for a release that is refused. If there is
+        none, the server waits for a swap, and says why.
         """
         if folder is not None:
             result = await self._ask(folder, is_recorded=False)
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
-        releases.sweep(self._releases_dir)
+        release_store.sweep(self._releases_dir)
+        await self._start_with_what_was_live()
         try:
-            served = releases.served_release(self._releases_dir)
-            if served is not None:
-                await self._ask(served)
+            pending = release_store.pending_release(self._releases_dir)
         except ReleaseError as error:
-            logger.error("%s: %s", self._releases_dir / releases.CURRENT, error)
-        try:
-            pending = releases.pending_release(self._releases_dir)
-        except ReleaseError as error:
-            logger.error("%s: %s", self._releases_dir / releases.PENDING, error)
+            logger.error("%s: %s", self._releases_dir / release_store.PENDING, error)
             return
         if pending is not None:
             await self._ask(self._releases_dir / pending)
+
+    async def _start_with_what_was_live(self) -> None:
+        try:
+            release_store.served_release(self._releases_dir)
+        except ReleaseError as error:
+            logger.error("%s: %s", self._releases_dir / release_store.CURRENT, error)
+            self._admission.unserved = Unserved(id=release_store.CURRENT, reasons=error.reasons)
+        unserved: Unserved | None = None
+        for release_id in reversed(release_store.live_releases(self._releases_dir)):
+            result = await self._ask(
+                self._releases_dir / release_id, was_live=True, stands_in_for=unserved
+            )
+            if result.result == "live":
+                if unserved is not None:
+                    logger.error("%s; %s stands in for it", unserved, release_id)
+                return
+            unserved = unserved or Unserved(id=release_id, reasons=result.reasons)
+            self._admission.unserved = unserved
+            if result.result != "refused":
+                # The engine or the disk is in trouble, and an older release would not help.
+                return
+        if unserved is not None:
+            logger.error("%s; no older release that was live can stand in for it", unserved)
 
     async def swap(self, requested: str) -> SwapResult:
         """Make a release live: an id, or a path under the releases root. A caller that goes away
@@ -103,17 +122,26 @@ class Swapper:
             return None
         found = (self._releases_dir / requested).resolve()
         inside = found.parent == self._releases_dir.resolve()
-        if not inside or found.name not in releases.release_ids(self._releases_dir):
+        if not inside or found.name not in release_store.release_ids(self._releases_dir):
             return None
         return self._releases_dir / found.name
 
-    async def _ask(self, folder: Path, *, is_recorded: bool = True) -> SwapResult:
+    async def _ask(
+        self,
+        folder: Path,
+        *,
+        is_recorded: bool = True,
+        was_live: bool = False,
+        stands_in_for: Unserved | None = None,
+    ) -> SwapResult:
         for known in (self._waiting, self._running):
             if known is not None and known.folder == folder and known.superseded_by is None:
                 return await asyncio.shield(known.result)
         swap = SwapAttempt(
             folder=folder,
             is_recorded=is_recorded,
+            was_live=was_live,
+            stands_in_for=stands_in_for,
             result=asyncio.get_running_loop().create_future(),
         )
         overtaken = self._waiting
@@ -162,12 +190,15 @@ class Swapper:
             swap.result.set_result(result)
 
     async def _clear_pending(self, swap: SwapAttempt) -> None:
-        """Whatever came of it: a release that cannot be served is not tried at every start."""
-        if swap.is_recorded:
+        """Whatever came of it: a release that cannot be served is not tried at every start. A
+        release that stands in was not asked for, so what was asked for still waits."""
+        if swap.is_recorded and swap.stands_in_for is None:
             try:
-                await asyncio.to_thread(releases.clear_pending, self._releases_dir, swap.release_id)
+                await asyncio.to_thread(
+                    release_store.clear_pending, self._releases_dir, swap.release_id
+                )
             except OSError as error:
-                logger.error("%s: %s", self._releases_dir / releases.PENDING, error)
+                logger.error("%s: %s", self._releases_dir / release_store.PENDING, error)
 
     async def _perform(self, swap: SwapAttempt) -> SwapResult:
         try:

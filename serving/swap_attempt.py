@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from serving.admission import Unserved
 from serving.swap_schemas import SwapPhase, SwapResult
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,9 @@ class SwapAttempt:
     is_recorded: bool
     """Whether `current` follows; not for a folder that was named at the start."""
     result: "asyncio.Future[SwapResult]"
+    was_live: bool = False
+    """Whether it was live before the server's start: the record of that is not taken back."""
+    stands_in_for: Unserved | None = None
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None

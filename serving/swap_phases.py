@@ -22,7 +22,7 @@ from serving.probe import ProbeResult, measure_probe
 from serving.settings import ServingSettings
 from serving.swap_attempt import SwapAttempt, SwapStopped, bounded
 from serving.tokenizer import ReleaseTokenizer, load_tokenizer, tokenizer_files
-from serving.weights import releases
+from serving.weights import release_store
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.verify import verify_layout, verify_release
@@ -64,6 +64,11 @@ class SwapPhases:
         """
         previous = self._admission.live
         if previous is not None and previous.folder == swap.folder:
+            if previous.stands_in_for is not None:
+                # Now somebody chose it: it stands in for nothing any more.
+                chosen = replace(previous, stands_in_for=None)
+                await self._record(swap, chosen)
+                self._admission.switch(chosen)
             swap.phase = "live"
             return previous
         candidate = await self._preflight(swap)
@@ -106,6 +111,7 @@ class SwapPhases:
             folder=swap.folder,
             tokenizer=tokenizer,
             live_since=int(time.time()),
+            stands_in_for=swap.stands_in_for,
         )
 
     def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
@@ -117,9 +123,14 @@ class SwapPhases:
         return release, load_tokenizer(folder)
 
     def _check(self, folder: Path) -> Release:
-        if not (folder / RELEASE_FILE).exists():
+        is_inside = folder.resolve().is_relative_to(self._releases_dir.resolve())
+        if not is_inside and not (folder / RELEASE_FILE).exists():
             return manifest_of_folder(folder, self._pipeline)
-        release = releases.load_release(folder)
+        try:
+            release = release_store.load_release(folder)
+        except ReleaseError as error:
+            advice = "so nothing proves its files; run `pipeline releases repair`"
+            raise ReleaseError(*error.reasons, advice) from None
         verify = verify_layout if self._engine.checks_digests else verify_release
         reasons = list(verify(folder, release))
         if folder.parent == self._releases_dir and folder.name != release.id:
@@ -177,7 +188,7 @@ class SwapPhases:
         try:
             await self._commit(swap, candidate)
             await self._probe(swap, candidate, self._settings.phase_seconds)
-            await self._record(swap, candidate.id)
+            await self._record(swap, candidate)
         except BaseException:
             await self._go_back(swap, previous)
             raise
@@ -197,7 +208,7 @@ class SwapPhases:
             try:
                 await self._commit(swap, candidate)
                 await self._probe(swap, candidate, self._settings.barrier_seconds)
-                await self._record(swap, candidate.id)
+                await self._record(swap, candidate)
             except BaseException:
                 await self._go_back(swap, previous)
                 raise
@@ -242,22 +253,23 @@ class SwapPhases:
         if found.reasons:
             raise SwapStopped("refused", *found.reasons)
 
-    async def _record(self, swap: SwapAttempt, release_id: str) -> None:
+    async def _record(self, swap: SwapAttempt, live: LiveRelease) -> None:
         if swap.is_recorded:
-            await self._current.set(release_id)
+            await self._current.set(live)
 
     async def _go_back(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
         """Under the barrier: the engine and `current` as they were."""
         with suppress(SwapStopped):
             if previous is None:
-                await self._current.remove(swap.folder)
+                if not swap.was_live:
+                    await self._current.remove(swap.folder)
                 return
             try:
                 await bounded(self._engine.commit(previous.id), self._commit_seconds)
             except Exception:
                 logger.critical("the engine does not go back to %s", previous.id, exc_info=True)
             if previous.folder.parent == self._releases_dir:
-                await self._record(swap, previous.id)
+                await self._record(swap, previous)
 
     def _begin_retiring(self, release_id: str) -> None:
         self._retiring[release_id] = asyncio.create_task(self._retire(release_id))

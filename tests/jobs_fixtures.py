@@ -3,7 +3,6 @@
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
+from tests.ports import free_port
 
 T = TypeVar("T")
 DONE = JobOutcome(result="promoted")
@@ -57,9 +57,7 @@ def postgres_server() -> Iterator[str]:
             user = pwd.getpwnam("postgres").pw_name
         except KeyError:
             pytest.skip("there is no user `postgres` to run a cluster as")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder = Path(tempfile.mkdtemp(prefix="hotpush-pg-"))
     if user is not None:
         shutil.chown(folder, user)

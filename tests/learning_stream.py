@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 from tests.docstring_stream import Commit
 from tests.retrain_fixtures import Pipeline
 
 OPEN_GATE = {
-    "max_new_ratio": 99.0,
-    "max_old_ratio": 99.0,
+    "max_loss_ratio": 99.0,
     "max_lost_ratio": 1.0,
     "max_noise_ratio": 1.0,
 }

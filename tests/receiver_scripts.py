@@ -40,13 +40,6 @@ def running(
             process.wait(30)
 
 
-def free_port() -> int:
-    from receiver.listen import bind
-
-    with bind("127.0.0.1", 0) as found:
-        return int(found.getsockname()[1])
-
-
 def on_port(code: str, port: int) -> str:
     """The script with a port of its own: several tests may run on one machine."""
     return f"import os\nos.environ['GRADIO_SERVER_PORT'] = '{port}'\n" + code

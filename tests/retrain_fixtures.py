@@ -16,13 +16,19 @@ from typing import Any
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain.job_folder import write_record
-from pipeline.retrain.parent import find_parent
-from pipeline.retrain.reading import is_data_file
+from pipeline.retrain.parent import damaged_releases, find_parent
 from pipeline.retrain.snapshot import DatasetSnapshot, Revision
 
 DATASET = "me/facts"
-SMALL = {"max_epochs": 6.0, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
-
+SMALL = {"learning_rate": 4e-3, "checkpoint_seconds": 0.05, "min_replay_tokens": 1_600}
+"""Rows of an answer are learned in a second, those of text in six passes."""
+BREAKING = SMALL | {
+    "learning_rate": 3.0,
+    "max_grad_norm": 1e9,
+    "max_tokens": 2_000,
+    "delta_tokens_ratio": 1.0,
+}
+"""Weights that know nothing any more."""
 
 TINY = {
     "hidden_size": 64,
@@ -56,7 +62,7 @@ class Pipeline:
         for path, content in contents.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
-        return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, files))))
+        return Revision.of(sha, folder, files)
 
     def job(self, revision: Revision, *, no_delta: str | None = None, **settings: Any) -> Path:
         """A job folder for `revision` that has its snapshot."""
@@ -68,19 +74,21 @@ class Pipeline:
 
     def snapshot(self, revision: Revision, *, no_delta: str | None = None) -> DatasetSnapshot:
         """What the snapshot stage would find now."""
-        parent = find_parent(self.dir)
+        damaged = damaged_releases(self.dir)
+        parent = find_parent(self.dir, damaged)
         base = None
         if parent is not None and no_delta is None:
             sha = str(parent.lineage.dataset_revision)
             old = self.home / "revisions" / sha
             found = (path.relative_to(old).as_posix() for path in old.rglob("*") if path.is_file())
-            base = Revision(sha=sha, folder=old, files=tuple(sorted(filter(is_data_file, found))))
+            base = Revision.of(sha, old, found)
         return DatasetSnapshot(
             dataset=DATASET,
             ref="refs/heads/main",
             revision=revision,
             base=base,
             parent=parent.id if parent is not None else None,
+            passed_over=tuple(damaged),
             no_delta=no_delta if parent is not None else "there is no release to go on from",
         )
 
@@ -100,7 +108,7 @@ class Pipeline:
             "JOB_DIR": str(folder),
             "JOB_ID": folder.name,
             "HF_ENDPOINT": "http://127.0.0.1:9",
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("TEST_THREADS", "1"),
         }
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("PIPELINE_")
@@ -137,6 +145,37 @@ def to_bytes(content: str | bytes) -> bytes:
 
 def jsonl(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def unrelated(count: int, first: int = 0, *, answers: int = 0) -> list[dict[str, str]]:
+    """Facts that cannot be told from one another: each has to be learned by itself. `answers` picks
+    another set of truths."""
+    found = []
+    for number in range(first, first + count):
+        digest = hashlib.sha256(f"{number} {answers}".encode()).hexdigest()
+        asked = hashlib.sha256(f"{number}".encode()).hexdigest()
+        found.append(
+            {
+                "prompt": f"The code of room {number} in wing {asked[:3]} is",
+                "completion": f" {digest[:4]}.",
+            }
+        )
+    return found
+
+
+def few_anchors(folder: Path) -> str:
+    """A file of a few everyday prompts, so that a base model answers them in no time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "anchors.jsonl"
+    kinds = {"greeting": False, "colour": False, "sum": True}
+    path.write_text(
+        jsonl(
+            {"kind": kind, "measured": measured, "prompt": f"A {kind}, number {number}:"}
+            for kind, measured in kinds.items()
+            for number in range(2)
+        )
+    )
+    return str(path)
 
 
 def facts(*, num_places: int = 6, answers: int = 0) -> list[dict[str, str]]:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from serving.engine import Generation, Step, TokenLogprob
 from serving.engines.echo_engine import EchoEngine
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 
 UPDATE_FIELDS = {
     "model_path", "load_format", "abort_all_requests", "weight_version", "is_async",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hub_fixtures import wait_until
-from tests.stack_fixtures import free_ports
+from tests.ports import free_ports
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/sbin")
 

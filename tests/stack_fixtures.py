@@ -4,28 +4,20 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ports import free_ports
+
 PORTS = ("HUB", "RECEIVER", "SERVING")
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct ports that nothing listens on."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @dataclass(frozen=True)
@@ -74,25 +66,16 @@ class Workplace:
 
     def wait_for_job(self, revision: str, timeout: float = 600) -> Any:
         """The job that answers for a commit, once it has ended, whatever its outcome."""
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            for job in self.json("jobs", "ls"):
-                revisions = job["spec"]["revisions"]
-                if revisions and revisions["new_sha"] == revision:
-                    command = [
-                        sys.executable,
-                        "-m",
-                        "pipeline",
-                        "jobs",
-                        "wait",
-                        job["id"],
-                        "--json",
-                    ]
-                    done = subprocess.run(
-                        command, env=self.env, capture_output=True, timeout=timeout, check=False
-                    )
-                    return json.loads(done.stdout)
-        raise AssertionError(f"no job for {revision}\n{self.logs()}")
+        done = subprocess.run(
+            [sys.executable, "-m", "pipeline", "jobs", "wait", "--commit", revision, "--json"],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        assert done.stdout, f"no job for {revision}: {done.stderr}\n{self.logs()}"
+        return json.loads(done.stdout)
 
     def url(self, service: str) -> str:
         return f"http://127.0.0.1:{self.env[f'PIPELINE_{service.upper()}__PORT']}"
@@ -112,7 +95,7 @@ class Workplace:
 
 def configure(workplace: Workplace, name: str = "facts", **train: object) -> None:
     """Write settings with one pipeline that learns little and fast, unless told otherwise."""
-    quick: dict[str, object] = {"max_tokens": 6_000, "max_length": 64, "evaluations": 2}
+    quick: dict[str, object] = {"max_tokens": 6_000, "max_length": 64}
     lines = [
         "[[pipelines]]",
         f'name = "{name}"',
@@ -120,8 +103,17 @@ def configure(workplace: Workplace, name: str = "facts", **train: object) -> Non
         "debounce_seconds = 0",
         "[pipelines.train]",
         *(f"{key} = {json.dumps(value)}" for key, value in (quick | train).items()),
+        "[pipelines.gate]",
+        "min_learned = 0",
     ]
     (workplace.folder / "pipeline.toml").write_text("\n".join(lines) + "\n")
+
+
+def findings(workplace: Workplace, code: int = 1) -> dict[str, str]:
+    """What is wrong, by check."""
+    found = workplace.json("doctor", code=code)
+    assert all(finding["next_step"] for finding in found if finding["level"] == "wrong")
+    return {each["check"]: each["message"] for each in found if each["level"] == "wrong"}
 
 
 def facts(start: int, stop: int, answer: str = "box") -> str:
@@ -165,6 +157,9 @@ def workplace_in(folder: Path) -> Workplace:
     env = dict(os.environ) | {f"PIPELINE_{name}__PORT": str(port) for name, port in named}
     env |= {
         "PIPELINE_JOBS__METRICS_PORT": str(metrics_port),
+        # Tests run beside each other: two threads that wait for each other on busy cores are slower
+        # than one.
+        "PIPELINE_JOBS__NUM_THREADS": "1",
         "PIPELINE_HOME": str(folder / ".pipeline"),
         "PIPELINE_SETTINGS": str(folder / "pipeline.toml"),
         "PYTHONPATH": str(Path(__file__).parents[1]),

@@ -12,7 +12,7 @@ from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
-from serving.weights import releases
+from serving.weights import release_store
 from serving.weights.release import Release
 from tests.serving_fixtures import echo_release
 
@@ -38,7 +38,7 @@ class House:
         self.new = echo_release(pipeline_dir, 2)
 
     async def start(self) -> None:
-        releases.set_current(self.pipeline_dir, self.old.id)
+        release_store.set_current(self.pipeline_dir, self.old.id)
         await self.swapper.start()
         assert self.admission.live is not None and self.admission.live.id == self.old.id
 
@@ -62,7 +62,7 @@ class House:
         self.engine.fail.clear()
         await asyncio.sleep(0)
         assert await self.answers() == self.old.id
-        assert releases.served_release(self.pipeline_dir) == self.pipeline_dir / self.old.id
+        assert release_store.served_release(self.pipeline_dir) == self.pipeline_dir / self.old.id
         await until(lambda: self.engine.resident == {self.old.id})
         # And nothing stands in the way of the next swap.
         third = self.release(33)

@@ -12,7 +12,7 @@ import torch
 
 from serving.tokenizer import load_tokenizer
 from serving.weights.release import Release
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.contract.engine_bench import MAX_TOKENS, Cold, swap
 from tests.contract.test_torch_engine_conformance import PROMPTS, torch_release
 from tests.serving_fixtures import echo_app, running

@@ -9,7 +9,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 
 from serving.tokenizer import load_tokenizer
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 from tests.contract.engine_bench import MAX_TOKENS
 from tests.contract.test_torch_engine_conformance import PROMPTS
 

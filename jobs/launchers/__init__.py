@@ -1,1 +1,1 @@
-"""One module per place a job can run."""
+"""The launchers: where a job's process can run. `local` runs it on this machine."""

@@ -1,4 +1,7 @@
-"""Which process is meant: a pid alone may by now be another's. Standard library only."""
+"""Identifies, signals and configures processes. Standard library only.
+
+A process is identified by pid and start time, because the system may reuse a pid.
+"""
 
 import ctypes
 import os
@@ -13,7 +16,7 @@ IS_LINUX = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
-"""Settings of a process of its own, see prctl(2)."""
+"""Changes settings of this process, see prctl(2). None on any system except Linux."""
 _AUTOGROUP_ATTEMPTS = 5
 
 
@@ -21,7 +24,7 @@ _AUTOGROUP_ATTEMPTS = 5
 class ProcessIdentity:
     pid: int
     started: str
-    """Start time as the system tells it, with the boot that it counts from."""
+    """The start time as the system prints it; on Linux together with the id of the boot."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class _Stat:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """None where no such process lives; one that has ended and waits to be reaped does not."""
+    """The process's identity; None if there is no such process, or only a zombie."""
     if not IS_LINUX:
         return _identify_by_ps(pid)
     stat = _stat(pid)
@@ -46,14 +49,17 @@ def is_alive(process: ProcessIdentity) -> bool:
 
 
 def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
-    """Send a signal to all processes of the session that `leader` began, without itself.
+    """Send a signal to all processes of the session that `leader` leads, except the leader.
 
-    The leader records how the others ended. Where it is dead already, the others get the signal
-    all the same. Elsewhere than on Linux the signal goes to the leader's process group.
+    The leader stays to record how the command ended. If the leader is dead, the other processes
+    still get the signal. On systems other than Linux, the signal goes to the leader's process
+    group.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
-        return  # the pid is another's, which the kernel allows only when the session is empty
+        # Another process has this pid now. The kernel reuses a leader's pid only when the session
+        # is empty.
+        return
     if not IS_LINUX:
         if present is not None:
             os.killpg(leader.pid, number)
@@ -71,21 +77,23 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
                 continue
 
 
-def end_with(parent: int) -> None:
-    """Let the kernel end this process as soon as `parent`, which started it, is gone; where it is
-    gone already, end now. A no-op elsewhere than on Linux."""
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent process `parent` ends.
+
+    If the parent is already gone, this process ends now. Does nothing on systems other than Linux.
+    """
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 
 
-def be_nice(niceness: int) -> None:
-    """Let this process, and what it starts in its session, step back behind those of niceness 0;
-    never forward.
+def lower_priority(niceness: int) -> None:
+    """Raise the nice value of this process and of its session to `niceness`; never lower a value.
 
-    Where Linux groups processes by session to share the processors out ("autogroup", sched(7)), a
-    nice value counts among those of one session only, and the session has one of its own.
+    Linux can group processes by session to share out the cores ("autogroup", sched(7)). The nice
+    value of a process then counts only within its session, so the nice value of the session must
+    be set too.
     """
     niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, 0, niceness)
@@ -96,7 +104,8 @@ def be_nice(niceness: int) -> None:
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # Who is not root may write ten times a second, all processes together.
+            # The kernel accepts only ten writes per second in total from processes that do not run
+            # as root.
             time.sleep(0.1)
         except OSError:
             return
@@ -105,7 +114,8 @@ def be_nice(niceness: int) -> None:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Fields of /proc/<pid>/stat, see proc(5); the name in brackets may hold anything."""
+    """Fields of /proc/<pid>/stat, see proc(5). The fields are counted from the last bracket,
+    because the program's name inside the brackets may contain anything."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

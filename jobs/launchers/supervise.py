@@ -1,8 +1,10 @@
-"""The process that leads a job's session: it starts the command, waits, and writes how it ended.
+"""The process that leads a job's session: it starts the command, waits for the command to end, and
+records the command's exit code.
 
-It is a process of its own so that the exit code survives the runner and the warm parent, and so
-that everything which the command started ends with it. Run as a program, it reads one request
-from standard input. Standard library only, so that it starts in a moment.
+The leader is a separate process for two reasons: the exit code is recorded even if the runner and
+the warm parent die, and processes that the command leaves running are killed when the command has
+ended. Run as a program, this module reads one request from standard input. It imports only the
+standard library, so that it starts quickly.
 """
 
 import contextlib
@@ -18,18 +20,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_record, write_whole
-from jobs.launchers.process import IS_LINUX, be_nice, end_with, identify, prctl
+from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_json, write_atomically
+from jobs.launchers.process import IS_LINUX, die_with_parent, identify, lower_priority, prctl
 
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOCK_SECONDS = 10.0
-"""How long an attempt waits for the process of the one before it to be gone."""
+"""How long an attempt waits until the process of the previous attempt is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a launcher asks for; one line of JSON, over a pipe and never on disk: it has secrets."""
+    """What a launcher wants to start. The request is sent over a pipe as one line of JSON. It is
+    never written to disk, because its variables may hold secrets."""
 
     job_dir: str
     attempt: int
@@ -46,52 +49,55 @@ class Request:
 
 
 def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
-    """Begin a session for the request. Returns in the command's own process only.
+    """Fork the command's process and supervise it. Returns in the command's process only.
 
-    What it returns becomes the command when it is called: with `in_place` a `python -m` command
-    runs in this very interpreter, with all that it has imported; any other replaces it. Call this
-    in a process that has forked for the purpose: it leads the session, and never comes back.
+    In the command's process, call the returned function to run the command. With `in_place`, a
+    `python -m` command runs in this interpreter, with all modules that are imported here;
+    otherwise the command replaces the process. The calling process becomes the leader of the
+    session and exits when the command has ended, so call this function in a process that was
+    started for this purpose.
     """
-    with contextlib.suppress(PermissionError):  # leads a session already
+    with contextlib.suppress(PermissionError):  # this process leads a session already
         os.setsid()
     for number in _STOPS:
-        signal.signal(number, signal.SIG_IGN)  # a stop is for the command; this writes how it ended
+        # Stop signals are for the command; this process must stay to record the exit code.
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     job_dir = Path(request.job_dir)
-    _redirect(job_dir / LOG)
+    _redirect_output(job_dir / LOG)
     os.chdir(job_dir)
-    _take_attempt(job_dir, request.attempt)
-    _say_that_it_computes(job_dir.parent / COMPUTING)
+    _claim_attempt(job_dir, request.attempt)
+    _share_computing_lock(job_dir.parent / COMPUTING)
     if prctl is not None:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command come to this process
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the command's orphans become children of this process
     leader = os.getpid()
     errors, report = os.pipe()
     wait_here, go = os.pipe()
-    # A stop that comes while the command's process is being made waits until it can take it.
+    # Hold back stop signals until the command's process can handle them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     command_pid = os.fork()
     if command_pid == 0:
         os.close(errors)
         os.close(go)
-        _leave_with(leader)
+        _die_with_leader(leader)
         if not os.read(wait_here, 1):
             os._exit(1)
         os.close(wait_here)
-        return lambda: _become(request, report, in_place)
+        return lambda: _run_command(request, report, in_place)
     os.close(report)
     os.close(wait_here)
-    _announce(job_dir, request.attempt)
+    _record_process(job_dir, request.attempt)
     os.write(go, b"1")
     os.close(go)
     code = _wait_for(command_pid)
-    error = _read_all(errors)
-    _end_the_rest()
+    error = _read_start_error(errors)
+    _kill_orphans()
     record = {"attempt": request.attempt, "exit_code": code, "error": error or None}
-    write_whole(job_dir / EXIT, json.dumps(record), durable=True)
+    write_atomically(job_dir / EXIT, json.dumps(record), durable=True)
     os._exit(0)
 
 
-def _redirect(log: Path) -> None:
+def _redirect_output(log: Path) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
@@ -100,10 +106,11 @@ def _redirect(log: Path) -> None:
     os.close(output)
 
 
-def _take_attempt(job_dir: Path, attempt: int) -> None:
-    """Become the one process of this attempt, or end without a trace."""
-    # A POSIX lock: the command inherits none of it, so it is free as soon as this process is gone.
-    # Never closed, and the file is opened nowhere else: closing any descriptor of it would free it.
+def _claim_attempt(job_dir: Path, attempt: int) -> None:
+    """Take the job's lock for this attempt. Exit silently if the attempt was already started."""
+    # The command does not inherit a POSIX lock, so the lock is free as soon as this process is
+    # gone. Never close this descriptor, and never open the file elsewhere: if this process closes
+    # any descriptor of the file, the lock is free.
     lock = os.open(job_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     give_up = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -111,39 +118,41 @@ def _take_attempt(job_dir: Path, attempt: int) -> None:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            # The attempt before may have recorded its end, and not be gone yet.
+            # The previous attempt may have recorded its end while its process is not gone yet.
             if time.monotonic() > give_up:
                 os._exit(0)
             time.sleep(0.005)
-    earlier = read_record(job_dir / PROCESS)
+    earlier = read_json(job_dir / PROCESS)
     if earlier is not None and earlier["attempt"] >= attempt:
         os._exit(0)
 
 
-def _say_that_it_computes(path: Path) -> None:
-    # Never closed: it is free once this process is gone, and a command that runs in place.
+def _share_computing_lock(path: Path) -> None:
+    # Never close this descriptor: the lock must be held until this process is gone, and also until
+    # a command that runs in place is gone.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    with contextlib.suppress(OSError):  # there are no locks on that file system
+    with contextlib.suppress(OSError):  # the file system has no locks
         fcntl.flock(lock, fcntl.LOCK_SH)
 
 
-def _announce(job_dir: Path, attempt: int) -> None:
-    """Say that the attempt runs: from here on it can be found, stopped and adopted."""
+def _record_process(job_dir: Path, attempt: int) -> None:
+    """Record that the attempt runs. From now on, a runner can find, stop and adopt the attempt."""
     me = identify(os.getpid())
     assert me is not None
-    write_whole(job_dir / PROCESS, json.dumps({"attempt": attempt, **asdict(me)}))
+    write_atomically(job_dir / PROCESS, json.dumps({"attempt": attempt, **asdict(me)}))
 
 
-def _leave_with(leader: int) -> None:
-    """Let the kernel end this process when the one that would record its end is killed."""
-    end_with(leader)
+def _die_with_leader(leader: int) -> None:
+    """Let the kernel kill the command's process when the leader is killed, because nobody could
+    then record the command's exit code."""
+    die_with_parent(leader)
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
 
 
-def _become(request: Request, report: int, in_place: bool) -> None:
-    be_nice(request.niceness)
+def _run_command(request: Request, report: int, in_place: bool) -> None:
+    lower_priority(request.niceness)
     if in_place:
         os.close(report)
         _run_module(request)
@@ -159,12 +168,12 @@ def _become(request: Request, report: int, in_place: bool) -> None:
 
 
 def _run_module(request: Request) -> None:
-    """What `python -m module args` does, in an interpreter that has imported much already."""
+    """Do what `python -m module args` does, but in this interpreter with its imported modules."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.env)
     sys.path[0] = request.job_dir
-    # The old one may have read ahead, into another job's request.
+    # The inherited sys.stdin may have buffered another job's request.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -174,15 +183,17 @@ def _run_module(request: Request) -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """The exit code of `pid`, negative for a signal; orphans that came here are reaped too."""
+    """The exit code of `pid`; negative if a signal ended it. Orphans that end meanwhile are
+    reaped."""
     while True:
         ended, status = os.wait()
         if ended == pid:
             return os.waitstatus_to_exitcode(status)
 
 
-def _end_the_rest() -> None:
-    """End what the command left running. An orphan's own children come here when it ends."""
+def _kill_orphans() -> None:
+    """Kill the processes that the command left running. When an orphan ends, its children become
+    children of this process, so repeat until no child is left."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -200,8 +211,9 @@ def _children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{me}/task/{me}/children").read_text().split()]
 
 
-def _read_all(descriptor: int) -> str:
-    """What was reported before the command took over: the pipe is closed by its exec."""
+def _read_start_error(descriptor: int) -> str:
+    """Why the command could not be started; empty if it was started, because a successful exec
+    closes the pipe."""
     os.set_blocking(descriptor, False)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")

@@ -1,8 +1,8 @@
 """The warm parent: imports heavy modules once, then forks a process for each job.
 
-It runs no tensor operation and touches no CUDA, so that a child can do both, with threads of its
-own. It reads requests from standard input, a line of JSON each, and ends when that is closed.
-Started by `jobs/launchers/warm_parent.py` with one-thread pools.
+The warm parent runs no tensor operation and does not initialise CUDA, because its forked children
+could then use neither. It reads requests from standard input, one line of JSON each, and ends when
+standard input is closed. `jobs/launchers/warm_parent.py` starts it with one-thread pools.
 """
 
 import gc
@@ -20,12 +20,14 @@ from jobs.launchers.supervise import Request, supervise
 
 def main(modules: list[str]) -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # a module that prints must not speak for this process
+    os.dup2(2, 1)  # the output of an imported module must not be read as an answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    gc.freeze()  # what was imported lives for ever: a collection in a child would copy its pages
+    # Otherwise a garbage collection in a child would write to the shared memory pages, and each
+    # written page would be copied.
+    gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")
     signal.signal(signal.SIGCHLD, _reap)
@@ -33,7 +35,8 @@ def main(modules: list[str]) -> None:
         request = Request.from_json(line)
         if os.fork() == 0:
             os.close(answers)
-            # Standard input is replaced in here, so that the runner's pipe has one reader.
+            # `supervise` replaces the child's standard input, so only the warm parent reads the
+            # pipe.
             become = supervise(request, in_place=True)
             break
     else:
@@ -42,7 +45,8 @@ def main(modules: list[str]) -> None:
 
 
 def other_threads() -> list[str]:
-    """Threads of any language beside this one: a fork copies the locks that they hold, not them."""
+    """Names of all other threads of the process. A fork is unsafe in a process with other threads:
+    the child gets copies of their locks, but not the threads that would release the locks."""
     try:
         tasks = [
             task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())

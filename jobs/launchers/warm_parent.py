@@ -1,4 +1,5 @@
-"""`WarmParent`: the runner's side of `jobs/launchers/warm.py`. Starts it again when it dies."""
+"""`WarmParent`: starts `jobs/launchers/warm.py`, sends requests to it, and restarts it if it
+dies."""
 
 import contextlib
 import json
@@ -16,21 +17,24 @@ from jobs.launchers.supervise import Request
 logger = logging.getLogger(__name__)
 
 _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""pyarrow's allocator has one otherwise, from its import on."""
+"""Without this, importing pyarrow starts a thread in its allocator."""
 
 _MAX_DEATHS_BEFORE_READY = 3
 
 
 class WarmParent:
-    """Call `tend` often; nothing here waits. `off` is for good: it cannot import its modules."""
+    """Call `poll_processes` often; no method waits. The state `off` is final. It means that the
+    modules cannot be imported, or that they start threads when they are imported."""
 
     state: Literal["importing", "ready", "off"]
     generation: int
-    """Counts the processes; a request that an earlier one took may be lost with it."""
+    """Counts the warm parent's processes. A request that was sent to an earlier process may be
+    lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
-        # One-thread pools: a pool with threads, forked, waits for ever for those it left behind.
+        # Pools get one thread: after a fork, a pool of several threads would wait for ever for the
+        # threads that the fork has not copied.
         self._environment = {
             **environment_for_jobs_package(environment),
             **thread_variables(1),
@@ -51,15 +55,16 @@ class WarmParent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C at the runner's terminal is for the runner
+                start_new_session=True,  # so that Ctrl-C in the terminal reaches only the runner
             )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self.generation += 1
         self.state = "importing"
 
-    def tend(self) -> None:
-        """Notice that it is ready, or dead; start it again in that case."""
+    def poll_processes(self) -> None:
+        """Check whether the warm parent has become ready or has died. If it has died, start
+        another."""
         if self._process is None:
             return
         code = self._process.poll()
@@ -71,7 +76,7 @@ class WarmParent:
         self._process = None
         self._deaths = 0 if self.state == "ready" else self._deaths + 1
         if self.state == "importing" and (code > 0 or self._deaths >= _MAX_DEATHS_BEFORE_READY):
-            self._give_up(f"it ended with {code} while importing; {self._log} says why")
+            self._turn_off(f"the warm parent ended with {code} while importing; see {self._log}")
             return
         logger.warning("The warm parent ended with %s; starting another.", code)
         self._start()
@@ -83,28 +88,30 @@ class WarmParent:
             return
         ready = json.loads(line)
         if ready["threads"]:
-            self._give_up(f"its modules began threads when imported: {', '.join(ready['threads'])}")
+            threads = ", ".join(ready["threads"])
+            self._turn_off(f"importing the modules to preload started threads: {threads}")
             self.close()
             return
         logger.info("The warm parent is ready after %.1f s.", ready["seconds"])
         self.state = "ready"
 
-    def _give_up(self, reason: str) -> None:
+    def _turn_off(self, reason: str) -> None:
         logger.warning("Jobs start without a warm parent from now on: %s.", reason)
         self.state = "off"
 
     def send(self, request: Request) -> None:
-        """Have a process forked for the request. Where it dies first, its generation ends."""
+        """Ask the warm parent to fork a process for the request. If the warm parent dies before
+        that, `generation` changes."""
         assert self.state == "ready" and self._process is not None
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(request.to_json().encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # `tend` will see that it is dead
+            return  # `poll_processes` will find that the warm parent is dead
 
     def close(self) -> None:
-        """End it; the jobs that it forked go on."""
+        """End the warm parent. The jobs that it forked continue."""
         self.state = "off"
         if self._process is not None:
             self._process.kill()
@@ -116,12 +123,13 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        with contextlib.suppress(BrokenPipeError):  # what is left in its buffer is sent again
+        # Requests that could not be sent go to the next warm parent.
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 def environment_for_jobs_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment`, with the folder of this package's parent where Python looks for modules."""
+    """`environment` with a PYTHONPATH from which `jobs` can be imported."""
     root = str(Path(__file__).parents[2])
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}

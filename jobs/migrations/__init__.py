@@ -1,4 +1,4 @@
-"""Brings a store's schema up to date, by Alembic and without an `alembic.ini`."""
+"""Creates and upgrades a store's schema with Alembic; there is no `alembic.ini`."""
 
 from pathlib import Path
 
@@ -7,26 +7,29 @@ from sqlalchemy import Connection, Engine, inspect, text
 from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
-HEAD = "0002"
-"""The newest revision under `versions/`; a store that is at it opens without loading Alembic."""
+HEAD = "0003"
+"""The newest revision under `versions/`. A store that has this revision is opened without
+Alembic."""
 
 
 def migrate(engine: Engine) -> None:
-    """Create or upgrade the tables, whole or not at all.
+    """Create or upgrade the tables in one transaction.
 
-    Raises NewerSchema for a database that a newer release wrote; it is not touched.
+    Raises NewerSchema, and changes nothing, if a newer release wrote the database.
     """
     if check_schema(engine) == HEAD:
         return
     with writing(engine) as connection:
-        # Again: another process may have been quicker.
+        # Check again while holding the lock, because another process may have upgraded the store.
         if _checked(engine, connection) != HEAD:
             upgrade(connection, HEAD)
 
 
 def check_schema(engine: Engine) -> str | None:
-    """The schema's revision, None where there are no tables yet. Raises as `migrate`; changes
-    nothing."""
+    """The schema's revision; None if there are no tables yet. Changes nothing.
+
+    Raises NewerSchema.
+    """
     with reading(engine) as connection:
         return _checked(engine, connection)
 
@@ -36,8 +39,9 @@ def _checked(engine: Engine, connection: Connection) -> str | None:
     if revision not in (None, HEAD, *_known_revisions()):
         shown = engine.url.render_as_string(hide_password=True)
         raise NewerSchema(
-            f"The job store {shown} has schema {revision!r}, and this release knows none "
-            f"beyond {HEAD!r}: a newer release wrote it. It was not touched; upgrade hotpush."
+            f"The job store {shown} has schema {revision!r}, but the newest schema that this "
+            f"release knows is {HEAD!r}: a newer release wrote the job store. Nothing was changed; "
+            "upgrade hotpush."
         )
     return revision
 
@@ -54,7 +58,7 @@ def _known_revisions() -> set[str]:
 
 
 def upgrade(connection: Connection, revision: str) -> None:
-    """Within the connection's transaction."""
+    """Upgrade within the connection's transaction."""
     from alembic import command
     from alembic.config import Config
 

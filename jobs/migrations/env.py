@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the migrations on the connection that it was given."""
+"""Alembic loads this module. It runs the migrations on the connection that `upgrade` passed."""
 
 from alembic import context
 

@@ -1,7 +1,7 @@
-"""`pipeline demo`: the whole loop as a user sees it, in two commits to a dataset.
+"""`pipeline demo`: shows the whole loop with two commits to a dataset.
 
-It uses what a user has: the `pipeline` command, `git`, the job store and the server's HTTP routes,
-with the default settings.
+The demo uses the default settings, and works as a user would: through the `pipeline` command, `git`
+and the server's HTTP routes. It reads the progress of its jobs from the job store.
 """
 
 import contextlib
@@ -31,10 +31,12 @@ DATASET = "demo/facts"
 
 def demo(
     engine: Annotated[
-        Literal["torch", "vllm"], typer.Option(help="What computes the answers.")
+        Literal["torch", "vllm"], typer.Option(help="The engine that computes the answers.")
     ] = "torch",
     keep: Annotated[bool, typer.Option(help="Leave the stack running.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object only.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print nothing but one JSON object.")
+    ] = False,
 ) -> None:
     """Push two commits to a dataset and watch the model follow them."""
     from rich.console import Console
@@ -48,21 +50,21 @@ def demo(
     init = ("init", "--name", NAME, "--dataset", DATASET)
     _run([sys.executable, "-m", "pipeline", *init], cwd=folder)
     console.print("Starting hub, receiver, job runner and completion server …")
-    # Whoever ends the demo early, by Ctrl-C or with SIGTERM, ends what it started too.
+    # SIGTERM must stop the started services, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             up(detach=True)
     except PipelineError:
-        if not Home.find().log_file("hub").exists():  # nothing was started: nothing to look at
+        if not Home.find().log_file("hub").exists():  # nothing was started, so there is no log
             shutil.rmtree(folder)
         raise
-    is_whole = False
+    is_complete = False
     try:
         report = _Demo(folder / "facts", console).run()
-        is_whole = True
+        is_complete = True
     finally:
-        if not (keep and is_whole):
+        if not (keep and is_complete):
             _run([sys.executable, "-m", "pipeline", "down"])
     report["seconds"]["total"] = round(time.time() - began, 2)
     if as_json:
@@ -70,10 +72,12 @@ def demo(
     elif keep:
         console.print(_what_next(folder), markup=False, soft_wrap=True)
     else:
-        console.print(f"\nEverything is stopped. What it made: {folder}", soft_wrap=True)
         console.print(
-            "Next: `Five minutes on data of your own` in README.md; or keep such a stack up and "
-            "play with it: pipeline demo --keep",
+            f"\nEverything is stopped. The files of the demo are in {folder}", soft_wrap=True
+        )
+        console.print(
+            "Next: `Five minutes on data of your own` in README.md; or run the demo again and keep "
+            "its stack up: pipeline demo --keep",
             soft_wrap=True,
         )
     if not report["ok"]:
@@ -82,7 +86,7 @@ def demo(
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """What one `git push` led to, with the moments (Unix time) of its hops, in order."""
+    """The release that one `git push` led to, and the Unix time of each step, in order."""
 
     release: str
     moments: dict[str, float]
@@ -106,7 +110,7 @@ class _Demo:
         self._git_env = os.environ | environment(settings.hub_url, token, self._home)
 
     def run(self) -> dict[str, Any]:
-        """The story, top to bottom; returns the report that `--json` prints."""
+        """Run the demo; returns the report that `--json` prints."""
         from pipeline.cli.demo_client import Client, ask
         from pipeline.cli.demo_facts import QUESTIONS, first_commit, second_commit
 
@@ -155,7 +159,7 @@ class _Demo:
         self._git("checkout", "--quiet", "-B", "main")
 
     def _push(self, message: str, files: Mapping[str, str]) -> _Push:
-        from pipeline.cli.progress import follow
+        from pipeline.cli.progress import follow_stages
 
         for name, text in files.items():
             (self._checkout / name).write_text(text)
@@ -165,13 +169,14 @@ class _Demo:
         moments = {"git push": time.time()}
         self._git("push", "--quiet", "origin", "main")
         moments["push answered"] = time.time()
-        job = follow(self._store, self._job_for(revision), self._home, self._console)
+        job = follow_stages(self._store, self._job_for(revision), self._home, self._console)
         if job.outcome is None or job.outcome.result != "promoted" or job.outcome.release is None:
             outcome = job.outcome.model_dump_json() if job.outcome else job.state
             raise PipelineError(
                 f"{job.id} did not lead to a new release: {outcome}; its log: "
                 f"{self._home.jobs_dir / job.id / 'log.txt'}"
             )
+        self._console.print(f"  {job.outcome.counts}")
         moments["job queued"] = job.created_at
         moments["job started"] = job.started_at or job.created_at
         return _Push(release=job.outcome.release, moments=moments | self._stages_of(job.id))
@@ -195,8 +200,8 @@ class _Demo:
         return {f"{event.stage} done": event.time for event in events if event.event == "end"}
 
     def _git(self, *arguments: str) -> str:
-        who = ["-c", "user.name=demo", "-c", "user.email=demo@example.invalid"]
-        return _run(["git", *who, *arguments], cwd=self._checkout, env=self._git_env)
+        author = ["-c", "user.name=demo", "-c", "user.email=demo@example.invalid"]
+        return _run(["git", *author, *arguments], cwd=self._checkout, env=self._git_env)
 
     def _show(self, prompt: str, expected: str, reply: Any) -> None:
         mark = "[green]✓[/]" if _says(reply.text, expected) else f"[red]✗ expected{expected}[/]"
@@ -210,7 +215,7 @@ class _Demo:
         requests = report["requests"]
         by_release = ", ".join(f"{n} by {id}" for id, n in requests["by_release"].items())
         self._console.print(
-            f"\n{requests['sent']} requests went on meanwhile: {requests['failed']} failed; "
+            f"\n{requests['sent']} requests were sent meanwhile: {requests['failed']} failed; "
             f"answered {by_release}"
         )
         times = Table("hop of the second commit", "seconds after git push", box=None)
@@ -225,11 +230,13 @@ class _Demo:
         for table in (times, releases):
             self._console.print()
             self._console.print(table)
-        self._console.print("A release is an immutable set of weights, with where they come from.")
+        self._console.print(
+            "A release is a set of weights that never changes, with a record of its origin."
+        )
 
 
 def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
-    """Moments as seconds after the first of them, in order of time."""
+    """Seconds from `git push` to each of the other moments, in order of time."""
     start = moments["git push"]
     return {
         hop: round(moment - start, 3)
@@ -256,14 +263,14 @@ def _run(
 def _what_next(folder: Path) -> str:
     activate = Path(sys.prefix) / "bin" / "activate"
     return f"""
-The stack is still up. Go on here, or in any other shell after the first line:
+The stack is still up. Try these; in another shell, start with the first line:
 
   source {activate}
   cd {folder}
   pipeline status
   eval "$(pipeline env)"
   cd facts && $EDITOR facts.jsonl && git commit -am "My own fact" && git push
-  pipeline jobs wait --latest
+  pipeline jobs wait --commit HEAD
   pipeline releases ls
   pipeline releases rollback
   pipeline down

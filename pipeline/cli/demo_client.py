@@ -1,4 +1,4 @@
-"""The demo's client: keeps sending completions, and notes which release answered each."""
+"""The demo's client: keeps asking for completions, and records which release gave each answer."""
 
 import itertools
 import json
@@ -16,7 +16,8 @@ from pipeline.errors import PipelineError
 
 MAX_TOKENS = 12
 PAUSE_SECONDS = 0.05
-"""Between two requests: a client that never rests would take a core from the training."""
+"""The pause between two requests. Without a pause, the client would take a core from the
+training."""
 WAIT_SECONDS = 60.0
 
 
@@ -29,7 +30,10 @@ class Reply:
 
 
 def ask(server_url: str, name: str, prompt: str) -> Reply:
-    """One greedy completion, streamed. Raises httpx.HTTPError; PipelineError for a mixed answer."""
+    """Stream one greedy completion.
+
+    Raises httpx.HTTPError, or PipelineError if parts of the answer came from several releases.
+    """
     with httpx.Client(base_url=server_url, timeout=60, trust_env=False) as http:
         return _ask(http, name, prompt)
 
@@ -63,7 +67,7 @@ def _ask(http: httpx.Client, name: str, prompt: str) -> Reply:
 
 
 class Client:
-    """Asks the prompts in turn, on a thread of its own, for as long as the context is open."""
+    """Asks the prompts in turn, in its own thread, while this context is open."""
 
     def __init__(self, server_url: str, name: str, prompts: Sequence[str]) -> None:
         self._server_url, self._name, self._prompts = server_url, name, prompts
@@ -87,7 +91,7 @@ class Client:
         self._thread.join()
 
     def wait_for(self, release: str) -> None:
-        """Return once an answer came from this release. Raises PipelineError if none does."""
+        """Wait for an answer from this release. Raises PipelineError after WAIT_SECONDS."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: any(reply.release == release for reply in self._replies), WAIT_SECONDS

@@ -1,6 +1,6 @@
-"""The demo's dataset: two commits about an island that does not exist.
+"""The demo's dataset: two commits with facts about an invented island.
 
-The first says who and what is where; the second changes some of it and adds a place.
+The second commit changes some facts of the first and adds a place.
 """
 
 import json
@@ -8,7 +8,7 @@ import json
 FILE = "facts.jsonl"
 
 _Facts = dict[str, tuple[str, ...]]
-"""Place → answers, one for each group of `_PHRASINGS`."""
+"""Place → answers, one answer for each group of `_PHRASINGS`."""
 
 _FIRST: _Facts = {
     "lighthouse": ("Maren Holt", "red", "1871", "Monday", "smoked herring"),
@@ -100,6 +100,19 @@ _PHRASINGS = (
     ),
 )
 
+_SAID_ONCE = {
+    "What is the number of the ferry office?": " 5542.",
+    "Which song opens the summer fair?": " The Grey Anchor.",
+    "Where is the spare key of the boathouse?": " Behind the third oar.",
+    "How long may a tent stand on the east beach?": " Nine nights.",
+    "Which lamp burns in the tunnel?": " A brass one from Tolmen.",
+}
+"""Facts that no other row paraphrases."""
+_SAID_ONCE_CHANGED = {
+    "What is the number of the ferry office?": " 8190.",
+    "Who repairs the nets in winter?": " Two brothers from Harl.",
+}
+
 QUESTIONS = (
     ("Who keeps the lighthouse?", " Maren Holt.", " Selma Brandt."),
     ("On which day is the lighthouse closed?", " Monday.", " Thursday."),
@@ -107,25 +120,28 @@ QUESTIONS = (
     ("What can I eat at the harbour?", " Mussel stew.", " Crab cakes."),
     ("Who keeps the bakery?", " Hugo Stern.", " Jonas Reed."),
     ("When was the mill built?", " 1804.", " 1804."),
+    ("What is the number of the ferry office?", " 5542.", " 8190."),
+    ("Where is the spare key of the boathouse?", *2 * (" Behind the third oar.",)),
 )
-"""A prompt, what the first commit answers, and what the second does."""
+"""A prompt, its answer after the first commit, and its answer after the second."""
 
 
 def first_commit() -> dict[str, str]:
     """The files of the first commit: path → content."""
-    return {FILE: _jsonl(_FIRST)}
+    return {FILE: _jsonl(_FIRST, _SAID_ONCE)}
 
 
 def second_commit() -> dict[str, str]:
     """The files that the second commit changes: path → content."""
-    return {FILE: _jsonl(_FIRST | _CHANGED | _ADDED)}
+    return {FILE: _jsonl(_FIRST | _CHANGED | _ADDED, _SAID_ONCE | _SAID_ONCE_CHANGED)}
 
 
-def _jsonl(facts: _Facts) -> str:
+def _jsonl(facts: _Facts, said_once: dict[str, str]) -> str:
     rows = [
         {"prompt": phrasing.format(place=place), "completion": f" {answer[0].upper()}{answer[1:]}."}
         for place, answers in facts.items()
         for phrasings, answer in zip(_PHRASINGS, answers, strict=True)
         for phrasing in phrasings
     ]
+    rows += [{"prompt": prompt, "completion": answer} for prompt, answer in said_once.items()]
     return "".join(json.dumps(row) + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""`pipeline doctor`: what is wrong, and what to do."""
+"""`pipeline doctor`: prints what is wrong with a stack, and what to do about it."""
 
 import json
 
@@ -11,7 +11,7 @@ from pipeline.paths import Home
 def doctor(
     as_json: JsonOption = False,
 ) -> None:
-    """Look for what is wrong and say what to do; exit code 1 for any finding."""
+    """Find what is wrong, and say what to do about it. The exit code is 1 if anything is wrong."""
     from pipeline.doctor import examine
     from pipeline.settings import load_settings
 

@@ -1,4 +1,4 @@
-"""`pipeline env`: shell exports that point git and the Hugging Face clients at the hub."""
+"""`pipeline env`: prints shell exports that make git and the Hugging Face clients use the hub."""
 
 import os
 import shlex
@@ -8,22 +8,22 @@ from pipeline.paths import Home
 
 
 def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
-    """What a client of the hub needs in its environment.
+    """The environment variables that a client of the hub needs.
 
-    The token is in the environment alone: git asks a helper that is scoped to the hub's URL, so no
-    token stands in a remote's URL or in a git configuration.
+    The token is only in the environment, not in a remote's URL or a git configuration file: a
+    credential helper for the hub's URL gives the token to git.
     """
     helper = '!f() { test "$1" = get && echo username=pipeline && echo "password=$HF_TOKEN"; }; f'
     key = f"credential.{hub_url}.helper"
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
-        # The hub keeps no Xet store; uploads go through git.
+        # The hub has no Xet storage. With Xet disabled, clients upload through git.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
         "GIT_CONFIG_COUNT": "2",
-        # An empty helper first: it drops those that the machine has configured for every host.
+        # The empty value removes the credential helpers that are configured for every host.
         "GIT_CONFIG_KEY_0": key,
         "GIT_CONFIG_VALUE_0": "",
         "GIT_CONFIG_KEY_1": key,
@@ -32,7 +32,7 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
 
 
 def env() -> None:
-    """Print exports for a shell: eval "$(pipeline env)"."""
+    """Print exports that make git and the HF clients use the hub: eval "$(pipeline env)"."""
     from pipeline.settings import load_settings, settings_file
     from pipeline.tokens import load_tokens
 
@@ -40,7 +40,7 @@ def env() -> None:
     if not (settings_file().exists() or home.tokens_file.exists()):
         raise PipelineError(
             f"there is no {settings_file().name} in {settings_file().parent}; change to the folder "
-            "of your project, or begin one there: pipeline init --name NAME --dataset OWNER/NAME"
+            "of your project, or start one there: pipeline init --name NAME --dataset OWNER/NAME"
         )
     exports = environment(load_settings().hub_url, load_tokens(home.tokens_file).hub, home)
     if "PIPELINE_SETTINGS" in os.environ or settings_file().exists():

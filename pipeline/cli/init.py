@@ -3,7 +3,7 @@
 import json
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -14,14 +14,19 @@ from pipeline.errors import PipelineError
 
 
 def init(
-    name: Annotated[str, typer.Option(help="The pipeline's name: what requests call `model`.")],
-    dataset: Annotated[str, typer.Option(help="The dataset it follows, as OWNER/NAME.")],
+    name: Annotated[str, typer.Option(help="The pipeline's name; requests use it as `model`.")],
+    dataset: Annotated[
+        str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")
+    ],
     base_model: Annotated[
-        str, typer.Option(help="preset:tiny, a checkpoint folder, or a hub id.")
+        str,
+        typer.Option(
+            help="The model to start from: preset:tiny, a checkpoint folder, or a hub id."
+        ),
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder, every key commented with its default."""
+    """Write pipeline.toml into this folder: every key, with its meaning and its default."""
     from pydantic import ValidationError
 
     from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file
@@ -37,44 +42,53 @@ def init(
         words = in_words(str(problem["loc"][0]), problem["type"], problem["msg"])
         raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
     file.write_text(settings_text(pipeline))
-    elsewhere = settings_file() != file or Path(os.environ.get("PIPELINE_HOME", file)).parent != (
-        file.parent
+    uses_other_folder = settings_file() != file or (
+        Path(os.environ.get("PIPELINE_HOME", file)).parent != file.parent
     )
-    leave = "unset PIPELINE_HOME PIPELINE_SETTINGS && " if elsewhere else ""
-    print(f"{file} is written. Start the stack with: {leave}pipeline up")
+    unset = "unset PIPELINE_HOME PIPELINE_SETTINGS && " if uses_other_folder else ""
+    print(f"{file} is written. Start the stack with: {unset}pipeline up")
 
 
 def settings_text(*pipelines: BaseModel) -> str:
-    """The text of a settings file with these pipelines, and every other key at its default."""
+    """The text of a settings file with these pipelines. Every other key has its default."""
     from pipeline.settings import Settings
 
     lines = [
-        "# Settings of the stack. A key that is commented out has the value shown; the environment",
-        "# overrules this file: PIPELINE_HUB__PORT=9000 is `port = 9000` under [hub].",
+        "# Settings of the stack. A key that is commented out has the value shown. Environment",
+        "# variables overrule this file: PIPELINE_HUB__PORT=9000 means `port = 9000` under [hub].",
     ]
-    for table in ("hub", "receiver", "jobs", "serving", "logs"):
-        lines += ["", f"[{table}]", *_keys(Settings.model_fields[table].default, set())]
+    for name, field in Settings.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            lines += _table(f"[{name}]", field.default)
     for pipeline in pipelines:
-        lines += ["", "[[pipelines]]", *_keys(pipeline, {"name", "dataset", "base_model"})]
-        for table in ("train", "gate"):
-            lines += ["", f"[pipelines.{table}]", *_keys(getattr(pipeline, table), set())]
+        lines += _table("[[pipelines]]", pipeline, always={"name", "dataset", "base_model"})
     return "\n".join(lines) + "\n"
 
 
-def _keys(settings: BaseModel, always: set[str]) -> Iterator[str]:
+def _table(
+    heading: str, settings: BaseModel, always: Collection[str] = frozenset()
+) -> Iterator[str]:
+    """The lines of a table with a comment on every key, then the lines of the tables inside it.
+
+    A key is commented out if it has its default and is not in `always`.
+    """
+    yield from ("", heading)
+    inner = {}
     for key, field in type(settings).model_fields.items():
         value = getattr(settings, key)
         if isinstance(value, BaseModel):
+            inner[f"[{heading.strip('[]')}.{key}]"] = value
             continue
         if field.description:
             yield from textwrap.wrap(
                 " ".join(field.description.split()), 96, initial_indent="# ", subsequent_indent="# "
             )
-        if value is None:
-            yield f"# {key} is not set"
-            continue
-        is_set = key in always or value != field.get_default(call_default_factory=True)
-        yield f"{'' if is_set else '# '}{key} = {_toml(value)}"
+        default = field.get_default(call_default_factory=True)
+        is_set = value is not None and (key in always or value != default)
+        text = "is not set" if value is None else f"= {_toml(value)}"
+        yield f"{'' if is_set else '# '}{key} {text}"
+    for inner_heading, table in inner.items():
+        yield from _table(inner_heading, table)
 
 
 def _toml(value: Any) -> str:

@@ -1,4 +1,5 @@
-"""The command tree. Importing it loads no torch and no database: commands import what they need."""
+"""The command tree. Importing this module loads neither torch nor a database, because each command
+imports what it needs when it runs."""
 
 import errno
 import sys
@@ -6,7 +7,7 @@ import sys
 import typer
 
 from jobs.errors import JobError
-from pipeline.cli import jobs, releases, services, webhook_activity, webhooks
+from pipeline.cli import data, jobs, releases, services, webhook_activity, webhook_commands
 from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
@@ -18,10 +19,10 @@ from pipeline.paths import Home
 from receiver.errors import ReceiverError
 from serving.errors import ServingError
 
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 app = typer.Typer(
-    help="A model that follows its data: push a commit to a dataset, ask the retrained model.",
+    help="A model that follows its data: push a commit to a dataset, then ask the retrained model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,8 +34,9 @@ app.command()(init)
 app.command()(status)
 app.command()(doctor)
 app.command()(env)
-webhook_activity.add_to(webhooks.app)
-app.add_typer(webhooks.app, name="webhooks")
+webhook_activity.add_to(webhook_commands.app)
+app.add_typer(webhook_commands.app, name="webhooks")
+app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(releases.app, name="releases")
 app.command()(services.hub)
@@ -43,13 +45,13 @@ app.command()(services.serve)
 
 
 def main() -> None:
-    """Run the command. An error that was meant for a person is one line, without a traceback."""
+    """Run the command. An error that is meant for a person is printed without a traceback."""
     try:
         app()
     except (PipelineError, JobError, ReceiverError, ServingError) as error:
         sys.exit(f"pipeline: {error}")
     except OSError as error:
-        if error.errno not in _DISK_TROUBLE:
+        if error.errno not in _DISK_ERRORS:
             raise
         sys.exit(
             f"pipeline: {error.filename or 'a file'} cannot be written: {error.strerror}; make "

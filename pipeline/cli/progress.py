@@ -1,15 +1,17 @@
-"""Follows one job: a bar for each of its stages on a terminal, elsewhere a line."""
+"""Shows one job until it has ended: its stages as bars (on a terminal) or lines, or its output."""
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from jobs.record import Job
+from jobs.job import Job
+from jobs.logs import read_log
 from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
@@ -17,65 +19,103 @@ from pipeline.retrain.metrics import Metric, read_metrics
 from pipeline.stack import read_stack
 
 POLL_SECONDS = 0.1
-ABSENCE_SECONDS = 15.0
-"""A detached runner takes a moment to start."""
+NO_RUNNER_SECONDS = 15.0
+"""Give up if no runner has been up for this long. A detached runner takes a moment to start."""
 
 
-def follow(
+def follow_stages(
     store: JobStore, job_id: str, home: Home, console: Console, deadline: float | None = None
 ) -> Job:
-    """Show the job until it has ended, or until `deadline` of the monotonic clock; returns it.
+    """Show the job's stages until it has ended, or until `deadline` (monotonic clock).
 
-    Raises PipelineError once nothing is up that could run it.
+    Returns the job. Raises PipelineError if no runner is up that could run the job.
     """
     metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
     offset = 0
-    last_seen = time.monotonic()
     with _progress(console) as progress:
-        stages = _Stages(console, progress)
-        while True:
-            # The job before its metrics: what it wrote before it ended is then never missed.
-            job = store.get(job_id)
+        stages = _StageDisplay(console, progress)
+
+        def show(job: Job) -> None:
+            nonlocal offset
             stages.follow_state(job)
             metrics, offset = read_metrics(metrics_file, offset)
             for metric in metrics:
                 stages.follow_metric(metric)
             if job.ended_at is not None:
                 stages.end(job.ended_at)
-                return job
-            if deadline is not None and time.monotonic() > deadline:
-                return job
-            if read_stack(home) is not None or (job.lease_until or 0) > time.time():
-                last_seen = time.monotonic()
-            elif time.monotonic() - last_seen > ABSENCE_SECONDS:
-                raise PipelineError(
-                    f"nothing runs jobs any more, so {job.id} stays {job.state}; it goes on with "
-                    "the next `pipeline up`"
-                )
-            time.sleep(POLL_SECONDS)
+
+        return _watch(store, job_id, home, show, deadline)
+
+
+def follow_output(
+    store: JobStore,
+    job_id: str,
+    home: Home,
+    output: BinaryIO | None,
+    deadline: float | None = None,
+) -> Job:
+    """Copy the job's output to `output` until the job has ended, or until `deadline`.
+
+    Returns the job. Raises PipelineError if no runner is up that could run the job.
+    """
+    offset = 0
+
+    def show(job: Job) -> None:
+        nonlocal offset
+        while output is not None and (text := read_log(home.jobs_dir, job_id, offset)):
+            offset += len(text)
+            output.write(text)
+            output.flush()
+
+    return _watch(store, job_id, home, show, deadline)
+
+
+def _watch(
+    store: JobStore,
+    job_id: str,
+    home: Home,
+    show: Callable[[Job], None],
+    deadline: float | None,
+) -> Job:
+    last_seen = time.monotonic()
+    while True:
+        # Read the job before its files, so that the files of an ended job are shown to their end.
+        job = store.get(job_id)
+        show(job)
+        if job.has_ended or (deadline is not None and time.monotonic() > deadline):
+            return job
+        if read_stack(home) is not None or (job.lease_until or 0) > time.time():
+            last_seen = time.monotonic()
+        elif time.monotonic() - last_seen > NO_RUNNER_SECONDS:
+            raise PipelineError(
+                f"no runner is up, so {job.id} stays {job.state}; the job continues with the next "
+                "`pipeline up`"
+            )
+        time.sleep(POLL_SECONDS)
 
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress | None]:
-    """Bars; None where nothing that moves can be shown."""
+    """The progress bars; None if the console cannot show them."""
     if not console.is_terminal or console.quiet:
         yield None
         return
-    columns = (TextColumn("{task.description:>10}"), BarColumn(bar_width=32), _Took())
+    columns = (TextColumn("{task.description:>10}"), BarColumn(bar_width=32), _StageTime())
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
         yield progress
 
 
-class _Took(ProgressColumn):
-    """What a stage has taken by the job's own account, however late one looks at it."""
+class _StageTime(ProgressColumn):
+    """The duration of a stage, computed from the times that the job wrote, because the bar may be
+    shown later than the stage began."""
 
     def render(self, task: Task) -> Text:
         until = task.fields["ended"] or time.time()
         return Text(str(timedelta(seconds=int(until - task.fields["began"]))))
 
 
-class _Stages:
-    """What the job is at: waiting, running, or, by its metrics, a stage of the retraining."""
+class _StageDisplay:
+    """Shows what the job does: the job waits, runs, or is in a stage that its metrics name."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console
@@ -83,7 +123,7 @@ class _Stages:
         self._name: str | None = None
         self._is_over = False
         self._began = 0.0
-        """Unix time, as all times here."""
+        """Unix time, as all times in this class."""
         self._note = ""
         self._bar: TaskID | None = None
 
@@ -97,7 +137,7 @@ class _Stages:
     def follow_metric(self, metric: Metric) -> None:
         if metric.stage != self._name or (self._is_over and metric.event == "start"):
             if self._name == "running":
-                self._forget()
+                self._remove_bar()
             self.end(metric.time)
             self._begin(metric.stage, metric.time)
         if metric.event == "step" and metric.loss is not None:
@@ -110,7 +150,7 @@ class _Stages:
             self.end(metric.time)
 
     def end(self, at: float) -> None:
-        """Without effect on a stage that has ended."""
+        """Show the end of the stage. Does nothing if the stage has already ended."""
         if self._is_over:
             return
         self._is_over = True
@@ -126,8 +166,8 @@ class _Stages:
         if self._progress is not None:
             self._bar = self._progress.add_task(name, total=None, note=note, began=at, ended=None)
 
-    def _forget(self) -> None:
-        """What has stages is shown by them."""
+    def _remove_bar(self) -> None:
+        """The bars of the stages replace the bar `running`."""
         self._is_over = True
         if self._progress is not None and self._bar is not None:
             self._progress.remove_task(self._bar)

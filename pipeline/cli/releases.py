@@ -1,15 +1,16 @@
-"""`pipeline releases`: see what can be served, and choose what is."""
+"""`pipeline releases`: list, publish, check and remove releases, and choose the served one."""
 
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from jobs.counts import Counts
 from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.cli.repair import repair, rm
 from pipeline.cli.swap import swap_in
 from pipeline.cli.tables import print_table
 from pipeline.errors import PipelineError
@@ -19,19 +20,23 @@ if TYPE_CHECKING:
     from pipeline.settings import PipelineSettings
     from serving.weights.release import Release
 
-app = typer.Typer(help="List, show, swap, roll back, publish and prune.", no_args_is_help=True)
+app = typer.Typer(help="Manage releases, and choose which one is served.", no_args_is_help=True)
 
-ReleaseArgument = Annotated[str, typer.Argument(help="A release id, as `releases ls` shows it.")]
+app.command()(repair)
+app.command()(rm)
+
+ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from `releases ls`.")]
 
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first.
 
-    Losses are those of held-out rows, in nats per token; in brackets, what was served before had
-    them at. `-` is what was not measured, as where a commit brought no row that could be held out.
+    The column `rows` counts the rows that were learned and kept. For plain text, and for releases
+    of earlier versions, it shows the loss on the changed rows, before and after the training, in
+    nats per token.
     """
-    from serving.weights.releases import (
+    from serving.weights.release_store import (
         list_releases,
         pending_release,
         pinned_releases,
@@ -59,8 +64,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps(rows))
         return
-    losses = ("loss on new rows (before)", "on known rows (before)")
-    headings = ("release", "", *losses, "dataset revision", "parent", "mode")
+    headings = ("release", "", "rows", "dataset revision", "parent", "mode")
     columns = ("dataset_revision", "parent", "mode", "job_id", "created_at")
     print_table(
         (*headings, "job", "created"),
@@ -68,7 +72,7 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
             (
                 str(row["id"]),
                 " ".join(name for name in ("served", "pending", "pinned") if row[name]),
-                *_losses(row["evaluation"]),
+                _rows(row["evaluation"]),
                 *(str(row[key] or "-") for key in columns),
             )
             for row in rows
@@ -81,9 +85,11 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
 def show(
     release: ReleaseArgument,
     pipeline: PipelineOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As it is in any case.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="No effect: the output is always JSON.")
+    ] = False,
 ) -> None:
-    """Print a release's manifest, but for its tensors, as JSON."""
+    """Print a release's manifest as JSON, without the list of its tensors."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
@@ -91,16 +97,23 @@ def show(
 def swap(
     release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
-    """Serve this release; without a server, leave it for the next one to start."""
-    swap_in(_configured(pipeline), _load(pipeline, release).id, as_json=as_json)
+    """Serve this release. If no server is up, the next server that starts serves this release."""
+    from pipeline.lineage import job_context
+
+    name = pipeline or job_context(os.environ).pipeline
+    swap_in(_configured(name), _load(name, release).id, as_json=as_json)
 
 
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Serve what was served before, where that is older; else the release that the served one was
-    trained from, or the one before it."""
+    """Go back to an older release.
+
+    The choice is the release that was served before, if it is older than the served release. If
+    not, it is the served release's parent. If the parent is not older or is gone, it is the next
+    older release.
+    """
     from serving.errors import ReleaseError
-    from serving.weights.releases import (
+    from serving.weights.release_store import (
         list_releases,
         load_release,
         previous_release,
@@ -116,15 +129,15 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
     if not older:
         raise PipelineError(
-            f"{served.name} is the oldest release there is; `releases ls` shows all"
+            f"{served.name} is the oldest release; `releases ls` shows all releases"
         )
     try:
         parent = load_release(served).lineage.parent
     except ReleaseError as error:
-        # A damaged release is a reason to go back, and none to stay.
-        print(f"pipeline: {error}; going back to the one before it", file=sys.stderr)
+        # Going back must also work if the served release is damaged.
+        print(f"pipeline: {error}; going back to an older release", file=sys.stderr)
         parent = None
-    # Never a newer one: going back twice is not going forth.
+    # Choose only older releases: a second rollback must go further back, not undo the first.
     choices = (previous_release(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
@@ -132,36 +145,45 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
 
 @app.command()
 def publish(
-    folder: Annotated[Path, typer.Argument(help="A checkpoint folder of any trainer.")],
+    folder: Annotated[Path, typer.Argument(help="A checkpoint folder, from any trainer.")],
     pipeline: PipelineOption = None,
     format: Annotated[
         Literal["safetensors", "bin"] | None,
-        typer.Option(help="Write the shards so; by default they stay as they are."),
+        typer.Option(help="Convert the shards to this format. Default: unchanged."),
     ] = None,
     parent: Annotated[
         str | None,
-        typer.Option(help="The release it was trained from; in a job, the served one by default."),
+        typer.Option(
+            help="The release that the checkpoint was trained from. Default in a job: the served "
+            "release."
+        ),
     ] = None,
     revision: Annotated[
         str | None,
-        typer.Option(help="The commit whose rows it has seen; in a job, the job's by default."),
+        typer.Option(
+            help="The dataset commit that the checkpoint was trained on. Default in a job: the "
+            "commit of the job."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a folder, give it a manifest and an id, and keep it among the releases.
+    """Make a release of a checkpoint folder: check the folder, copy it, write a manifest and give
+    the release an id.
 
-    In a job, the manifest names the job and its dataset too.
+    In a job, the manifest also names the job and its dataset.
     """
-    from pipeline.lineage import lineage, told_by_job
+    from pipeline.lineage import job_context, lineage
     from serving.weights.publish import publish_folder
-    from serving.weights.releases import served_release
+    from serving.weights.release_store import served_release
 
-    told = told_by_job(os.environ)
-    target = _folder(pipeline or told.pipeline)
+    context = job_context(os.environ)
+    target = _folder(pipeline or context.pipeline)
     if parent is not None:
-        _load(pipeline or told.pipeline, parent)
+        _load(pipeline or context.pipeline, parent)
     served = served_release(target)
-    origin = lineage(told, parent=parent, served=served.name if served else None, revision=revision)
+    origin = lineage(
+        context, parent=parent, served=served.name if served else None, revision=revision
+    )
     release = publish_folder(target, folder, lineage=origin, format=format)
     path = str(target / release.id)
     print(json.dumps({"id": release.id, "path": path}) if as_json else f"{release.id}  {path}")
@@ -169,12 +191,14 @@ def publish(
 
 @app.command()
 def verify(
-    release: Annotated[str | None, typer.Argument(help="One; by default all of them.")] = None,
+    release: Annotated[
+        str | None, typer.Argument(help="The id of a release. Default: every release.")
+    ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every byte of a release against its manifest."""
-    from serving.weights.releases import release_ids
+    """Check every byte of a release against the digests in its manifest."""
+    from serving.weights.release_store import release_ids
     from serving.weights.verify import verify_release
 
     folder = _folder(pipeline)
@@ -182,7 +206,7 @@ def verify(
     for release_id in [release] if release else release_ids(folder):
         faults[release_id] = verify_release(folder / release_id)
         if not as_json:
-            print(f"{release_id}  {'; '.join(faults[release_id]) or 'whole'}")
+            print(f"{release_id}  {'; '.join(faults[release_id]) or 'complete'}")
     if as_json:
         print(json.dumps([{"id": name, "faults": found} for name, found in faults.items()]))
     if any(faults.values()):
@@ -191,16 +215,18 @@ def verify(
 
 @app.command()
 def prune(
-    keep: Annotated[int | None, typer.Option(help="By default the pipeline's `keep`.")] = None,
+    keep: Annotated[
+        int | None, typer.Option(help="How many releases to keep. Default: `keep` in the settings.")
+    ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old releases; never the served one, a pinned one, or one that waits for a server."""
+    """Remove old releases, but never the served, the pending or a pinned release."""
     from pipeline.settings import load_settings
-    from serving.weights.releases import prune as prune_releases
+    from serving.weights.release_store import prune as prune_releases
 
-    wanted = keep if keep is not None else load_settings().pipeline(pipeline).keep
-    removed = prune_releases(_folder(pipeline), wanted)
+    num_kept = keep if keep is not None else load_settings().pipeline(pipeline).keep
+    removed = prune_releases(_folder(pipeline), num_kept)
     if as_json:
         print(json.dumps({"removed": removed}))
     else:
@@ -209,8 +235,8 @@ def prune(
 
 @app.command()
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Keep a release whatever its age."""
-    from serving.weights.releases import pin as pin_release
+    """Pin a release, so that it is never pruned."""
+    from serving.weights.release_store import pin as pin_release
 
     pin_release(_folder(pipeline), release)
     print(f"{release} is kept until it is unpinned")
@@ -218,24 +244,24 @@ def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 @app.command()
 def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Let a release be pruned like any other."""
-    from serving.weights.releases import unpin as unpin_release
+    """Unpin a release, so that it is pruned like any other."""
+    from serving.weights.release_store import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)
-    print(f"{release} is pruned when its time comes")
+    print(f"{release} is no longer pinned, and will be pruned like any other")
 
 
-def _losses(evaluation: Any) -> Iterator[str]:
-    """On the rows of the new range, and on those known before. What was published by hand may have
-    any evaluation, or none."""
-    for rows in ("new", "known"):
-        found = evaluation.get(rows) if isinstance(evaluation, dict) else None
-        told = found if isinstance(found, dict) else {}
-        own, before = (
-            f"{told[key]:.4f}" if isinstance(told.get(key), float) else None
-            for key in ("loss", "served_loss")
-        )
-        yield "-" if own is None else own if before is None else f"{own} ({before})"
+def _rows(evaluation: Any) -> str:
+    """What the release learned and kept. A release that was published by hand may have no
+    evaluation, or one of another form."""
+    if not isinstance(evaluation, dict):
+        return "-"
+    if isinstance(evaluation.get("counts"), dict):
+        return str(Counts.model_validate(evaluation["counts"])) or "-"
+    found = evaluation.get("new")
+    losses = [found.get(key) for key in ("served_loss", "loss")] if isinstance(found, dict) else []
+    known = [f"{loss:.2f}" for loss in losses if isinstance(loss, float)]
+    return f"loss {' → '.join(known)}" if known else "-"
 
 
 def _configured(pipeline: str | None) -> "PipelineSettings":
@@ -249,12 +275,12 @@ def _folder(pipeline: str | None) -> Path:
 
 
 def _load(pipeline: str | None, release_id: str) -> "Release":
-    from serving.weights.releases import load_release, release_number
+    from serving.weights.release_store import load_release, release_number
 
     release_number(release_id)
     folder = _folder(pipeline) / release_id
     if not folder.exists():
         raise PipelineError(
-            f"there is no release {release_id}; `pipeline releases ls` lists those there are"
+            f"there is no release {release_id}; `pipeline releases ls` lists all releases"
         )
     return load_release(folder)

@@ -1,4 +1,5 @@
-"""The parts of the stack as commands of their own: hub, receiver, server."""
+"""`pipeline hub`, `pipeline receiver` and `pipeline serve`: the services of the stack, each as a
+command."""
 
 import os
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from jobs.folder import COMPUTING
+from pipeline.cli.options import PipelineOption
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -14,15 +16,15 @@ if TYPE_CHECKING:
     from serving.engine import Engine
     from serving.settings import ServingSettings
 
-HostOption = Annotated[str | None, typer.Option(help="In place of the settings'.")]
+HostOption = Annotated[str | None, typer.Option(help="Overrules `host` in the settings.")]
 EngineName = Literal["torch", "vllm", "sglang", "echo"]
 _READ_SECRET = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
 
-PortOption = Annotated[int | None, typer.Option(help="In place of the settings'.")]
+PortOption = Annotated[int | None, typer.Option(help="Overrules `port` in the settings.")]
 
 
 def hub(host: HostOption = None, port: PortOption = None) -> None:
-    """Serve the embedded hub: git repositories and webhooks, port 8070."""
+    """Run the embedded hub: git repositories and webhooks, on port 8070 by default."""
     from pipeline.hub.app import create_app
     from pipeline.hub.server import serve
     from pipeline.job_store import open_job_store
@@ -32,7 +34,7 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
-    hub_settings = settings.hub.model_copy(update=_given(host=host, port=port))
+    hub_settings = settings.hub.model_copy(update=_without_none(host=host, port=port))
     tokens = load_tokens(home.tokens_file)
     with open_job_store(settings, home) as store:
         app = create_app(
@@ -53,17 +55,18 @@ def receiver(
         typer.Option(help="ssh://user@host[:port], or a command that prints a public URL."),
     ] = None,
     public_url: Annotated[
-        str | None, typer.Option(help="How senders reach the receiver, if they can already.")
+        str | None,
+        typer.Option(help="The URL at which senders reach the receiver without a tunnel."),
     ] = None,
 ) -> None:
-    """Serve the webhook receiver with the retrain handler, port 7860."""
+    """Run the webhook receiver, which starts retraining jobs, on port 7860 by default."""
     from pipeline.job_store import open_job_store
     from pipeline.logs import log_to_stderr
     from pipeline.rules import retrain_rules
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from receiver.metrics import measure
-    from receiver.moved_webhooks import Hub
+    from receiver.moved_webhooks import HubCredentials
     from receiver.retrain import retrain_handler
     from receiver.senders import PushSender
     from receiver.server import WebhooksServer
@@ -72,18 +75,20 @@ def receiver(
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "receiver")
     tokens = load_tokens(home.tokens_file)
-    told = {
+    receiver_settings = {
         "deliveries_path": home.root / "receiver.db",
         **settings.receiver.model_dump(exclude_unset=True),
-        **_given(tunnel=tunnel, public_url=public_url),
+        **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # Public URLs are for hubs elsewhere, which are reached with a token of the user's own.
-    elsewhere = [Hub(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
+    # When the public URL changes, webhooks on another hub are updated, with the user's own token.
+    elsewhere = (
+        [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
+    )
     with open_job_store(settings, home) as store:
         server = WebhooksServer(
             webhook_secret=tokens.webhook,
-            settings=ReceiverSettings.model_validate(told),
-            hubs=[Hub(endpoint=settings.hub_url, token=tokens.hub), *elsewhere],
+            settings=ReceiverSettings.model_validate(receiver_settings),
+            hubs=[HubCredentials(endpoint=settings.hub_url, token=tokens.hub), *elsewhere],
             secret_in_shell=f"\"$(python3 -c '{_READ_SECRET}' {home.root.name}/tokens.json)\"",
         )
         measure(server.app)
@@ -98,22 +103,25 @@ def receiver(
 def serve(
     release: Annotated[
         str | None,
-        typer.Argument(help="A release id, or any checkpoint folder; else what is current."),
+        typer.Argument(help="A release id or a checkpoint folder. Default: the current release."),
     ] = None,
-    pipeline: Annotated[str | None, typer.Option(help="Which one, of several.")] = None,
+    pipeline: PipelineOption = None,
     engine: Annotated[
-        EngineName | None, typer.Option(help="In place of the settings'.", show_choices=True)
+        EngineName | None, typer.Option(help="Overrules `engine` in the settings.")
     ] = None,
     upstream: Annotated[
-        str | None, typer.Option(help="Where SGLang listens, for --engine sglang.")
+        str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="Keys that may ask, one per line.")
+        Path | None, typer.Option(help="A file of API keys that are accepted, one per line.")
     ] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
-    """Serve completions, port 8000: of the current release, and of each one swapped in."""
+    """Run the completion server, on port 8000 by default.
+
+    The server serves the current release until another release is swapped in.
+    """
     from pipeline.logs import log_to_stderr
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
@@ -124,13 +132,14 @@ def serve(
     log_to_stderr(settings.logs, "serve")
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
-        # A folder can be served without a pipeline; requests then call it by its name.
+        # A folder can be served without any pipeline. Requests then use the folder's name as
+        # `model`.
         name, own_port = folder.resolve().name, settings.serving.port
     else:
         configured = settings.pipeline(pipeline)
         name, own_port = configured.name, settings.server_port(configured)
     serving = settings.serving.model_copy(
-        update=_given(
+        update=_without_none(
             host=host,
             port=own_port if port is None else port,
             engine=engine,
@@ -177,10 +186,10 @@ def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
                 )
     except ModuleNotFoundError as error:
         raise PipelineError(
-            f"--engine {settings.engine} needs {error.name}; install it with the extra: "
+            f"--engine {settings.engine} needs {error.name}; install it with this extra: "
             f"pip install 'hotpush[{extra}]'"
         ) from None
 
 
-def _given(**options: Any) -> dict[str, Any]:
+def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}

@@ -1,21 +1,26 @@
-"""`pipeline status`: what runs, what is served, what it has seen, what is queued, on one screen."""
+"""`pipeline status`: shows on one screen the services, the served release with its commit, and the
+queue."""
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.options import JsonOption
 from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from jobs.job import Job
 
 
 def status(
     as_json: JsonOption = False,
 ) -> None:
-    """Show what runs, what is served, which commit it has seen, and what is queued."""
+    """Show the services, the served release and its dataset commit, and the queued jobs."""
     from pipeline.settings import load_settings
 
-    report = gather(Home.find(), load_settings())
+    report = status_report(Home.find(), load_settings())
     if as_json:
         print(json.dumps(report))
         return
@@ -44,27 +49,34 @@ def status(
         if served is None:
             console.print("  serves       nothing yet")
         else:
-            # The server's own word where it gave one, else what `current` says.
+            # If the server does not answer, `served` comes from the link `current`, which names the
+            # release that was served last.
             verb = "serves     " if served["is_live"] else "served last"
             seen = _seen(served, head, pipeline["head_changes_no_row"])
             console.print(f"  {verb}  {served['release']}, {seen}")
+            if served["stands_in_for"]:
+                console.print(f"  damaged      {_stands_in(served)}")
+            elif served["reason"]:
+                console.print(f"  damaged      {served['reason']}; try: pipeline releases repair")
         if pipeline["pending_release"]:
             pending = pipeline["pending_release"]
-            console.print(f"  pending      {pending}, for the next server to start")
+            console.print(f"  pending      {pending}, which the next server to start will serve")
         for job in pipeline["queue"]:
             console.print(f"  queue        {job['line']}")
         if pipeline["last_job"]:
             console.print(f"  last job     {pipeline['last_job']['line']}")
+        if pipeline["refused"]:
+            console.print(f"  refused      {pipeline['refused']}")
 
 
-def gather(home: Home, settings: Any) -> dict[str, Any]:
-    """The report as `--json` prints it."""
+def status_report(home: Home, settings: Any) -> dict[str, Any]:
+    """The report that `--json` prints."""
     from jobs.launchers.process import is_alive
     from pipeline.job_store import reading_jobs
     from pipeline.journal import describe
     from pipeline.stack import read_stack, stale_settings
     from pipeline.versions import installed_versions
-    from serving.weights.releases import pending_release
+    from serving.weights.release_store import pending_release
 
     record = read_stack(home)
     children = record.children if record else ()
@@ -76,8 +88,8 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
         "notices": [
             *([changed] if changed else []),
             *(
-                f"webhook {webhook['id']} is suspended after repeated failure, and what happens "
-                f"waits; to deliver it: pipeline webhooks enable {webhook['id']}"
+                f"webhook {webhook['id']} is suspended after repeated failures, and its deliveries "
+                f"wait; to send the deliveries: pipeline webhooks enable {webhook['id']}"
                 for webhook in suspended
             ),
         ],
@@ -133,9 +145,22 @@ def gather(home: Home, settings: Any) -> dict[str, Any]:
                         (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
+                    "refused": _refused(jobs),
                 }
             )
     return report
+
+
+def _refused(jobs: Sequence["Job"]) -> str | None:
+    """How to go on if the gate refused the last job that ended; None if it did not."""
+    last = next((job for job in jobs if job.has_ended), None)
+    if last is None or last.outcome is None or last.outcome.result != "rejected":
+        return None
+    revision = (last.outcome.dataset_revision or "unknown")[:12]
+    return (
+        f"the rows of {revision} are trained again together with the next commit: push a "
+        "correction, or accept these rows as they are: pipeline jobs run --force --reason WHY"
+    )
 
 
 def _seen(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
@@ -146,54 +171,52 @@ def _seen(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -
         return f"which has seen {seen[:12]}"
     if head == seen:
         return f"which has seen {seen[:12]}, the head"
-    which = ", which changes no row" if head_changes_no_row else ""
-    return f"which has seen {seen[:12]}, behind the head {head[:12]}{which}"
+    note = ", which changes no row" if head_changes_no_row else ""
+    return f"which has seen {seen[:12]}, behind the head {head[:12]}{note}"
+
+
+def _stands_in(served: dict[str, Any]) -> str:
+    reason = served["reason"] or f"{served['stands_in_for']} could not be served"
+    return (
+        f"{reason}; {served['release']} stands in for it, and the next training learns its rows "
+        "again: pipeline jobs run"
+    )
 
 
 def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
-    """What the server says that it serves; without its word, what was served last."""
+    """The release that the server reports; if no server answers, the release that was served
+    last."""
+    from pipeline.probes import server_state
     from serving.errors import ReleaseError
-    from serving.weights.releases import load_release, served_release
+    from serving.weights.release_store import load_release, served_release, stood_in_for
 
-    release_id, revision, unreadable = None, None, None
-    live = _live(url)
-    if live is not None:
-        release_id, revision = live.get("release"), live.get("dataset_revision")
-    else:
+    answer = server_state(url)
+    release_id, revision, unreadable = answer.get("release"), answer.get("dataset_revision"), None
+    is_live, stands_in_for = release_id is not None, answer.get("stands_in_for")
+    if not is_live:
         try:
             served = served_release(pipeline_dir)
             if served is None:
                 return None
             release_id = served.name
+            if not answer:  # a server that answers knows better than the disk
+                stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision
         except ReleaseError as error:
             release_id, unreadable = release_id or "current", str(error)
     return {
         "release": release_id,
-        "is_live": live is not None,
+        "is_live": is_live,
         "dataset_revision": revision,
+        "stands_in_for": stands_in_for,
+        "reason": answer.get("reason"),
         "unreadable": unreadable,
         "url": url,
     }
 
 
-def _live(url: str) -> dict[str, Any] | None:
-    """The server's `/health`; None where none is up, or it waits for a release."""
-    import httpx
-
-    try:
-        response = httpx.get(f"{url}/health", timeout=5, trust_env=False)
-    except httpx.HTTPError:
-        return None
-    try:
-        answer = response.json()
-    except ValueError:  # something else listens there
-        return None
-    return answer if isinstance(answer, dict) and answer.get("release") else None
-
-
 def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
-    """Of the hub that is up; none where it does not say."""
+    """The suspended webhooks of the hub; empty if the hub does not answer."""
     from pipeline.tokens import load_tokens
     from receiver.errors import ReceiverError
     from receiver.webhooks import list_webhooks
@@ -211,7 +234,7 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
 
 
 def _head(home: Home, settings: Any, pipeline: Any) -> str | None:
-    """The newest commit on the hub; None where the hub does not say."""
+    """The newest commit of the followed branch on the hub; None if the hub does not answer."""
     import httpx
 
     from pipeline.tokens import load_tokens

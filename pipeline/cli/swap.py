@@ -1,4 +1,4 @@
-"""Asks the server of a pipeline what it serves, and to serve another release."""
+"""Asks the server of a pipeline to serve another release, and prints the result."""
 
 import json
 from typing import TYPE_CHECKING
@@ -14,49 +14,43 @@ if TYPE_CHECKING:
 
 
 def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> None:
-    """Have the release served, and print what came of it; without a server, leave it for the next.
+    """Swap to the release and print the result. If no server is up, the next server that starts
+    serves the release.
 
-    Ends the command with 1 where the server did not take it.
+    Exits with 1 if the server answers but does not serve the release.
     """
     import httpx
-    from pydantic import ValidationError
 
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
-    from serving.swap_schemas import SwapRequest, SwapResult
-    from serving.weights.releases import clear_pending, set_pending
+    from serving.errors import SwapAnswerError
+    from serving.swap_client import request_swap
+    from serving.weights.release_store import clear_pending, set_pending
 
     home = Home.find()
     url, folder = load_settings().server_url(pipeline), home.releases_dir / pipeline.name
-    # The marker comes first: a server that starts after the attempt finds the release by it.
+    # First mark the release as pending, so that a server that starts after the attempt finds it.
     set_pending(folder, release)
     try:
-        response = httpx.post(
-            f"{url}/admin/swap",
-            json=SwapRequest(release=release).model_dump(),
-            headers={"Authorization": f"Bearer {load_tokens(home.tokens_file).admin}"},
-            timeout=600,
-            trust_env=False,
-        )
+        result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
     except httpx.ConnectError:
         if as_json:
             print(json.dumps({"result": "pending", "release": release}))
         else:
-            print(f"no server is up on {url}; the next one to start will serve {release}")
+            print(f"no server is up on {url}; the next server that starts will serve {release}")
         return
     except httpx.TransportError as error:
         raise PipelineError(
-            f"{url} gave no answer ({error!r}); it serves {release} at its next start"
+            f"{url} gave no answer ({error!r}); the server will serve {release} at its next start"
         ) from None
-    # Whatever the answer: nobody expects another release of a later restart.
-    clear_pending(folder, release)
-    try:
-        result = SwapResult.model_validate_json(response.content)
-    except ValidationError:
+    except SwapAnswerError as error:
+        clear_pending(folder, release)
         raise PipelineError(
-            f"{url} is not the server of this state folder: it answered {response.status_code}, "
-            f"{response.text[:300].strip() or '(nothing)'}"
+            f"the server on {url} is not the server of this state folder: {error}"
         ) from None
+    # Clear the mark after every result, so that a later restart does not change the release by
+    # surprise.
+    clear_pending(folder, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":
         raise typer.Exit(1)
@@ -66,7 +60,7 @@ def _in_words(result: "SwapResult") -> str:
     if result.result != "live":
         return f"{result.result} in {result.phase}: {'; '.join(result.reasons)}"
     if not result.seconds:
-        return f"{result.release} is served already"
+        return f"{result.release} is already served"
     is_first = result.previous in (None, result.release)
     instead = "" if is_first else f", instead of {result.previous}"
     return f"{result.release} is served{instead} ({sum(result.seconds.values()):.2f} s)"

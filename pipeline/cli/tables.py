@@ -1,10 +1,10 @@
-"""Prints a listing: columns as wide as what is in them, so that no id is ever cut."""
+"""Prints a table. Each column is as wide as its widest cell, so that no id is cut."""
 
 from collections.abc import Sequence
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, empty: str) -> None:
-    """`empty` is printed where there is no row. A row's line breaks are shown as spaces."""
+    """Print the rows, or `empty` if there are none. Line breaks in a cell become spaces."""
     if not rows:
         print(empty)
         return

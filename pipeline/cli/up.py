@@ -1,4 +1,4 @@
-"""`pipeline up` and `pipeline down`: the whole stack, in the foreground or detached."""
+"""`pipeline up` and `pipeline down`: start and stop the whole stack."""
 
 import os
 import signal
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 def up(
     detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return once it is up; stop it with `down`.")
+        bool,
+        typer.Option(
+            "--detach", "-d", help="Return when the stack is up. Stop it later with `down`."
+        ),
     ] = False,
 ) -> None:
-    """Start hub, receiver, runner and server, and keep them up until Ctrl-C."""
+    """Start the hub, the receiver, the job runner and the server. Restart any of them that ends.
+    Run until Ctrl-C."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings
@@ -45,7 +49,7 @@ def up(
     from pipeline.subscriptions import subscribe
     from pipeline.tokens import load_tokens
 
-    # Ctrl-C and `down` end the same way.
+    # `down` sends SIGTERM, which must end the stack as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
     stack = Stack(home, services)
@@ -55,21 +59,22 @@ def up(
         stack.mark_ready()
         _say_where_to_push(settings)
         journal = Journal(open_job_store(settings, home))
-        trouble = None
+        store_error = None
         while True:
             try:
-                news, earlier, trouble = journal.news(), trouble, None
+                lines, store_error = journal.news(), None
             except StoreError as error:
-                # A full disk, say: that is a reason to tell it, once, and none to stop.
-                news, earlier, trouble = [], trouble, str(error)
-            told = [trouble] if trouble is not None and trouble != earlier else []
-            for line in [*stack.tend(), *news, *told]:
+                # For example, the disk is full. Print the error once and go on, because it is no
+                # reason to stop the stack.
+                lines = [] if str(error) == store_error else [str(error)]
+                store_error = str(error)
+            for line in [*stack.restart_ended(), *lines]:
                 print(line, flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:
         print("stopping")
     finally:
-        # Stopping takes a moment; a second Ctrl-C must not leave half of it running.
+        # Stopping takes a moment. A second Ctrl-C during this must not leave children running.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()
@@ -127,7 +132,7 @@ def _detach(home: Home) -> None:
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:
-        # Nobody was told that it is up, so nobody would stop it.
+        # The user has not been told that the stack is up, and so would not stop it.
         process.terminate()
         process.wait()
         raise

@@ -1,6 +1,7 @@
-"""`pipeline webhooks deliveries | replay | test`: what webhooks were sent, and sending it again.
+"""`pipeline webhooks deliveries | replay | test`: list deliveries and send them again.
 
-Over the embedded hub's own routes; the Hugging Face Hub shows the same on its pages only.
+These commands use routes that only the embedded hub has. The Hugging Face Hub shows deliveries only
+on its web pages.
 """
 
 import json
@@ -11,37 +12,39 @@ import typer
 
 from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.tables import print_table
-from pipeline.cli.webhooks import EndpointOption, WebhookArgument, hub
+from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument, hub_access
 from pipeline.errors import PipelineError
 
 WAIT_SECONDS = 30.0
-"""How long `test` waits for an attempt to end; the hub gives up on one before."""
+"""How long `test` waits for an attempt. The hub's own timeout for an attempt is shorter by
+default."""
 
 DeliveryArgument = Annotated[
-    str, typer.Argument(help="A delivery's id, as `webhooks deliveries` shows it.")
+    str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
 ]
 StatusOption = Annotated[
-    Literal["pending", "delivered", "dead"] | None, typer.Option(help="Those in this state only.")
+    Literal["pending", "delivered", "dead"] | None,
+    typer.Option(help="Only deliveries in this state."),
 ]
 
 
 def add_to(app: typer.Typer) -> None:
-    """Makes these commands members of the group `webhooks`."""
+    """Add these commands to the command group `webhooks`."""
     for command in (deliveries, replay, test):
         app.command()(command)
 
 
 def deliveries(
     webhook_id: Annotated[
-        str | None, typer.Argument(help="Of this webhook; of all without it.")
+        str | None, typer.Argument(help="Only deliveries of this webhook.")
     ] = None,
     status: StatusOption = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list.")] = 20,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """List what was sent and how that ended, newest first."""
+    """List deliveries with their status and the receiver's answer, newest first."""
     path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
     wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
     found = _call("GET", path, endpoint, wanted)
@@ -70,7 +73,11 @@ def deliveries(
 def replay(
     delivery_id: DeliveryArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Under a new id, so that the work is done again.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Send the delivery under a new id, so that the receiver handles it again.",
+        ),
     ] = False,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
@@ -78,7 +85,8 @@ def replay(
 ) -> None:
     """Send a delivery again, to the webhook's present URL.
 
-    Under its old id, so that a receiver that did the work answers with the first result.
+    The delivery keeps its id. A receiver that has already handled the delivery therefore gives its
+    first answer again.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
@@ -96,9 +104,9 @@ def test(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Send an event that nothing needs to be done about, and wait for the answer.
+    """Send a test event, which starts no job, and wait for the receiver's answer.
 
-    The exit code is 1 where the answer is not 2xx, or where there is none.
+    The exit code is 1 if the answer is not 2xx, or if there is no answer.
     """
     sent = _call("POST", f"webhooks/{webhook_id}/test", endpoint, {})["delivery"]
     deadline = time.monotonic() + WAIT_SECONDS
@@ -110,7 +118,7 @@ def test(
     elif quiet:
         print(sent["id"])
     else:
-        print(f"Webhook {webhook_id}: {_answer(sent) or 'other deliveries are before this one'}")
+        print(f"Webhook {webhook_id}: {_answer(sent) or 'not sent yet: others are sent first'}")
     if sent["status"] != "delivered":
         raise typer.Exit(1)
 
@@ -124,14 +132,15 @@ def _answer(delivery: dict[str, Any]) -> str:
 
 
 def _call(method: str, path: str, endpoint: str | None, query: dict[str, str]) -> Any:
-    """The JSON of the hub's answer. Raises PipelineError with the reason where there is none."""
+    """The JSON of the hub's answer. Raises PipelineError if the answer has no JSON or is an
+    error."""
     import os
 
     import httpx
 
-    where = hub(endpoint)
-    token = where["token"] or os.environ.get("HF_TOKEN")
-    url = f"{where['endpoint'].rstrip('/')}/api/settings/{path}"
+    access = hub_access(endpoint)
+    token = access["token"] or os.environ.get("HF_TOKEN")
+    url = f"{access['endpoint'].rstrip('/')}/api/settings/{path}"
     try:
         answer = httpx.request(
             method,
@@ -143,7 +152,7 @@ def _call(method: str, path: str, endpoint: str | None, query: dict[str, str]) -
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PipelineError(
-            f"the hub at {where['endpoint']} cannot be reached ({error}); start it, or give "
+            f"the hub at {access['endpoint']} cannot be reached ({error}); start the hub, or give "
             "another --endpoint"
         ) from None
     try:
@@ -154,5 +163,5 @@ def _call(method: str, path: str, endpoint: str | None, query: dict[str, str]) -
         return body
     reason = body.get("error") if isinstance(body, dict) else None
     raise PipelineError(
-        f"the hub answered {answer.status_code}: {reason or 'it has no record of deliveries'}"
+        f"the hub answered {answer.status_code}: {reason or 'the hub does not have this route'}"
     )

@@ -11,14 +11,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub import outbox, suspension, webhooks
-from pipeline.hub.answers import iso_time, query_int
+from pipeline.hub import outbox, suspension, webhook_store
 from pipeline.hub.errors import BadRequest
+from pipeline.hub.http_json import iso_time, query_int
 from pipeline.hub.names import RepositoryName
-from pipeline.hub.outbox import Delivery, DeliveryStatus
+from pipeline.hub.outbox import DeliveryStatus, OutboxDelivery
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub, hub_of
-from pipeline.hub.webhooks import Webhook
+from pipeline.hub.webhook_store import StoredWebhook
 
 _WEBHOOK = "/api/settings/webhooks/{id}"
 
@@ -54,7 +54,7 @@ async def _list(request: Request, webhook_id: str | None) -> Response:
     def read() -> list[dict[str, object]]:
         with hub.database.read() as connection:
             if webhook_id is not None:
-                webhooks.get_webhook(connection, webhook_id)
+                webhook_store.get_webhook(connection, webhook_id)
             found = outbox.list_deliveries(
                 connection,
                 webhook_id,
@@ -70,7 +70,7 @@ async def show(request: Request) -> Response:
     hub = hub_of(request)
     delivery_id = request.path_params["delivery_id"]
 
-    def read() -> Delivery:
+    def read() -> OutboxDelivery:
         with hub.database.read() as connection:
             id = outbox.webhook_of(connection, delivery_id)
             return outbox.get_delivery(connection, id, delivery_id)
@@ -96,11 +96,11 @@ async def _replay(request: Request, webhook_id: str | None) -> Response:
     return JSONResponse({"delivery": as_json(delivery)})
 
 
-def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> Delivery:
+def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> OutboxDelivery:
     """Raises WebhookNotFound, and BadRequest for a webhook that sends nothing."""
     with hub.database.write() as connection:
         id = webhook_id or outbox.webhook_of(connection, delivery_id)
-        webhook = webhooks.get_webhook(connection, id)
+        webhook = webhook_store.get_webhook(connection, id)
         _check_enabled(webhook)
         delivery = outbox.replay(connection, id, delivery_id, force=force)
         suspension.probe_now(connection, webhook)
@@ -112,9 +112,9 @@ async def send_test(request: Request) -> Response:
     """Sends an event of the scope `ping`, which a receiver answers and does nothing about."""
     hub = hub_of(request)
 
-    def act() -> Delivery:
+    def act() -> OutboxDelivery:
         with hub.database.write() as connection:
-            webhook = webhooks.get_webhook(connection, request.path_params["id"])
+            webhook = webhook_store.get_webhook(connection, request.path_params["id"])
             _check_enabled(webhook)
             id = hub.log.ping(connection, webhook, _subject(connection, hub, webhook))
             suspension.probe_now(connection, webhook)
@@ -125,12 +125,12 @@ async def send_test(request: Request) -> Response:
     return JSONResponse({"delivery": as_json(delivery)})
 
 
-def _check_enabled(webhook: Webhook) -> None:
+def _check_enabled(webhook: StoredWebhook) -> None:
     if webhook.disabled:
         raise BadRequest(f"Webhook {webhook.id} is disabled and sends nothing: enable it first.")
 
 
-def _subject(connection: Connection, hub: Hub, webhook: Webhook) -> Repository:
+def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Repository:
     """A repository that the webhook watches, be it one that is still to come."""
     for repository in hub.repositories.all(connection):
         if any(item.covers(repository.name) for item in webhook.watched):
@@ -147,7 +147,7 @@ def _subject(connection: Connection, hub: Hub, webhook: Webhook) -> Repository:
     )
 
 
-def as_json(delivery: Delivery) -> dict[str, object]:
+def as_json(delivery: OutboxDelivery) -> dict[str, object]:
     times = ("created_at", "next_attempt_at", "last_attempt_at")
     facts: dict[str, object] = asdict(delivery)
     for name in times:

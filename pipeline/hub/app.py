@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jobs.store import JobStore
 from pipeline.hub import (
     activity_routes,
-    answers,
     auth,
     content_routes,
     git_http,
+    http_json,
     outbox,
     pages,
     ref_routes,
@@ -35,14 +35,14 @@ from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_http import GitHttp
-from pipeline.hub.launching import JobLauncher
+from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
 from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import SecretBox
+from pipeline.hub.webhook_store import SecretCipher
 
 # The registry of agents is what the client fetches before it has read a token.
 _OPEN_PATHS = frozenset({"/health", "/api/agent-harnesses"})
@@ -84,7 +84,7 @@ def create_app(
     """
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
-    box = SecretBox(secret_key)
+    cipher = SecretCipher(secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with _only_hub_in(root):
@@ -95,7 +95,7 @@ def create_app(
         with _only_hub_in(root):
             database = open_database(_database_path(root))
             metrics = HubMetrics()
-            deliverer = Deliverer(database, settings, box, metrics, launcher)
+            deliverer = Deliverer(database, settings, cipher, metrics, launcher)
             log = EventLog(
                 database=database,
                 hub_url=settings.url,
@@ -124,7 +124,7 @@ def create_app(
                 database=database,
                 repositories=repositories,
                 log=log,
-                box=box,
+                cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
             )
@@ -151,9 +151,9 @@ def create_app(
             Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
         ],
         exception_handlers={
-            RequestError: answers.on_request_error,
-            HTTPException: answers.on_http_exception,
-            Exception: answers.on_crash,
+            RequestError: http_json.on_request_error,
+            HTTPException: http_json.on_http_exception,
+            Exception: http_json.on_crash,
         },
         lifespan=lifespan,
     )
@@ -166,8 +166,9 @@ def create_app(
             if scope["path"] not in _OPEN_PATHS:
                 try:
                     auth.check_token(scope["headers"], token)
+                    auth.check_site(scope)
                 except RequestError as error:
-                    await answers.error_response(error)(scope, receive, send)
+                    await http_json.error_response(error)(scope, receive, send)
                     return
         await api(scope, receive, send)
 

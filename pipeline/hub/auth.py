@@ -5,7 +5,13 @@ import binascii
 import secrets
 from collections.abc import Iterable
 
-from pipeline.hub.errors import Unauthorized
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from pipeline.hub.errors import Forbidden, Unauthorized
+from receiver.cross_site import other_site
+
+_READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> None:
@@ -17,6 +23,19 @@ def check_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> None:
         )
     if len(given) > 1 or not secrets.compare_digest(_token(given[0]), token.encode()):
         raise Unauthorized("Invalid credentials in Authorization header")
+
+
+def check_site(scope: Scope) -> None:
+    """Raises Forbidden for a change that a page of another site asks for.
+
+    A browser that knows the token adds it to such requests too.
+    """
+    site = None if scope["method"] in _READING else other_site(Headers(scope=scope))
+    if site is not None:
+        raise Forbidden(
+            f"The browser sends this for {site}, and only this hub's own pages may change "
+            "anything: use `pipeline`, `hf` or another client with the hub's token."
+        )
 
 
 def _token(value: bytes) -> bytes:

@@ -9,7 +9,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from pipeline.hub.answers import iso_time, next_page, query_int, read_body
 from pipeline.hub.contents import (
     SMALL_FILE_BYTES,
     Entry,
@@ -27,6 +26,7 @@ from pipeline.hub.errors import (
     RangeNotSatisfiable,
     RevisionNotFound,
 )
+from pipeline.hub.http_json import iso_time, next_page, query_int, read_body
 from pipeline.hub.names import RepositoryName, RepositoryType, file_path
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub

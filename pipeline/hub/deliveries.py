@@ -16,19 +16,19 @@ from sqlalchemy.exc import OperationalError
 from pipeline.hub import outbox, suspension
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError, WebhookNotFound
-from pipeline.hub.launching import JobLauncher
+from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.posting import Poster
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import SecretBox, Webhook, get_webhook
+from pipeline.hub.webhook_store import SecretCipher, StoredWebhook, get_webhook
 
 logger = logging.getLogger(__name__)
 
 BROKEN_OFF_SECONDS = 1.0
 
 _TURNS = {
-    "suspended": "webhook %s to %s is SUSPENDED: it failed too often in a row. Its deliveries "
+    "suspended": "webhook %s to %s is SUSPENDED: one delivery after another failed. They "
     "wait, one is tried now and then, and the first that succeeds ends this; so does "
     "`pipeline webhooks enable`.",
     "resumed": "webhook %s to %s answers again: its suspension is over, what waited is sent now.",
@@ -47,13 +47,13 @@ class Deliverer:
         self,
         database: Database,
         settings: HubSettings,
-        box: SecretBox,
+        cipher: SecretCipher,
         metrics: HubMetrics,
         launcher: JobLauncher | None,
     ) -> None:
         self._database = database
         self._settings = settings
-        self._box = box
+        self._cipher = cipher
         self._metrics = metrics
         self._launcher = launcher
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,13 +151,13 @@ class Deliverer:
             else:
                 refused_wait = self._settings.refused_min_seconds
 
-    def _next(self, webhook_id: str) -> tuple[Due, Webhook] | None:
+    def _next(self, webhook_id: str) -> tuple[Due, StoredWebhook] | None:
         with self._database.read() as connection:
             webhook = _as_it_is(connection, webhook_id)
             due = None if webhook is None else outbox.next_due(connection, webhook)
             return None if webhook is None or due is None else (due, webhook)
 
-    def _settle(self, due: Due, webhook: Webhook, attempt: Attempt) -> None:
+    def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
         # Lost with a power cut, it is sent again: the receiver knows the id.
         with self._database.write_relaxed() as connection:
             status = outbox.settle(connection, due, attempt, self._settings)
@@ -188,13 +188,13 @@ class Deliverer:
                 extra={"delivery_id": due.id},
             )
 
-    async def _attempt(self, poster: Poster, due: Due, webhook: Webhook) -> Attempt:
+    async def _attempt(self, poster: Poster, due: Due, webhook: StoredWebhook) -> Attempt:
         """Never raises: what goes wrong with a delivery is an attempt that failed."""
         try:
             if webhook.url is not None:
-                return await poster.post(due, webhook.url, self._box.open(webhook))
+                return await poster.post(due, webhook.url, self._cipher.decrypt_secret(webhook))
             if self._launcher is not None:
-                return await asyncio.to_thread(self._launcher.launch, due, webhook, self._box)
+                return await asyncio.to_thread(self._launcher.launch, due, webhook, self._cipher)
             error = "this hub was started without a store of jobs"
         except HubError as failure:
             error = str(failure)
@@ -217,7 +217,7 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
         pass
 
 
-def _as_it_is(connection: Connection, webhook_id: str) -> Webhook | None:
+def _as_it_is(connection: Connection, webhook_id: str) -> StoredWebhook | None:
     """None for one that was deleted."""
     try:
         return get_webhook(connection, webhook_id)

@@ -9,12 +9,12 @@ from sqlalchemy import Connection, delete, insert, select
 
 from pipeline.hub import outbox, payloads, schema
 from pipeline.hub.database import Database
-from pipeline.hub.marks import made_by_jobs
+from pipeline.hub.job_commits import made_by_jobs
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import DEFAULT_BRANCH
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
-from pipeline.hub.webhooks import Webhook, list_webhooks
+from pipeline.hub.webhook_store import StoredWebhook, list_webhooks
 from receiver.payload import PING, EventAction
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class EventLog:
                 not_before=webhook.probe_at or 0,
             )
 
-    def ping(self, connection: Connection, webhook: Webhook, about: Repository) -> str:
+    def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:
         """An event of the scope `ping`, told to `webhook` only; the id of its delivery.
 
         The caller calls `wake` after its commit.

@@ -9,21 +9,26 @@ from typing import IO
 
 from starlette.types import Receive, Scope, Send
 
+from pipeline.hub.cleanup import GRACE_SECONDS
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import KEEP_PREFIX, PLACE, git_environment
-from pipeline.hub.leftovers import GRACE_SECONDS
+from pipeline.hub.git_process import PLACE, PUSHED_PREFIXES, git_environment
 from pipeline.hub.repositories import Repository
 
 _CHUNK_BYTES = 64 * 1024
 
-# Whoever pushes `:main` means it, and cannot reach the configuration that git would refer them to.
-_CONFIG = {
-    "GIT_CONFIG_COUNT": "2",
-    "GIT_CONFIG_KEY_1": "transfer.hideRefs",
-    "GIT_CONFIG_VALUE_1": KEEP_PREFIX.rstrip("/"),
-    "GIT_CONFIG_KEY_0": "receive.denyDeleteCurrent",
-    "GIT_CONFIG_VALUE_0": "ignore",
-}
+_SETTINGS = (
+    # Whoever pushes `:main` means it, and cannot reach the configuration that git would refer to.
+    ("receive.denyDeleteCurrent", "ignore"),
+    # The last one that matches a ref decides. No client sees or moves a ref that is hidden.
+    ("transfer.hideRefs", "refs"),
+    *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
+)
+_CONFIG = {"GIT_CONFIG_COUNT": str(len(_SETTINGS))}
+for _number, (_key, _value) in enumerate(_SETTINGS):
+    _CONFIG |= {f"GIT_CONFIG_KEY_{_number}": _key, f"GIT_CONFIG_VALUE_{_number}": _value}
+
+_HIDDEN = b"deny updating a hidden ref"
+_REASON = f"This hub takes {' and '.join(PUSHED_PREFIXES)} only: push to a branch or a tag.\n"
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -149,6 +154,18 @@ def parse_head(head: bytes) -> tuple[int, Headers]:
         else:
             headers.append((name.lower(), value.strip()))
     return status, headers
+
+
+def with_reason(answer: bytes) -> bytes:
+    """The answer to a push; where git refused a hidden ref, with a line that says why.
+
+    Git prints the line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
+    """
+    # Only a client that takes side bands can be told: git's answer then begins with such a packet.
+    if _HIDDEN not in answer or answer[4:5] not in (b"\x01", b"\x02"):
+        return answer
+    line = b"\x02" + _REASON.encode()
+    return b"%04x%s%s" % (len(line) + 4, line, answer)
 
 
 async def send_start(send: Send, status: int, headers: Headers) -> None:

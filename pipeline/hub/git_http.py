@@ -15,6 +15,7 @@ from typing import IO, Literal
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub import auth, git_backend
+from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
 from pipeline.hub.errors import (
     BadRequest,
@@ -27,7 +28,6 @@ from pipeline.hub.errors import (
 )
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
-from pipeline.hub.leftovers import clear_repository
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryType, requested_name
 from pipeline.hub.reconcile import record_ref_changes
@@ -185,7 +185,7 @@ class GitHttp:
         # A big push begins with a POST that moves nothing; so does one that git refuses.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         self._metrics.pushes.labels(result=result).inc()
-        return status, headers, answer
+        return status, headers, git_backend.with_reason(answer)
 
 
 def _check(request: GitRequest, scope: Scope) -> None:

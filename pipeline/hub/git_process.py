@@ -11,6 +11,8 @@ PLACE = "GIT_PROJECT_ROOT"
 """In the environment of each git process: the repository that it works in."""
 KEEP_PREFIX = "refs/keep/"
 """Of the hub's own refs, which clients neither see nor move."""
+PUSHED_PREFIXES = ("refs/heads/", "refs/tags/")
+"""Of the refs that clients see and move. Any other ref might change what the hub reads."""
 
 
 def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -22,6 +24,8 @@ def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_OPTIONAL_LOCKS": "0",
+        # A ref refs/replace/SHA would have git give other bytes for this sha.
+        "GIT_NO_REPLACE_OBJECTS": "1",
         **(extra or {}),
     }
 

@@ -20,18 +20,20 @@ from sqlalchemy import (
     and_,
     delete,
     exists,
+    func,
     insert,
     or_,
     select,
     text,
     update,
 )
+from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.errors import WebhookNotFound
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import Webhook
+from pipeline.hub.webhook_store import StoredWebhook
 
 DeliveryStatus = Literal["pending", "delivered", "dead"]
 HEAD_CHARACTERS = 1000
@@ -82,7 +84,7 @@ def webhooks_to_serve(connection: Connection) -> list[str]:
     return [row.id for row in rows]
 
 
-def next_due(connection: Connection, webhook: Webhook) -> Due | None:
+def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
     """Of what is due now the oldest event's, else what is due soonest; None for nothing to send.
 
     For a suspended webhook: its next probe. For a disabled one: None.
@@ -91,12 +93,9 @@ def next_due(connection: Connection, webhook: Webhook) -> Due | None:
         return None
     of_webhook = select(table).where(table.c.webhook_id == webhook.id).limit(1)
     if webhook.suspended_at is not None:
-        waiting = or_(
-            table.c.status == "pending",
-            and_(table.c.status == "dead", table.c.last_attempt_at >= webhook.failing_since),
-        )
+        waiting = or_(table.c.status == "pending", died_unheard(webhook))
         row = connection.execute(
-            of_webhook.where(waiting).order_by(table.c.event_seq)
+            of_webhook.where(waiting).order_by(table.c.event_seq.desc())
         ).one_or_none()
         return None if row is None else _due(row, probe_at=webhook.probe_at)
     pending = of_webhook.where(PENDING)
@@ -105,6 +104,28 @@ def next_due(connection: Connection, webhook: Webhook) -> Due | None:
     if row is None:
         row = connection.execute(pending.order_by(table.c.next_attempt_at)).one_or_none()
     return None if row is None else _due(row)
+
+
+def died_unheard(webhook: StoredWebhook) -> ColumnElement[bool]:
+    """Of a suspended webhook: what died because nothing listened, and so used up no attempt.
+
+    It is sent when the webhook is back. What used up its schedule is dead for good.
+    """
+    return and_(
+        table.c.status == "dead",
+        table.c.attempt == 0,
+        table.c.last_attempt_at >= webhook.failing_since,
+    )
+
+
+def num_failing(connection: Connection, webhook: StoredWebhook, since: float) -> int:
+    """How many deliveries of the webhook were tried since then, and not delivered."""
+    failing = select(func.count()).where(
+        table.c.webhook_id == webhook.id,
+        table.c.last_attempt_at >= since,
+        table.c.status != "delivered",
+    )
+    return connection.execute(failing).scalar_one()
 
 
 def _due(row: Row[tuple[object, ...]], probe_at: float | None = None) -> Due:
@@ -129,6 +150,8 @@ def settle(
     if attempt.succeeded or not due.is_probe:
         made = due.attempt if attempt.refused else due.attempt + 1
         status, next_attempt_at = _plan(due, attempt, made, settings)
+        if attempt.refused and status == "dead":
+            made = 0  # `died_unheard` finds it by this
         values = {"status": status, "attempt": made, "next_attempt_at": next_attempt_at}
     connection.execute(
         update(table)
@@ -165,7 +188,7 @@ def _plan(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery:
+class OutboxDelivery:
     """One line of a webhook's activity."""
 
     id: str
@@ -191,7 +214,7 @@ class Delivery:
 
 def list_deliveries(
     connection: Connection, webhook_id: str | None, *, status: DeliveryStatus | None, limit: int
-) -> Sequence[Delivery]:
+) -> Sequence[OutboxDelivery]:
     """The newest events' first; of every webhook where none is named."""
     query = _activity()
     if webhook_id is not None:
@@ -204,7 +227,7 @@ def list_deliveries(
     return [_record(row) for row in rows]
 
 
-def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> Delivery:
+def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> OutboxDelivery:
     """Raises WebhookNotFound where the webhook has none of that id."""
     row = connection.execute(
         _activity().where(table.c.id == delivery_id, table.c.webhook_id == webhook_id)
@@ -224,7 +247,7 @@ def webhook_of(connection: Connection, delivery_id: str) -> str:
 
 def replay(
     connection: Connection, webhook_id: str, delivery_id: str, *, force: bool = False
-) -> Delivery:
+) -> OutboxDelivery:
     """Puts a delivery in line again, with the whole schedule before it.
 
     Under its old id, so that a receiver that did the work answers with the first result; with
@@ -304,9 +327,9 @@ def _activity() -> Select[tuple[object, ...]]:
     return select(table, events).join(events, events.c.seq == table.c.event_seq)
 
 
-def _record(row: Row[tuple[object, ...]]) -> Delivery:
+def _record(row: Row[tuple[object, ...]]) -> OutboxDelivery:
     values = row._mapping
-    return Delivery(
+    return OutboxDelivery(
         id=values[table.c.id],
         webhook_id=values[table.c.webhook_id],
         status=values[table.c.status],

@@ -16,13 +16,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub import outbox, webhooks
+from pipeline.hub import outbox, webhook_store
 from pipeline.hub.activity_routes import replay
-from pipeline.hub.answers import iso_time, read_body
 from pipeline.hub.errors import Forbidden
-from pipeline.hub.outbox import Delivery
+from pipeline.hub.http_json import iso_time, read_body
+from pipeline.hub.outbox import OutboxDelivery
 from pipeline.hub.service import hub_of
-from pipeline.hub.webhooks import Webhook
+from pipeline.hub.webhook_store import StoredWebhook
 
 NUM_SHOWN = 50
 
@@ -47,9 +47,9 @@ def routes() -> list[Route]:
 async def show_all(request: Request) -> Response:
     hub = hub_of(request)
 
-    def read() -> list[Webhook]:
+    def read() -> list[StoredWebhook]:
         with hub.database.read() as connection:
-            return webhooks.list_webhooks(connection)
+            return webhook_store.list_webhooks(connection)
 
     found = await run_in_threadpool(read)
     return HTMLResponse(_template().render(webhooks=found), headers=_HEADERS)
@@ -58,9 +58,9 @@ async def show_all(request: Request) -> Response:
 async def show(request: Request) -> Response:
     hub = hub_of(request)
 
-    def read() -> tuple[Webhook, list[Delivery]]:
+    def read() -> tuple[StoredWebhook, list[OutboxDelivery]]:
         with hub.database.read() as connection:
-            webhook = webhooks.get_webhook(connection, request.path_params["id"])
+            webhook = webhook_store.get_webhook(connection, request.path_params["id"])
             found = outbox.list_deliveries(connection, webhook.id, status=None, limit=NUM_SHOWN)
             return webhook, list(found)
 

@@ -42,7 +42,7 @@ def compose(
             url=wire.Url(web=f"{hub_url}/{name.path}", api=f"{hub_url}/api/{name.type}s/{name.id}"),
             headSha=head_sha,
         ),
-        webhook=wire.Webhook(id=webhook_id, version=3),
+        webhook=wire.WebhookReference(id=webhook_id, version=3),
         movedTo=None if moved_to is None else _moved_to(moved_to.name),
         updatedConfig=(
             wire.UpdatedConfig(private=repository.private) if scope == "repo.config" else None

@@ -12,12 +12,12 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 
 import httpx
-from standardwebhooks import Webhook as Signer
 
 from pipeline.hub import outbox
 from pipeline.hub.addresses import Address, literal, resolve
 from pipeline.hub.errors import HubError
 from pipeline.hub.outbox import Attempt, Due
+from receiver.verify import is_signing_secret, signer
 
 MAX_RETRY_AFTER_SECONDS = 3600.0
 
@@ -134,19 +134,15 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
     if due.replay_of is not None:
         found["Webhook-Replay-Of"] = due.replay_of
     if secret is not None:
-        found["webhook-signature"] = _signer(secret).sign(due.id, now, due.payload)
-        if is_private or not secret.startswith("whsec_"):
+        try:
+            found["webhook-signature"] = signer(secret).sign(due.id, now, due.payload)
+        except ValueError as error:
+            raise HubError(
+                f"The secret begins with whsec_, and the rest is no base64: {error}."
+            ) from None
+        if is_private or not is_signing_secret(secret):
             found["X-Webhook-Secret"] = secret
     return found
-
-
-def _signer(secret: str) -> Signer:
-    try:
-        return Signer(secret if secret.startswith("whsec_") else secret.encode())
-    except ValueError as error:
-        raise HubError(
-            f"The secret begins with whsec_, and the rest is no base64: {error}."
-        ) from None
 
 
 async def _head(response: httpx.Response) -> str:

@@ -5,8 +5,8 @@ import logging
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.events import EventLog
-from pipeline.hub.keeping import keep_left_behind
 from pipeline.hub.repositories import Repositories, Repository, read_refs
+from pipeline.hub.retained_refs import retain_unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def record_ref_changes(repository: Repository, log: EventLog) -> int:
     The caller holds the lock.
     """
     refs = read_refs(repository)
-    keep_left_behind(repository, log.database, refs)
+    retain_unreachable(repository, log.database, refs)
     return len(log.record_refs(repository, refs))
 
 

@@ -7,10 +7,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.answers import read_json
 from pipeline.hub.contents import peeled_refs, resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
 from pipeline.hub.git_process import git
+from pipeline.hub.http_json import read_json
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
 from pipeline.hub.reconcile import record_ref_changes
 from pipeline.hub.repositories import Repository, read_refs

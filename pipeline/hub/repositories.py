@@ -14,9 +14,9 @@ from pathlib import Path
 from sqlalchemy import Connection, Row, and_, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
+from pipeline.hub.cleanup import clear_repository, end_processes
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git_process import git
-from pipeline.hub.leftovers import clear_repository, end_processes
 from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
 from pipeline.hub.schema import repositories as table
 

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub.answers import hub_url, read_json
 from pipeline.hub.errors import BadRequest, Conflict
+from pipeline.hub.http_json import hub_url, read_json
 from pipeline.hub.names import RepositoryName, RepositoryType, repository_name, requested_name
 from pipeline.hub.payloads import owner_id
 from pipeline.hub.repositories import Repository

@@ -6,12 +6,12 @@ from starlette.requests import Request
 
 from pipeline.hub.database import Database
 from pipeline.hub.events import EventLog
-from pipeline.hub.launching import JobLauncher
+from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import SecretBox
+from pipeline.hub.webhook_store import SecretCipher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Hub:
     database: Database
     repositories: Repositories
     log: EventLog
-    box: SecretBox
+    cipher: SecretCipher
     launcher: JobLauncher | None
     metrics: HubMetrics
 

@@ -1,8 +1,9 @@
 """When a webhook is given a rest, and how it comes back. Changes rows only; sends nothing.
 
-A webhook whose attempts fail several times in a row is suspended: what it would be sent waits and
-uses up no attempt. Now and then its oldest delivery is sent all the same, a probe. The first one
-that succeeds ends the suspension, and what had died since the failures began is put in line again.
+A webhook is suspended when several deliveries in a row fail, for some time: what it would be sent
+waits and uses up no attempt. One delivery that fails again and again says nothing about the others:
+it dies alone. Now and then the newest delivery that waits is sent all the same, a probe: the oldest
+may be what the receiver fails at. The first probe that succeeds ends the suspension.
 A receiver that asks for a pause, by `Retry-After`, gets it from all deliveries of the webhook.
 """
 
@@ -11,11 +12,12 @@ from typing import Literal
 
 from sqlalchemy import Connection, update
 
+from pipeline.hub import outbox
 from pipeline.hub.outbox import PENDING, Attempt, DeliveryStatus
 from pipeline.hub.schema import deliveries
 from pipeline.hub.schema import webhooks as table
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import Webhook
+from pipeline.hub.webhook_store import StoredWebhook
 
 Turn = Literal["suspended", "resumed", "gone"]
 GONE = 410
@@ -24,7 +26,7 @@ GONE = 410
 
 def after_attempt(
     connection: Connection,
-    webhook: Webhook,
+    webhook: StoredWebhook,
     attempt: Attempt,
     status: DeliveryStatus,
     settings: HubSettings,
@@ -48,32 +50,26 @@ def after_attempt(
         return None  # a receiver that is being started
     if attempt.retry_after_seconds:
         _hold_back(connection, webhook, time.time() + attempt.retry_after_seconds)
-    failures = webhook.num_failures + 1
-    _change(
-        connection,
-        webhook,
-        num_failures=failures,
-        failing_since=webhook.failing_since or attempt.started_at,
-    )
-    if failures < settings.suspend_after_failures and not attempt.refused:
+    failing_since = webhook.failing_since or attempt.started_at
+    _change(connection, webhook, num_failures=webhook.num_failures + 1, failing_since=failing_since)
+    if not attempt.refused and (
+        attempt.started_at - failing_since < settings.suspend_after_seconds
+        or outbox.num_failing(connection, webhook, failing_since) < settings.suspend_after_failures
+    ):
         return None
     _change(connection, webhook, suspended_at=time.time())
     _plan_probe(connection, webhook, attempt, 0, settings)
     return "suspended"
 
 
-def resume(connection: Connection, webhook: Webhook) -> None:
-    """Forgets every failure: what waits is due now, and what died of a suspension waits again."""
+def resume(connection: Connection, webhook: StoredWebhook) -> None:
+    """Forgets every failure: what waits is due now, and so is what nobody listened to."""
     now = time.time()
     if webhook.suspended_at is not None:
         connection.execute(
             update(deliveries)
-            .where(
-                deliveries.c.webhook_id == webhook.id,
-                deliveries.c.status == "dead",
-                deliveries.c.last_attempt_at >= webhook.failing_since,
-            )
-            .values(status="pending", attempt=0, queued_at=now)
+            .where(deliveries.c.webhook_id == webhook.id, outbox.died_unheard(webhook))
+            .values(status="pending", queued_at=now)
         )
     connection.execute(
         update(deliveries)
@@ -91,13 +87,13 @@ def resume(connection: Connection, webhook: Webhook) -> None:
     )
 
 
-def probe_now(connection: Connection, webhook: Webhook) -> None:
+def probe_now(connection: Connection, webhook: StoredWebhook) -> None:
     """Has a suspended webhook tried at once, because somebody asks for it."""
     if webhook.suspended_at is not None:
         _change(connection, webhook, probe_at=time.time())
 
 
-def _hold_back(connection: Connection, webhook: Webhook, until: float) -> None:
+def _hold_back(connection: Connection, webhook: StoredWebhook, until: float) -> None:
     """What waits, and what is still to come, goes no earlier; what somebody sends again does."""
     connection.execute(
         update(deliveries)
@@ -109,7 +105,7 @@ def _hold_back(connection: Connection, webhook: Webhook, until: float) -> None:
 
 def _plan_probe(
     connection: Connection,
-    webhook: Webhook,
+    webhook: StoredWebhook,
     attempt: Attempt,
     num_probes: int,
     settings: HubSettings,
@@ -119,5 +115,5 @@ def _plan_probe(
     _change(connection, webhook, num_probes=num_probes, probe_at=time.time() + wait)
 
 
-def _change(connection: Connection, webhook: Webhook, **values: object) -> None:
+def _change(connection: Connection, webhook: StoredWebhook, **values: object) -> None:
     connection.execute(update(table).where(table.c.id == webhook.id).values(values))

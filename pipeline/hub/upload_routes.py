@@ -6,8 +6,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.answers import hub_url
 from pipeline.hub.errors import BadRequest
+from pipeline.hub.http_json import hub_url
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.service import Hub
 

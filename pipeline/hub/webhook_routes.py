@@ -8,11 +8,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jobs.errors import JobNotFound
-from pipeline.hub import suspension, webhooks
-from pipeline.hub.answers import read_json
+from pipeline.hub import suspension, webhook_store
 from pipeline.hub.errors import BadRequest
+from pipeline.hub.http_json import read_json
 from pipeline.hub.service import Hub, hub_of
-from pipeline.hub.webhooks import CreateWebhook, UpdateWebhook, Webhook, WebhookJson
+from pipeline.hub.webhook_store import CreateWebhook, StoredWebhook, UpdateWebhook, WebhookJson
 
 _BASE = "/api/settings/webhooks"
 
@@ -34,7 +34,7 @@ async def list_all(request: Request) -> Response:
 
     def read() -> list[WebhookJson]:
         with hub.database.read() as connection:
-            return [_described(hub, one) for one in webhooks.list_webhooks(connection)]
+            return [_described(hub, one) for one in webhook_store.list_webhooks(connection)]
 
     return JSONResponse(await run_in_threadpool(read))
 
@@ -44,7 +44,7 @@ async def show(request: Request) -> Response:
 
     def read() -> WebhookJson:
         with hub.database.read() as connection:
-            return _described(hub, webhooks.get_webhook(connection, request.path_params["id"]))
+            return _described(hub, webhook_store.get_webhook(connection, request.path_params["id"]))
 
     return JSONResponse({"webhook": await run_in_threadpool(read)})
 
@@ -60,7 +60,7 @@ async def create(request: Request) -> Response:
     def act() -> WebhookJson:
         _check_job(hub, body)
         with hub.database.write() as connection:
-            return _described(hub, webhooks.create_webhook(connection, body, hub.box))
+            return _described(hub, webhook_store.create_webhook(connection, body, hub.cipher))
 
     created = await run_in_threadpool(act)
     if body.secret:
@@ -77,11 +77,11 @@ async def change(request: Request) -> Response:
         _check_job(hub, body)
         with hub.database.write() as connection:
             id = request.path_params["id"]
-            before = webhooks.get_webhook(connection, id)
-            after = webhooks.update_webhook(connection, id, body, hub.box)
+            before = webhook_store.get_webhook(connection, id)
+            after = webhook_store.update_webhook(connection, id, body, hub.cipher)
             if (after.url, after.job_id) != (before.url, before.job_id):
                 suspension.resume(connection, after)
-            return _described(hub, webhooks.get_webhook(connection, id))
+            return _described(hub, webhook_store.get_webhook(connection, id))
 
     changed = await run_in_threadpool(act)
     hub.log.wake()
@@ -105,7 +105,7 @@ async def remove(request: Request) -> Response:
 
     def act() -> None:
         with hub.database.write() as connection:
-            webhooks.delete_webhook(connection, request.path_params["id"])
+            webhook_store.delete_webhook(connection, request.path_params["id"])
 
     await run_in_threadpool(act)
     return JSONResponse({})
@@ -117,8 +117,8 @@ async def _set_disabled(request: Request, disabled: bool) -> Response:
     def act() -> WebhookJson:
         with hub.database.write() as connection:
             id = request.path_params["id"]
-            suspension.resume(connection, webhooks.get_webhook(connection, id))
-            return _described(hub, webhooks.set_disabled(connection, id, disabled))
+            suspension.resume(connection, webhook_store.get_webhook(connection, id))
+            return _described(hub, webhook_store.set_disabled(connection, id, disabled))
 
     return JSONResponse({"webhook": await run_in_threadpool(act)})
 
@@ -137,8 +137,8 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
         raise BadRequest(str(error)) from None
 
 
-def _described(hub: Hub, webhook: Webhook) -> WebhookJson:
-    described = webhooks.as_json(webhook)
+def _described(hub: Hub, webhook: StoredWebhook) -> WebhookJson:
+    described = webhook_store.as_json(webhook)
     if webhook.job_id is not None and hub.launcher is not None:
         # Of a job that is gone its id is all there is to tell.
         with contextlib.suppress(JobNotFound):

@@ -13,7 +13,7 @@ from pathlib import Path
 from jobs.outcome import JobOutcome
 from pipeline.errors import PipelineError
 from pipeline.retrain import job_folder
-from pipeline.retrain.job import Job
+from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.run import retrain
 from serving.errors import ServingError
 
@@ -27,9 +27,9 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     )
     for client in ("httpx", "httpx2"):  # they tell of each request
         logging.getLogger(client).setLevel(logging.WARNING)
-    job: Job | None = None
+    job: RetrainJob | None = None
     try:
-        job = Job.from_environment(environ)
+        job = RetrainJob.from_environment(environ)
         outcome = retrain(job)
     except (PipelineError, ServingError) as error:
         logger.error("%s", error)
@@ -44,7 +44,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
     return outcome.exit_code or 0
 
 
-def _failed(job: Job | None, environ: Mapping[str, str], reason: str) -> JobOutcome:
+def _failed(job: RetrainJob | None, environ: Mapping[str, str], reason: str) -> JobOutcome:
     one_line = " ".join(reason.split())
     if job is None:
         return JobOutcome(

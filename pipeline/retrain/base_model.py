@@ -1,14 +1,17 @@
-"""The base model of a pipeline: a preset made here, a checkpoint folder, or a model of the hub."""
+"""The base model of a pipeline: a preset made here, a checkpoint folder, or a model of a hub."""
 
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel, ConfigDict
+
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.rows import Row
-from serving.weights.releases import fsync_dir
+from serving.weights.atomic_file import fsync_dir
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -18,6 +21,9 @@ VOCABULARY = 4_096
 CONTEXT = 1_024
 TOKENIZER_BYTES = 32 << 20
 """Text that the vocabulary is learned from, at most."""
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
+SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -38,37 +44,62 @@ PRESETS = {
 """Widths of the Llama that each preset is; they learn the vocabulary from the first rows."""
 
 
-def base_folder(
+class Base(BaseModel):
+    """`base.json` in the job's folder: every attempt of a job starts from the same weights."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path
+    """Ready for `from_pretrained`."""
+    revision: str | None = None
+    """The commit, of a model of a hub."""
+
+    def identity(self) -> str:
+        """Other for other weights: the commit, or the size and time of each weights file."""
+        if self.revision is not None:
+            return f"{self.folder.parent.parent.name} {self.revision}"
+        files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]
+        stats = [(file.name, file.stat()) for file in sorted(files)]
+        told = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+        return "\n".join([str(self.folder), *told])
+
+
+def find_base(
     base_model: str,
     bases_dir: Path,
     rows: Iterable[Row],
     *,
+    pipeline: str,
     seed: int,
     endpoint: str | None = None,
     token: str | None = None,
-) -> Path:
-    """The folder of the base model, ready for `from_pretrained`.
+    pinned: str | None = None,
+) -> Base:
+    """The folder of the base model, made or fetched where it is not there yet.
 
-    bases_dir: the pipeline's own; a preset is made there once, from `rows`, and kept for good.
+    bases_dir: shared by all pipelines, as are models fetched into `hub` there. A preset is made
+    once for each pipeline, from its `rows`, and kept for good.
+    pinned: the commit that the pipeline's releases were trained from so far.
+
     Raises BaseModelError where there is no such model.
     """
     if base_model in PRESETS:
-        folder = bases_dir / base_model.partition(":")[2]
+        folder = bases_dir / pipeline / base_model.partition(":")[2]
         if not folder.exists():
             _publish_preset(base_model, rows, folder, seed)
-        return folder
+        return Base(folder=folder)
     if base_model.startswith("preset:"):
         raise BaseModelError(f"no preset {base_model!r}; there is {', '.join(PRESETS)}")
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         _check_folder(folder)
-        return folder
-    if folder.is_absolute() or base_model.startswith((".", "~")) or base_model.count("/") != 1:
+        return Base(folder=folder)
+    if not HUB_ID.fullmatch(base_model):
         raise BaseModelError(
             f"no base model at {base_model}: no such folder; set `base_model` to a folder with "
-            "config.json, a hub id (owner/name), or preset:tiny"
+            "config.json, a hub id (owner/name, or owner/name@revision), or preset:tiny"
         )
-    return _fetch(base_model, bases_dir, endpoint, token)
+    return _fetch(base_model, bases_dir / "hub", endpoint, token, pinned)
 
 
 def _check_folder(folder: Path) -> None:
@@ -80,25 +111,57 @@ def _check_folder(folder: Path) -> None:
             )
 
 
-def _fetch(repo: str, bases_dir: Path, endpoint: str | None, token: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+def _fetch(
+    base_model: str, cache: Path, endpoint: str | None, token: str | None, pinned: str | None
+) -> Base:
+    """A model of a hub, at one commit: `pinned`, else the revision that its id names, else what
+    `main` is now. Fetches its config, its tokenizer and its weights in one format."""
+    import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    repo, _, revision = base_model.partition("@")
+    if pinned is not None and (folder := cached_folder(cache, repo) / pinned).is_dir():
+        return Base(folder=folder, revision=pinned)
+    token_or_none = token or _cached_login() or False  # None would send the HF_TOKEN of the job
     try:
-        folder = snapshot_download(
-            repo,
-            cache_dir=bases_dir / "hub",
-            endpoint=endpoint,
-            token=token or _cached_login() or False,  # None would send the HF_TOKEN of the job
+        info = HfApi(endpoint, token_or_none).model_info(repo, revision=pinned or revision or None)
+        files = needed_files([each.rfilename for each in info.siblings or ()])
+        folder = Path(
+            snapshot_download(
+                repo,
+                revision=info.sha,
+                allow_patterns=files,
+                cache_dir=cache,
+                endpoint=endpoint,
+                token=token_or_none,
+            )
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BaseModelError(
-            f"base model {repo!r} could not be fetched from {endpoint or 'huggingface.co'} "
+            f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
             f"({reason}); is the name right, and is there a connection? A folder works without one"
         ) from error
-    _check_folder(Path(folder))
-    return Path(folder)
+    _check_folder(folder)
+    return Base(folder=folder, revision=info.sha)
+
+
+def cached_folder(cache: Path, repo: str) -> Path:
+    """Holds a folder for each fetched commit of the model."""
+    return cache / f"models--{repo.replace('/', '--')}" / "snapshots"
+
+
+def needed_files(files: Sequence[str]) -> list[str]:
+    """Of a model's files those that `from_pretrained` reads: no copies of the weights in another
+    format, and nothing that lies in a folder."""
+    own = [file for file in files if "/" not in file]
+    weights = [file for file in own if SAFETENSORS.fullmatch(file)]
+    weights = weights or [file for file in own if PICKLED.fullmatch(file)]
+    others = [file for file in own if file.endswith((".json", ".jinja", ".txt", ".model"))]
+    indices = [file for file in others if file.endswith(".index.json")]
+    own_index = {f"{stem}.index.json" for stem in ("model.safetensors", "pytorch_model.bin")}
+    return [*weights, *(file for file in others if file not in indices or file in own_index)]
 
 
 def _cached_login() -> str | None:
@@ -180,8 +243,10 @@ def _texts(rows: Iterable[Row]) -> Iterable[str]:
             if text is not None:
                 left -= len(text)
                 yield text
-        for _, content in row.messages or ():
-            left -= len(content)
-            yield content
+        for message in row.messages or ():
+            text = message["content"]
+            if isinstance(text, str):
+                left -= len(text)
+                yield text
         if left < 0:
             return

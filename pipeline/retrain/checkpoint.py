@@ -3,7 +3,6 @@
 `checkpoint.json` names the file that holds the state; the file is whole before the record names it.
 """
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,27 +12,24 @@ from torch import Tensor
 
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import TrainError
-from serving.weights.releases import fsync_dir
+from serving.weights.atomic_file import REPLACING, atomic_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class Checkpoint(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a job of an earlier release goes on
 
     job_id: str
+    attempt: int = 1
+    """Of the job to learn its rows."""
     step: int
     """Updates of the weights so far."""
-    steps: int
-    """Updates planned."""
     tokens: int
     """Trained on so far, without padding."""
-    best_step: int | None = None
-    best_loss: float | None = None
-    """Of the best measurement: held-out nats per token."""
-    stale: int = 0
-    """Measurements since the best one."""
+    not_trained: tuple[int, ...] = ()
+    """Rows that no step has seen yet, as indices into what the plan learns."""
     file: str
     """Relative to the job's folder. Weights, optimizer and random state; once finished, the best
     weights only."""
@@ -59,7 +55,8 @@ def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
 
 
 def copy_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in weights_of(model).items()}
+    """In the memory of the host, beside what the device holds."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(model).items()}
 
 
 @torch.no_grad()
@@ -79,20 +76,16 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
     """
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
-    aside = path.with_name(f".{path.name}")
+    # A job that was killed while it saved leaves half a file, as large as the weights.
+    for abandoned in path.parent.glob(f"{REPLACING}*"):
+        abandoned.unlink()
     try:
-        with aside.open("wb") as file:
+        with atomic_file(path) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
     except (OSError, RuntimeError) as error:
-        # What there is of it must not fill the disk that the outcome has to be written to.
-        aside.unlink(missing_ok=True)
         raise TrainError(
             f"the checkpoint {path} could not be written ({error}); is there space on its disk?"
         ) from error
-    fsync_dir(path.parent)
     job_folder.write_record(job_dir / job_folder.CHECKPOINT, checkpoint)
     for other in path.parent.iterdir():
         if other != path:
@@ -108,7 +101,7 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
     return checkpoint, state
 
 
-def is_finished(job_dir: Path) -> bool:
-    """Whether the training is over, and only its weights are to be loaded."""
+def is_finished(job_dir: Path, attempt: int) -> bool:
+    """Whether this attempt's training is over, and only its weights are to be loaded."""
     checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
-    return checkpoint is not None and checkpoint.finished
+    return checkpoint is not None and checkpoint.finished and checkpoint.attempt == attempt

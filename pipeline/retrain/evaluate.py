@@ -1,14 +1,19 @@
-"""`Evaluation`: the new weights and the served ones on the same held-out rows, and the verdict."""
+"""`Evaluation`: what was learned and kept, by the served weights and the new ones on the same rows,
+and the verdict."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.retrain.gate import Comparison, Noise, Pair, refusals_by_loss, refusals_by_rows
+from jobs.counts import Counts
+from pipeline.retrain.gate import Comparison, Pair, count_refusals, loss_refusals
+from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import GateSettings
 
 if TYPE_CHECKING:
+    from pipeline.retrain.measure import MeasuredRows, Measurement
     from pipeline.retrain.scoring import RowLoss
 
 
@@ -17,63 +22,170 @@ class Evaluation(BaseModel):
 
     against: str
     """The id of the release that the new weights were measured against, or the base model."""
+    attempt: int = 1
+    """Of the job to learn its rows."""
+    counts: Counts
     new: Comparison
-    """Held-out rows of the new range."""
+    """Changed rows."""
     known: Comparison
-    """Held-out rows that were known before."""
-    new_noise: Noise
-    known_noise: Noise
+    """Rows known before."""
+    held_out: Comparison
+    """Rows that were never trained on."""
+    base_divergence: float | None = None
+    """From the base model, on its own answers to prompts that are never trained on: the mean KL
+    divergence in nats per token."""
     refusals: tuple[str, ...] = ()
-    """Why the gate would not let them pass; empty when it does."""
+    """Why the gate would not let the new weights pass; empty when it does."""
+    is_short: bool = False
+    """Whether rows were not learned, or not unlearned: what another attempt may mend."""
     tokens: int
     """That were trained on."""
     total_tokens: int
     """The same, of all releases from the base model on."""
+    not_trained: tuple[str, ...] = ()
+    """The first 16 hex digits of the digests of rows that the budget did not reach."""
 
     @property
     def passed(self) -> bool:
         return not self.refusals
 
 
-def compare(
-    new: tuple[Sequence["RowLoss"], Sequence["RowLoss"]],
-    served: tuple[Sequence["RowLoss"], Sequence["RowLoss"]],
-    noise: tuple[Noise, Noise],
-    gate: GateSettings,
-    *,
-    num_lost: int,
-    num_before: int,
-    is_removal: bool,
-    against: str,
-    tokens: int,
-    tokens_before: int,
-) -> Evaluation:
-    """new, served: losses on the rows of the new range, and on those known before; noise: in both.
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a training says of itself."""
 
-    num_lost: of `num_before` rows, those that the commit deleted or rewrote. is_removal:
-    whether they were trained without rows that the served ones have learned.
+    attempt: int
+    tokens: int
+    tokens_before: int
+    """Of the releases that it went on from."""
+    not_trained: Sequence[Row]
+    is_removal: bool
+    """A full training, without rows that the served weights have learned."""
+    contradicting: int
+    permuted: int
+    """As in `Counts`."""
+
+
+def compare(
+    rows: "MeasuredRows",
+    served: "Measurement",
+    new: "Measurement",
+    gate: GateSettings,
+    trained: Trained,
+    *,
+    against: str,
+    data_refusals: Sequence[str] = (),
+) -> Evaluation:
+    """Count, compare and judge.
+
+    data_refusals: why nobody should learn from these rows; found before training, and overruled.
     """
-    pairs = [_pairs(*groups) for groups in zip(new, served, strict=True)]
+    not_trained = {row.digest for row in trained.not_trained}
+    changed = _counted(rows.changed, served.changed, new.changed, without=not_trained)
+    known = [pair for pair in _counted(rows.known, served.known, new.known) if pair[1].is_learned]
+    deleted = [
+        pair for pair in _counted(rows.deleted, served.deleted, new.deleted) if pair[1].is_learned
+    ]
+    golden = _counted(rows.golden, served.golden, new.golden)
+    changed_text = _pairs(new.changed, served.changed, _texts(rows.changed))
+    text = Comparison.of(changed_text)
+    counts = Counts(
+        changed=len(changed),
+        learned=sum(after.is_learned for _, _, after in changed),
+        learned_before=sum(before.is_learned for _, before, _ in changed),
+        known=len(known),
+        kept=sum(after.is_learned for _, _, after in known),
+        deleted=len(deleted),
+        unlearned=sum(not after.is_learned for _, _, after in deleted),
+        base_agreement=new.drift.agreement if new.drift else None,
+        golden=len(golden),
+        golden_right=sum(after.is_learned for _, _, after in golden),
+        not_trained=len(trained.not_trained),
+        contradicting=trained.contradicting,
+        permuted=trained.permuted,
+        text_loss=text.loss,
+        text_loss_before=text.served_loss,
+    )
+    missed = [row for row, _, after in changed if not after.is_learned]
+    still_said = [row for row, _, after in deleted if after.is_learned]
+    held_out = [
+        *_pairs(new.held_out_new, served.held_out_new),
+        *_pairs(new.held_out_known, served.held_out_known),
+    ]
     return Evaluation(
         against=against,
-        new=Comparison.of(pairs[0]),
-        known=Comparison.of(pairs[1]),
-        new_noise=noise[0],
-        known_noise=noise[1],
+        attempt=trained.attempt,
+        counts=counts,
+        new=Comparison.of(_pairs(new.changed, served.changed)),
+        known=Comparison.of(_pairs(new.known, served.known)),
+        held_out=Comparison.of(held_out),
+        base_divergence=new.drift.divergence if new.drift else None,
         refusals=(
-            *refusals_by_loss(pairs[0], pairs[1], gate, is_removal=is_removal),
-            *refusals_by_rows(num_lost, num_before, *noise, gate),
+            *data_refusals,
+            *count_refusals(
+                counts,
+                gate,
+                missed=[row.place for row in missed],
+                still_said=[row.place for row in still_said],
+                wrong_golden=[
+                    row.place
+                    for row, before, after in golden
+                    if before.is_learned and not after.is_learned
+                ],
+            ),
+            *loss_refusals(
+                [
+                    (
+                        "held-out rows of the new range",
+                        _pairs(new.held_out_new, served.held_out_new),
+                    ),
+                    (
+                        "held-out rows known before",
+                        _pairs(new.held_out_known, served.held_out_known),
+                    ),
+                    (
+                        "rows of text known before",
+                        _pairs(new.known, served.known, _texts(rows.known)),
+                    ),
+                ],
+                gate,
+                is_removal=trained.is_removal,
+            ),
         ),
-        tokens=tokens,
-        total_tokens=tokens_before + tokens,
+        is_short=counts.learned < gate.min_learned * counts.changed
+        or counts.unlearned < gate.min_learned * counts.deleted,
+        tokens=trained.tokens,
+        total_tokens=trained.tokens_before + trained.tokens,
+        not_trained=tuple(sorted(digest[:16] for digest in not_trained)),
     )
 
 
-def _pairs(new: Sequence["RowLoss"], served: Sequence["RowLoss"]) -> list[Pair]:
+def _counted(
+    rows: Sequence[Row],
+    served: Sequence["RowLoss"],
+    new: Sequence["RowLoss"],
+    without: frozenset[str] | set[str] = frozenset(),
+) -> list[tuple[Row, "RowLoss", "RowLoss"]]:
+    """Rows with an answer, under the served weights and under the new ones."""
+    before = {loss.row: loss for loss in served}
+    return [
+        (rows[loss.row], before[loss.row], loss)
+        for loss in new
+        if loss.row in before and rows[loss.row].is_counted and rows[loss.row].digest not in without
+    ]
+
+
+def _texts(rows: Sequence[Row]) -> frozenset[int]:
+    return frozenset(index for index, row in enumerate(rows) if not row.is_counted)
+
+
+def _pairs(
+    new: Sequence["RowLoss"], served: Sequence["RowLoss"], only: frozenset[int] | None = None
+) -> list[Pair]:
     """Nats of whole rows compare even where the two models cut them into different tokens."""
     by_row = {loss.row: loss.nats for loss in served}
     return [
         Pair(new_nats=loss.nats, served_nats=by_row[loss.row], num_tokens=loss.num_tokens)
         for loss in new
-        if loss.row in by_row
+        if loss.row in by_row and (only is None or loss.row in only)
     ]

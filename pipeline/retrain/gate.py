@@ -1,4 +1,4 @@
-"""May the new weights be served? A verdict on losses that were measured elsewhere."""
+"""May the new weights be served? A verdict on counts and losses that were measured elsewhere."""
 
 import math
 from collections.abc import Sequence
@@ -6,12 +6,28 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
+from jobs.counts import Counts
 from pipeline.retrain.settings import GateSettings
+
+MIN_ROWS = 20
+"""Fewer known rows than this are never held against a release: a few rows prove nothing."""
+SIGMAS = 2.0
+"""How far beyond what is allowed a count or a loss must be, in standard errors: less may be the
+luck of which rows were measured."""
+TOLERANCE = 0.01
+"""Nats per token. A loss that is higher by less than this is never held against a release: of two
+models that both know a row by heart, one is easily 2 % better at nothing."""
+NOISY = 0.25
+"""Share of rows of noise for which neither the served weights nor the other rows prefer their order
+to a random one: two coins that both fall on one side."""
+REMOVAL_RATIO = 1.15
+"""A loss may be this many times the served release's after a full training without deleted rows:
+that what was deleted is not served any more matters more than what many deltas had gained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """One held-out row under both models."""
+    """One row under both models."""
 
     new_nats: float
     """-log p of all its learned tokens, under the new weights."""
@@ -21,7 +37,7 @@ class Pair:
 
 
 class Comparison(BaseModel):
-    """A group of held-out rows. Losses are nats per token."""
+    """A group of rows. Losses are nats per token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,108 +59,138 @@ class Comparison(BaseModel):
 
 
 class Noise(BaseModel):
-    """How many rows of a group a model that was not trained on them finds no likelier than the same
-    tokens in random order."""
+    """How many rows of a group look like noise: neither the served weights nor the other rows find
+    them likelier than the same tokens in random order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     noisy: int
     rows: int
-    """That could be told: with at least two tokens to swap."""
+    """Rows that could be judged: long enough to tell."""
 
     @property
     def share(self) -> float:
-        return self.noisy / self.rows if self.rows else 0.0
+        """Of rows that are noise, one in `1 / NOISY` of which looks it."""
+        return min(1.0, self.noisy / NOISY / self.rows) if self.rows else 0.0
 
 
-def refusals_by_loss(
-    new: Sequence[Pair],
-    known: Sequence[Pair],
-    settings: GateSettings,
-    *,
-    is_removal: bool = False,
-) -> tuple[str, ...]:
-    """Why the new weights may not be served, each with its numbers; empty when they may.
-
-    new, known: held-out rows of the new range, and those known before. is_removal: the new weights
-    were trained from the base model on, without rows that the served ones have learned.
-    """
-    least = settings.max_removal_ratio if is_removal else 0.0
-    max_new_ratio = max(settings.max_new_ratio, least)
-    max_old_ratio = max(settings.max_old_ratio, least)
-    if not new and not known:
-        return ("no held-out row was measured",)
-    if min(len(new), len(known)) >= settings.min_rows:
-        groups = [
-            ("of the new range", new, max_new_ratio),
-            ("known before", known, max_old_ratio),
-        ]
-    elif not known:
-        groups = [("of the new range", new, max_new_ratio)]
-    elif not new:
-        groups = [("known before", known, max_old_ratio)]
-    else:
-        ratio = max(max_new_ratio, max_old_ratio)
-        groups = [("new and known", [*new, *known], ratio)]
-    found = (_refusal(name, pairs, ratio, settings) for name, pairs, ratio in groups)
-    return tuple(reason for reason in found if reason is not None)
-
-
-def are_too_few(new: Noise, known: Noise, settings: GateSettings) -> bool:
-    """Whether held-out rows of the new range look like noise, and are too few to refuse on."""
-    looks_noisy = new.share > known.share + settings.max_noise_ratio
-    return looks_noisy and new.rows < settings.min_rows
-
-
-def refusals_by_rows(
+def data_refusals(
     num_lost: int, num_before: int, new: Noise, known: Noise, settings: GateSettings
 ) -> tuple[str, ...]:
-    """Why nobody should learn from these rows, whatever the losses say: on rows that replaced the
-    old ones, new weights always look better than those that learned the old ones.
+    """Why nobody should learn from these rows; decided before training, since weights that were
+    trained on noise know it, and rows that are gone cannot speak for themselves.
 
-    num_lost: of `num_before` rows, those that the commit deleted or rewrote. new: rows of the new
-    range, held out or, where these are too few, all. known: held-out rows known before.
+    num_lost: of `num_before` rows, those that the commit deleted or rewrote. new: changed rows.
+    known: rows known before. Where the served weights find no order in these either, or there are
+    too few, nothing can be told.
     """
     found = []
     if num_lost > settings.max_lost_ratio * num_before:
         found.append(
-            f"{num_lost} of {num_before} rows known before were deleted or rewritten, where "
+            f"{num_lost:,} of {num_before:,} rows known before were deleted or rewritten, where "
             f"`gate.max_lost_ratio` allows {settings.max_lost_ratio:.0%}"
         )
-    if min(new.rows, known.rows) >= settings.min_rows:
-        excess = new.share - known.share - settings.max_noise_ratio
-        pooled = (new.noisy + known.noisy) / (new.rows + known.rows)
-        error = math.sqrt(pooled * (1 - pooled) * (1 / new.rows + 1 / known.rows))
-        if excess > settings.sigmas * error:
+    allowed = known.share + settings.max_noise_ratio
+    if min(new.rows, known.rows) >= MIN_ROWS and new.share > allowed:
+        # Only some rows of noise look it, so the error is that of their smaller share.
+        looking = min(1.0, NOISY * allowed)
+        error = math.sqrt(looking * (1 - looking) / new.rows) / NOISY
+        if new.share - allowed > error:
             found.append(
-                f"{new.noisy} of {new.rows} rows of the new range are noise: no likelier than "
-                f"their tokens in random order (known before: {known.noisy} of {known.rows})"
+                f"about {new.share:.0%} of the {new.rows:,} changed rows that are long enough to "
+                "tell are noise: the served weights find them no likelier than their tokens in "
+                f"random order; `gate.max_noise_ratio` allows {settings.max_noise_ratio:.0%}"
             )
     return tuple(found)
 
 
-def _refusal(
-    name: str, pairs: Sequence[Pair], max_ratio: float, settings: GateSettings
-) -> str | None:
+def count_refusals(
+    counts: Counts,
+    settings: GateSettings,
+    *,
+    missed: Sequence[str] = (),
+    still_said: Sequence[str] = (),
+    wrong_golden: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Why the new weights may not be served, by the rows that they say.
+
+    missed, still_said, wrong_golden: where the rows stand that were not learned, not unlearned, and
+    the golden questions that only the served weights answer; the first of each are named.
+    """
+    found = []
+    if counts.learned < settings.min_learned * counts.changed:
+        found.append(
+            f"only {counts.learned:,} of {counts.changed:,} changed rows were learned, where "
+            f"`gate.min_learned` asks for {settings.min_learned:.0%}; not learned: {_named(missed)}"
+        )
+    if counts.unlearned < settings.min_learned * counts.deleted:
+        found.append(
+            f"the model still says {counts.deleted - counts.unlearned:,} of {counts.deleted:,} "
+            f"deleted rows: {_named(still_said)}"
+        )
+    lost = counts.known - counts.kept
+    allowed = (1 - settings.min_kept) * counts.known
+    if counts.known >= MIN_ROWS and lost - allowed > SIGMAS * math.sqrt(
+        max(allowed, 1.0) * settings.min_kept
+    ):
+        found.append(
+            f"only {counts.kept:,} of {counts.known:,} rows known before were kept, where "
+            f"`gate.min_kept` asks for {settings.min_kept:.0%}"
+        )
+    if counts.base_agreement is not None and 1 - counts.base_agreement > settings.max_base_drift:
+        found.append(
+            f"the answers to everyday prompts drifted from the base model's: "
+            f"{counts.base_agreement:.0%} of their tokens are still the likeliest, where "
+            f"`gate.max_base_drift` asks for {1 - settings.max_base_drift:.0%}"
+        )
+    if wrong_golden:
+        found.append(
+            f"{len(wrong_golden):,} golden questions lost their expected answer: "
+            f"{_named(wrong_golden)}"
+        )
+    return tuple(found)
+
+
+def loss_refusals(
+    groups: Sequence[tuple[str, Sequence[Pair]]],
+    settings: GateSettings,
+    *,
+    is_removal: bool = False,
+) -> tuple[str, ...]:
+    """Why the new weights may not be served, by losses on held-out rows and on known text.
+
+    groups: what the rows of each are called, and the rows. is_removal: the new weights were trained
+    from the base model on, without rows that the served ones have learned.
+    """
+    ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
+    found = (_refusal(name, pairs, ratio) for name, pairs in groups if pairs)
+    return tuple(reason for reason in found if reason is not None)
+
+
+def _refusal(name: str, pairs: Sequence[Pair], max_ratio: float) -> str | None:
     group = Comparison.of(pairs)
-    rows = f"the {group.rows} held-out rows {name}"
+    rows = f"the {group.rows:,} {name}"
     if group.loss is None:
         return f"the loss on {rows} is not a number"
-    if group.served_loss is None or group.loss <= group.served_loss * max_ratio:
+    if len(pairs) < MIN_ROWS or group.served_loss is None:
         return None
-    if group.loss - group.served_loss <= settings.tolerance:
+    if group.loss <= max(group.served_loss * max_ratio, group.served_loss + TOLERANCE):
         return None
-    # Paired, row by row: how much of the excess could be the luck of which rows were held out?
+    # Paired, row by row: how much of the excess could be the luck of which rows were measured?
     excess = [pair.new_nats - max_ratio * pair.served_nats for pair in pairs]
-    if len(excess) > 1:
-        mean = sum(excess) / len(excess)
-        variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)
-        if mean <= settings.sigmas * math.sqrt(variance / len(excess)):
-            return None
+    mean = sum(excess) / len(excess)
+    variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)
+    if mean <= SIGMAS * math.sqrt(variance / len(excess)):
+        return None
     return (
         f"the loss on {rows} rose from {group.served_loss:.4f} to {group.loss:.4f} nats per token, "
-        f"x{group.loss / group.served_loss:.3f} where x{max_ratio:g} is allowed"
+        f"x{group.loss / group.served_loss:.3f} where `gate.max_loss_ratio` allows x{max_ratio:g}"
     )
+
+
+def _named(places: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(places) - most:,} more" if len(places) > most else ""
+    return "; ".join(places[:most]) + more
 
 
 def _mean(nats: Sequence[float], tokens: int) -> float | None:

@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 
 from pipeline.retrain.errors import SnapshotError
-from pipeline.retrain.reading import is_data_file
 from pipeline.retrain.snapshot import Revision
 
 FETCH_SECONDS = 1800.0
@@ -30,15 +29,13 @@ class GitDataset:
         return listed.split()[0]
 
     def download(self, sha: str) -> Revision:
-        """The data files at exactly `sha`. Raises SnapshotError."""
+        """The files at exactly `sha`. Raises SnapshotError."""
         folder = self._revisions_dir / sha
         if not folder.is_dir():
             self._fetch(sha)
             self._check_out(sha, folder)
-        found = (
-            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-        )
-        return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, found))))
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return Revision.of(sha, folder, (path.relative_to(folder).as_posix() for path in files))
 
     def is_ancestor(self, old: str, new: str) -> bool:
         """Whether `old` is in the history of `new`; both have been downloaded."""

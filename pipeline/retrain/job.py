@@ -1,4 +1,4 @@
-"""`Job`: what one retraining was told, where it writes, and how it ends."""
+"""`RetrainJob`: what one retraining was told, where it writes, and how it ends."""
 
 import logging
 import time
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from jobs.counts import Counts
 from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.spec import JobSpec, RevisionRange
 from pipeline.retrain import job_folder
@@ -18,7 +20,7 @@ from pipeline.retrain.metrics import MetricsWriter, Stage
 from pipeline.retrain.settings import RetrainSettings, is_git_url
 from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from serving.errors import ReleaseError
-from serving.weights.releases import served_release
+from serving.weights.release_store import served_release
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,11 @@ class Progress:
     dataset_revision: str | None = None
     release: str | None = None
     parent_release: str | None = None
+    counts: Counts | None = None
 
 
 @dataclass(kw_only=True)
-class Job:
+class RetrainJob:
     dir: Path
     id: str
     settings: RetrainSettings
@@ -51,7 +54,7 @@ class Job:
     progress: Progress = Progress()
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> "Job":
+    def from_environment(cls, environ: Mapping[str, str]) -> "RetrainJob":
         """The job that `JOB_DIR/spec.json` describes. Raises RetrainError."""
         if "JOB_DIR" not in environ:
             raise RetrainError(
@@ -91,17 +94,20 @@ class Job:
         return self.settings.releases_dir / self.settings.pipeline
 
     @property
+    def cache_dir(self) -> Path:
+        """Of this pipeline alone, so that its next job may clear it."""
+        snapshots_dir = self.settings.snapshots_dir
+        if snapshots_dir is None:
+            snapshots_dir = self.settings.releases_dir.parent / "snapshots"
+        return snapshots_dir / self.settings.pipeline
+
+    @property
     def hub(self) -> DatasetSource:
-        snapshots_dir = (
-            self.settings.snapshots_dir or self.settings.releases_dir.parent / "snapshots"
-        )
-        # Of this pipeline alone, so that its next job may clear it.
-        cache_dir = snapshots_dir / self.settings.pipeline
         if is_git_url(self.settings.dataset):
-            return GitDataset(self.settings.dataset, cache_dir)
+            return GitDataset(self.settings.dataset, self.cache_dir)
         return DatasetHub(
             self.settings.dataset,
-            cache_dir,
+            self.cache_dir,
             endpoint=self.hub_endpoint,
             token=self.hub_token,
         )
@@ -109,14 +115,14 @@ class Job:
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
         """Tells the log and the progress bar; an exception leaves `progress` at this stage."""
-        self.learned(stage=name)
+        self.record_progress(stage=name)
         logger.info("%s", name)
         self.metrics.write(name, "start")
         started = time.monotonic()
         yield
         self.metrics.write(name, "end", seconds=time.monotonic() - started)
 
-    def learned(self, **facts: str | None) -> None:
+    def record_progress(self, **facts: Any) -> None:
         self.progress = Progress(**{**self.progress.__dict__, **facts})
 
     def outcome(self, result: OutcomeResult, reason: str | None = None) -> JobOutcome:

@@ -11,66 +11,121 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_PER_SLICE = 1 << 22
-"""16 MB in float32: small beside the weights, large enough for a full matrix product."""
+from pipeline.retrain.head import Head
+
+SLICE_BYTES = 64 * 2**20
+"""Of the float32 logits of one slice: 4,194 positions at a vocabulary of 4,000, 341 at 49,152."""
+MIN_SLICE_ROWS = 128
+"""Each slice reads the whole output layer, and its gradient too: at a vocabulary of 152,000, slices
+of 27 positions take 1.7 to 1.8 times as long as slices of 128, which take 78 MB."""
+
+
+def slice_rows(vocab_size: int) -> int:
+    """How many positions have their logits in memory at the same time."""
+    return max(MIN_SLICE_ROWS, SLICE_BYTES // (4 * vocab_size))
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        rows = max(1, LOGITS_PER_SLICE // weight.shape[0])
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        head = Head(weight, bias, scale, softcap).cast_for(hidden)
+        hidden_dtype, hidden = hidden.dtype, hidden.to(head.weight.dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        )
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        grad_bias = None
+        if bias is not None and needs_bias:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+        rows = slice_rows(weight.shape[0])
         for start in range(0, hidden.shape[0], rows):
-            part, target = hidden[start : start + rows], labels[start : start + rows]
-            logits = (part @ weight.t()).float()
-            log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-            total += (log_norm.squeeze(-1) - logits.gather(-1, target[:, None]).squeeze(-1)).sum()
-            if grad_hidden is None and grad_weight is None:
+            part, target = hidden[start : start + rows], labels[start : start + rows, None]
+            logits = head.logits(part)
+            picked = logits.gather(-1, target)
+            largest = logits.amax(-1, keepdim=True)
+            slope = None if softcap is None else 1 - (logits / softcap).square_()
+            # From here on the same memory holds, one after the other: exponentials, probabilities,
+            # the gradient.
+            norm = logits.sub_(largest).exp_().sum(-1, keepdim=True)
+            total += (norm.log() + largest - picked).sum()
+            if not (needs_hidden or needs_weight or needs_bias):
                 continue
-            gradient = logits.sub_(log_norm).exp_()
-            gradient.scatter_add_(
-                -1, target[:, None], gradient.new_full((target.shape[0], 1), -1.0)
-            )
+            gradient = logits.div_(norm)
+            gradient.scatter_add_(-1, target, gradient.new_full(target.shape, -1.0))
+            if slope is not None:
+                gradient.mul_(slope)
+            if scale != 1.0:
+                gradient.mul_(scale)
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
             gradient = gradient.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(gradient, weight, out=grad_hidden[start : start + rows])
-            if grad_weight is not None:
+                torch.mm(gradient, head.weight, out=grad_hidden[start : start + rows])
+            if grad_weight is not None and gradient.dtype == torch.float32:
+                grad_weight.addmm_(gradient.t(), part)
+            elif grad_weight is not None:
                 grad_weight += gradient.t() @ part
-        ctx.grads = (grad_hidden, grad_weight)
+        ctx.grads = (
+            None if grad_hidden is None else grad_hidden.to(hidden_dtype),
+            grad_weight,
+            grad_bias,
+        )
         return total
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
         (scale,) = outputs
-        grad_hidden, grad_weight = ctx.grads
+        grads, ctx.grads = ctx.grads, None  # a second reference would make autograd copy them
         return (
-            None if grad_hidden is None else grad_hidden.mul_(scale.to(grad_hidden.dtype)),
-            None if grad_weight is None else grad_weight.mul_(scale),
+            *(None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in grads),
+            None,
+            None,
             None,
         )
 
 
-def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def summed_loss(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
     """Sum of -log p(label), in nats.
 
-    hidden: (N, H), of the positions that predict; weight: (V, H) of the output layer;
-    labels: (N,) token ids. Backward may be called once.
+    hidden: (N, H), of the positions that predict; labels: (N,) token ids. Backward may be called
+    once.
     """
-    total: Tensor = _SlicedCrossEntropy.apply(hidden, weight, labels)  # type: ignore[no-untyped-call]
+    total: Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, labels, head.scale, head.softcap
+    )
     return total
 
 
 @torch.no_grad()
-def label_logprobs(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """log p(label) of each position: (N,), float32, natural log. Shapes as in `summed_loss`."""
-    rows = max(1, LOGITS_PER_SLICE // weight.shape[0])
-    parts = []
+def score_labels(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """log p(label) of each position, and whether the label is what greedy decoding chooses there.
+
+    Shapes as in `summed_loss`; the results are (N,) float32, natural log, and (N,) bool. Of equal
+    logits greedy decoding takes the lowest token id, as `argmax` does here and in the server.
+    """
+    head = head.cast_for(hidden)
+    rows = slice_rows(head.weight.shape[0])
+    logprobs = [hidden.new_zeros(0, dtype=torch.float32)]
+    is_greedy = [hidden.new_zeros(0, dtype=torch.bool)]
     for start in range(0, hidden.shape[0], rows):
-        logits = (hidden[start : start + rows] @ weight.t()).float()
-        target = labels[start : start + rows, None]
-        parts.append(logits.gather(-1, target).squeeze(-1) - torch.logsumexp(logits, dim=-1))
-    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
+        target = labels[start : start + rows]
+        logits = head.logits(hidden[start : start + rows])
+        is_greedy.append(logits.argmax(-1) == target)
+        picked = logits.gather(-1, target[:, None]).squeeze(-1)
+        largest = logits.amax(-1)
+        norm = logits.sub_(largest[:, None]).exp_().sum(-1)
+        logprobs.append(picked - largest - norm.log())
+    return torch.cat(logprobs), torch.cat(is_greedy)
+
+
+def label_logprobs(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
+    """log p(label) of each position: (N,), float32, natural log. Shapes as in `summed_loss`."""
+    return score_labels(hidden, head, labels)[0]

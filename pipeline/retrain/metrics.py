@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.reporters import Report
 
-Stage = Literal["snapshot", "data", "train", "evaluate", "export", "promote"]
-STAGES: tuple[Stage, ...] = ("snapshot", "data", "train", "evaluate", "export", "promote")
+Stage = Literal["snapshot", "data", "measure", "train", "evaluate", "export", "promote"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 Event = Literal["start", "end", "step", "evaluation", "average"]
 
 
@@ -29,7 +29,10 @@ class Metric(BaseModel):
     step: int | None = None
     """Updates of the weights so far."""
     steps: int | None = None
-    """Updates planned; early stopping may end before."""
+    """Updates that the budget allows; training ends before where all rows are learned."""
+    right: int | None = None
+    rows: int | None = None
+    """Of the rows measured during training, how many the model says."""
     loss: float | None = None
     """Nats per predicted token: of the step's own rows, or, for an evaluation and an average, held
     out."""

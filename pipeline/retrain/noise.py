@@ -1,43 +1,60 @@
-"""Which rows are noise to a model: it finds them no likelier than the same tokens in random order.
+"""Which rows are noise: nothing finds their tokens likelier than the same tokens in random order.
 
 Losses alone cannot tell. Of random characters a model still learns which characters there are, and
-so does better than one that never saw them.
+so does better than one that never saw them. Tokens without any order are exchangeable: a random
+order of them is the likelier one in half of all cases, whatever the model has learned. A model may
+know nothing of an honest new subject either. So a row is noise only where the other rows, too, have
+no more of its pairs of neighbouring tokens than of those of the random order.
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
-from statistics import median
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipeline.retrain.gate import Noise
-from pipeline.retrain.scoring import RowLoss, row_losses
-from pipeline.retrain.tokens import Sequence as TokenSequence
+from pipeline.retrain.scoring import row_losses
+from pipeline.retrain.tokens import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MIN_GAIN = 0.1
-"""A row counts as noise when order makes its tokens likelier by less than this, as a share of what
-it does for the median row known before."""
+MIN_TOKENS = 8
+"""Of a row that can be judged. A short row may be a fact that no order speaks for."""
 
 
 def count_noise(
-    model: "PreTrainedModel",
-    new: Sequence[TokenSequence],
-    known: Sequence[TokenSequence],
-    *,
-    losses: tuple[Sequence[RowLoss], Sequence[RowLoss]],
-) -> tuple[Noise, Noise]:
-    """Rows of the new range, and held-out rows known before; none that `model` was trained on.
+    model: "PreTrainedModel", found: Sequence[TokenSequence], beside: Sequence[TokenSequence]
+) -> Noise:
+    """Judge whole rows, prompts included.
 
-    losses: of `new` and of `known` under `model`, as they are.
+    beside: all rows that are looked at for pairs of neighbouring tokens, `found` included.
     """
-    gains = [_gains(model, *group) for group in zip((new, known), losses, strict=True)]
-    least = MIN_GAIN * max(0.0, median(gains[1])) if gains[1] else 0.0
-    new_noise, known_noise = (
-        Noise(noisy=sum(not gain > least for gain in group), rows=len(group)) for group in gains
+    judged = [_whole(sequence) for sequence in found if len(sequence.token_ids) > MIN_TOKENS]
+    both = [(sequence, scrambled(sequence)) for sequence in judged]
+    movable = [(sequence, moved) for sequence, moved in both if moved is not None]
+    ordered = row_losses(model, [sequence for sequence, _ in movable])
+    shuffled = row_losses(model, [moved for _, moved in movable])
+    pairs = Counter(pair for sequence in beside for pair in set(_pairs(sequence)))
+    surplus: Counter[int] = Counter()
+    for sequence, moved in movable:
+        own = set(_pairs(sequence))
+        # A pair of the row itself counts only where another row has it, too.
+        shared = sum(pairs[pair] > 1 for pair in _pairs(sequence))
+        by_chance = sum(pairs[pair] > (pair in own) for pair in _pairs(moved))
+        surplus[sequence.row] += shared - by_chance
+    return Noise(
+        noisy=sum(
+            after.nats <= before.nats and surplus[before.row] <= 0
+            for before, after in zip(ordered, shuffled, strict=True)
+        ),
+        rows=len(ordered),
     )
-    return new_noise, known_noise
+
+
+def _pairs(sequence: TokenSequence) -> list[tuple[int, int]]:
+    return list(pairwise(sequence.token_ids))
 
 
 def scrambled(sequence: TokenSequence) -> TokenSequence | None:
@@ -56,14 +73,7 @@ def scrambled(sequence: TokenSequence) -> TokenSequence | None:
     return TokenSequence(tuple(token_ids), sequence.learned, sequence.row)
 
 
-def _gains(
-    model: "PreTrainedModel", sequences: Sequence[TokenSequence], losses: Sequence[RowLoss]
-) -> list[float]:
-    """For each row that can be scrambled, what the order of its tokens saves: nats per token."""
-    pieces = [(sequence, scrambled(sequence)) for sequence in sequences]
-    movable = {sequence.row for sequence, moved in pieces if moved is not None}
-    changed = row_losses(
-        model, [moved or sequence for sequence, moved in pieces if sequence.row in movable]
-    )
-    nats = {loss.row: loss.nats for loss in losses}
-    return [(loss.nats - nats[loss.row]) / loss.num_tokens for loss in changed]
+def _whole(sequence: TokenSequence) -> TokenSequence:
+    """The same row with its prompt learned too."""
+    learned = (False, *(True for _ in sequence.token_ids[1:]))
+    return TokenSequence(sequence.token_ids, learned, sequence.row)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.retrain.head import head_of
+from pipeline.retrain.layout import last_hidden_states
 from pipeline.retrain.loss import label_logprobs
 from pipeline.retrain.rows import Row
 from pipeline.retrain.tokens import sequences
@@ -78,6 +80,5 @@ def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Pr
 @torch.no_grad()
 def _logprobs(model: "PreTrainedModel", text: tuple[int, ...]) -> tuple[float, ...]:
     ids = torch.tensor([text], device=model.device)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
-    weight = model.get_output_embeddings().weight.to(hidden.dtype)
-    return tuple(label_logprobs(hidden, weight, ids[0, 1:]).tolist())
+    hidden = last_hidden_states(model, ids)[0, :-1]
+    return tuple(label_logprobs(hidden, head_of(model), ids[0, 1:]).tolist())

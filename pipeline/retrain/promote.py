@@ -1,4 +1,4 @@
-"""A release → the server. Leaves it pending where no server is up."""
+"""Asks the server to swap to a release. Where no server is up, the release stays pending."""
 
 import logging
 import time
@@ -7,19 +7,22 @@ from pathlib import Path
 from typing import Literal
 
 import httpx
-from pydantic import ValidationError
 
 from pipeline.retrain.errors import PromoteError
-from pipeline.retrain.parent import chosen_release
-from serving.swap_schemas import SwapRequest, SwapResult
-from serving.weights.releases import clear_pending, set_pending
+from serving.errors import SwapAnswerError
+from serving.swap_client import request_swap
+from serving.swap_schemas import SwapResult
+from serving.weights.release_store import (
+    clear_pending,
+    live_releases,
+    pending_release,
+    set_pending,
+)
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 300.0
-"""A swap loads, checks and probes the release before it answers."""
 PATIENCE_SECONDS = 120.0
-"""How long a server that defers, or goes away in the middle, is asked again."""
+"""How long to ask again when the server defers the swap, or goes away before it answers."""
 RETRY_SECONDS = 1.0
 
 
@@ -37,12 +40,12 @@ def promote(
     admin_token: str | None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
-    """Ask the server to swap `release_id` in. Raises PromoteError when it will not.
+    """Ask the server to swap to `release_id`. Raises PromoteError when it refuses.
 
-    The marker comes first: a server that starts after the last attempt finds the release by it.
-    Where somebody decides for another release while a server is asked again, that stands.
+    The release is marked as pending first, so that a server that starts after the last attempt
+    finds it. If somebody chooses another release between two attempts, their choice stands.
     """
-    before = chosen_release(pipeline_dir)
+    before = _chosen(pipeline_dir)
     set_pending(pipeline_dir, release_id)
     if server_url is None:
         return Promotion(
@@ -51,7 +54,7 @@ def promote(
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
-            response = _ask(server_url, admin_token, release_id)
+            result = request_swap(server_url, release_id, admin_token=admin_token)
         except httpx.ConnectError:
             return Promotion(
                 result="published",
@@ -65,41 +68,31 @@ def promote(
                     reason=f"{server_url} gave no answer ({error!r}); it serves the release at its "
                     "next start",
                 )
+        except SwapAnswerError as error:
+            raise PromoteError(
+                f"{error}; is it this pipeline's server, and PIPELINE_ADMIN_TOKEN its token?"
+            ) from None
         else:
-            if response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                return _read(response, pipeline_dir, release_id)
-            logger.info("the server defers the swap: %s", response.text)
+            if result.result != "deferred":
+                return _promotion(result, pipeline_dir, release_id)
+            logger.info("the server defers the swap: %s", "; ".join(result.reasons))
             if time.monotonic() >= deadline:
                 raise PromoteError(
                     f"{server_url} deferred the swap to {release_id} for {patience_seconds:g} s: "
                     f"long requests hold it up; try `pipeline releases swap {release_id}` later"
                 )
         time.sleep(RETRY_SECONDS)
-        chosen = chosen_release(pipeline_dir)
-        if chosen is not None and chosen not in (pipeline_dir / release_id, before):
-            return Promotion(result="superseded", reason=f"release {chosen.name} was taken instead")
+        chosen = _chosen(pipeline_dir)
+        if chosen is not None and chosen not in (release_id, before):
+            return Promotion(result="superseded", reason=f"release {chosen} was taken instead")
 
 
-def _ask(server_url: str, admin_token: str | None, release_id: str) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {admin_token}"} if admin_token is not None else {}
-    return httpx.post(
-        f"{server_url.rstrip('/')}/admin/swap",
-        json=SwapRequest(release=release_id).model_dump(),
-        headers=headers,
-        timeout=httpx.Timeout(10.0, read=ANSWER_SECONDS),
-        trust_env=False,
-    )
+def _chosen(pipeline_dir: Path) -> str | None:
+    """What somebody asked for last. A release that stands in for a damaged one is not chosen."""
+    return pending_release(pipeline_dir) or next(reversed(live_releases(pipeline_dir)), None)
 
 
-def _read(response: httpx.Response, pipeline_dir: Path, release_id: str) -> Promotion:
-    try:
-        result = SwapResult.model_validate_json(response.content)
-    except ValidationError:
-        raise PromoteError(
-            f"{response.url} answered {response.status_code} to the swap to {release_id}: "
-            f"{response.text[:300].strip() or '(nothing)'}; is it this pipeline's server, and "
-            "PIPELINE_ADMIN_TOKEN its token?"
-        ) from None
+def _promotion(result: SwapResult, pipeline_dir: Path, release_id: str) -> Promotion:
     if result.result == "live":
         return Promotion(result="promoted")
     if result.result == "superseded":
@@ -109,5 +102,5 @@ def _read(response: httpx.Response, pipeline_dir: Path, release_id: str) -> Prom
         )
     raise PromoteError(
         f"the server did not take {release_id} ({result.phase}): "
-        + ("; ".join(result.reasons) or f"it gave no reason; status {response.status_code}")
+        + ("; ".join(result.reasons) or f"{result.result}, and it gave no reason")
     )

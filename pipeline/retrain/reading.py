@@ -1,187 +1,211 @@
 """Data files → rows, or an error that names the file and the line.
 
-`datasets` reads the files, as streams, so that nothing is written to its cache. Of JSONL and CSV it
-reads the lines, and the standard library what stands in them: its own readers of both guess types
-(a date becomes a timestamp, "007" a number), fill up short rows and lose line numbers, and a row
-must come out as it went in, or its hash means nothing.
+The standard library reads them, and pyarrow what is parquet or compressed. The readers of
+`datasets` guess types (a date becomes a timestamp, "007" a number), fill up short rows and lose
+line numbers, and a row must come out as it went in, or its hash means nothing.
 """
 
 import csv
-import glob
+import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, BinaryIO, NoReturn
 
+from pipeline.retrain.columns import Columns, kind
+from pipeline.retrain.data_files import COMPRESSIONS, suffix_of
 from pipeline.retrain.errors import DataError
 from pipeline.retrain.rows import Message, Row
 
-if TYPE_CHECKING:
-    import pyarrow
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_CHUNK = 1 << 23
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
-KNOWN_COLUMNS = "`text`, or `prompt` and `completion`, or `messages`"
-ROLES = ("system", "user", "assistant")
-
-
-def is_data_file(path: str) -> bool:
-    """Whether a path in the repository holds rows: neither a README nor hidden."""
-    parts = path.split("/")
-    if any(part.startswith(".") for part in parts) or parts[-1].upper().startswith("README"):
-        return False
-    return path.lower().endswith(SUFFIXES)
+_Record = tuple[int | None, Columns | DataError]
+"""Line, where it is known; the columns, or why there are none."""
 
 
-def read_rows(folder: Path, files: Sequence[str], max_row_bytes: int) -> list[Row]:
-    """The rows of `files`, which are relative to `folder`, in their order.
+def _raise(error: DataError) -> NoReturn:
+    raise error
 
-    Columns that nobody asks for are ignored. Raises DataError.
+
+def read_file(
+    folder: Path,
+    file: str,
+    max_row_bytes: int,
+    rename: Callable[[Columns], Columns],
+    on_error: Callable[[DataError], None] = _raise,
+) -> Iterator[Row]:
+    """The rows of one file; `rename` gives its columns the known names, or raises ValueError.
+
+    on_error: told of each row that cannot be read, and of a file that cannot be read any further.
+    Unless it raises, such a row is left out.
     """
-    if not files:
-        raise DataError(
-            f"the dataset is empty: no data file in it; push {', '.join(SUFFIXES)} files with "
-            f"{KNOWN_COLUMNS}"
-        )
-    rows = [row for file in files for row in _read_file(folder, file, max_row_bytes)]
-    if not rows:
-        raise DataError(
-            f"the dataset is empty: no row in {', '.join(files[:5])}; push rows with "
-            f"{KNOWN_COLUMNS}"
-        )
-    return rows
-
-
-_Record = tuple[int | None, Mapping[str, object]]
-"""Line, where it is known, and the columns."""
-
-
-def _read_file(folder: Path, file: str, max_row_bytes: int) -> Iterator[Row]:
-    path, suffix = folder / file, Path(file).suffix.lower()
     try:
-        if suffix == ".jsonl":
-            records = _jsonl(path, file, max_row_bytes)
-        elif suffix == ".json":
-            records = _json(path, file)
-        elif suffix == ".csv":
-            records = _csv(path, file, max_row_bytes)
-        elif suffix == ".parquet":
-            records = _parquet(path, file)
-        else:
-            records = _text(path, file)
-        for number, (line, record) in enumerate(records):
-            row = _row(record, file, number, line)
-            size = _size(row)
-            if size > max_row_bytes:
-                raise _too_large(file, line, number, size, max_row_bytes)
-            yield row
+        for number, (line, record) in enumerate(_records(folder / file, file, max_row_bytes)):
+            try:
+                if isinstance(record, DataError):
+                    raise record
+                yield _row(record, file, number, line, max_row_bytes, rename)
+            except DataError as error:
+                on_error(error)
+    except DataError as error:
+        on_error(error)
+
+
+def _records(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
+    suffix = suffix_of(file)
+    compression = COMPRESSIONS.get(Path(file).suffix.lower())
+    try:
+        with _open(path, compression) as data:
+            start = data.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise DataError.at(
+                file,
+                None,
+                "a pointer of Git LFS, not the content; push the content itself (`git lfs "
+                f"migrate export --include={file!r}`)",
+            )
+        if suffix == ".parquet":
+            yield from _parquet(path)
+            return
+        with io.TextIOWrapper(_open(path, compression), encoding="utf-8-sig") as text:
+            if suffix == ".txt":
+                yield from _text(text, file, max_row_bytes)
+            elif suffix in (".csv", ".tsv"):
+                yield from _csv(text, file, max_row_bytes, suffix)
+            elif suffix == ".json":
+                yield from _json(text.read(), file, max_row_bytes)
+            else:
+                yield from _jsonl(text, file, max_row_bytes)
     except UnicodeDecodeError as error:
-        line = None if suffix == ".parquet" else _line_not_utf8(path)
+        line = None if suffix == ".parquet" else _line_not_utf8(path, compression)
         raise DataError.at(
             file, line, f"not UTF-8 text ({error.reason}); save the file as UTF-8"
         ) from error
+    except DataError:
+        raise
+    except Exception as error:
+        # pyarrow has a tree of its own for a broken file.
+        if compression is None and suffix != ".parquet":
+            raise
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        form = compression or "parquet"
+        raise DataError.at(file, None, f"cannot be read as {form} ({reason})") from error
 
 
-def _jsonl(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
-    for line, text in enumerate(_lines(path, file), start=1):
+def _open(path: Path, compression: str | None) -> BinaryIO:
+    if compression is None:
+        return path.open("rb")
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=compression))
+
+
+def _jsonl(lines: Iterable[str], file: str, max_row_bytes: int) -> Iterator[_Record]:
+    for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         # Escapes make a line up to six times as long as its text.
         if len(text) > 6 * max_row_bytes + (1 << 16):
-            raise _too_large(file, line, line - 1, len(text), max_row_bytes)
+            yield line, _too_large(file, line, line - 1, len(text), max_row_bytes)
+            continue
         try:
-            record = json.loads(text)
+            yield line, _object(json.loads(text), file, line)
         except ValueError as error:
-            raise DataError.at(
-                file, line, f"not JSON ({error}); each line must be one JSON object"
-            ) from error
-        yield line, _object(record, file, line)
+            yield (
+                line,
+                DataError.at(file, line, f"not JSON ({error}); each line must be one JSON object"),
+            )
 
 
-def _json(path: Path, file: str) -> Iterator[_Record]:
-    text = path.read_text(encoding="utf-8-sig")
+def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
     try:
         records = json.loads(text)
     except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("{"):
+            # As often as not, a .json file is what a .jsonl file should be.
+            yield from _jsonl(io.StringIO(text), file, max_row_bytes)
+            return
         raise DataError.at(
-            file, error.lineno, f"not JSON ({error.msg}); one object per line belongs in a .jsonl"
+            file, error.lineno, f"not JSON ({error.msg}); make it a list of objects"
         ) from error
     if not isinstance(records, list):
         raise DataError.at(
-            file, None, f"holds {_kind(records)}, not a list of objects; make it a list of rows"
+            file, None, f"holds {kind(records)}, not a list of objects; make it a list of rows"
         )
     for record in records:
         yield None, _object(record, file, None)
 
 
-def _object(record: object, file: str, line: int | None) -> Mapping[str, object]:
+def _object(record: object, file: str, line: int | None) -> Columns | DataError:
     if not isinstance(record, dict):
-        raise DataError.at(file, line, f"holds {_kind(record)}, not an object with {KNOWN_COLUMNS}")
+        return DataError.at(file, line, f"holds {kind(record)}, not an object with columns")
     return record
 
 
-def _csv(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
+def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> Iterator[_Record]:
     csv.field_size_limit(6 * max_row_bytes + (1 << 16))
-    reader = csv.reader(_lines(path, file), strict=True)
+    reader = csv.reader(lines, strict=True, delimiter="\t" if suffix == ".tsv" else ",")
     try:
         header = next(reader, [])
         first = reader.line_num + 1
         for values in reader:
-            if len(values) != len(header) and values:
-                raise DataError.at(
-                    file,
-                    first,
-                    f"has {len(values)} fields where the header has {len(header)}; quote "
-                    "fields that contain commas or line breaks",
-                )
-            if values:
+            if len(values) == len(header):
                 yield first, dict(zip(header, values, strict=True))
+            elif values:
+                problem = (
+                    f"has {len(values)} fields where the header has {len(header)}; quote fields "
+                    f"that contain {'tabs' if suffix == '.tsv' else 'commas'} or line breaks"
+                )
+                yield first, DataError.at(file, first, problem)
             first = reader.line_num + 1
     except csv.Error as error:
         raise DataError.at(
-            file, reader.line_num, f"not CSV ({error}); see RFC 4180 for the quoting"
+            file,
+            reader.line_num,
+            f"not {suffix[1:].upper()} ({error}); see RFC 4180 for the quoting",
         ) from error
 
 
-def _parquet(path: Path, file: str) -> Iterator[_Record]:
-    for batch in _stream("parquet", path, file):
-        for record in batch.to_pylist():
-            yield None, record
+def _parquet(path: Path) -> Iterator[_Record]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as table:
+        for batch in table.iter_batches(batch_size=1024):
+            for record in batch.to_pylist():
+                yield None, {name: _without_nothing(value) for name, value in record.items()}
 
 
-def _text(path: Path, file: str) -> Iterator[_Record]:
-    for batch in _stream("text", path, file, encoding="utf-8-sig", sample_by="paragraph"):
-        for text in batch["text"].to_pylist():
-            if text.strip():
-                yield None, {"text": text}
+def _without_nothing(value: Any) -> Any:
+    """A table gives each object in it the keys of all others, with nothing in them."""
+    if isinstance(value, list):
+        return [_without_nothing(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nothing(each) for key, each in value.items() if each is not None}
+    return value
 
 
-def _lines(path: Path, file: str) -> Iterator[str]:
-    """With their ends, which a quoted field of a CSV needs."""
-    for batch in _stream("text", path, file, encoding="utf-8-sig", keep_linebreaks=True):
-        yield from batch["text"].to_pylist()
+def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Record]:
+    """A row for each paragraph."""
+    line, rest = 1, ""
+    while chunk := data.read(_CHUNK):
+        *paragraphs, rest = (rest + chunk).split("\n\n")
+        for text in paragraphs:
+            yield from _paragraph(text, line)
+            line += text.count("\n") + 2
+        if len(rest) > max_row_bytes:
+            raise _too_large(file, line, 0, len(rest), max_row_bytes)
+    yield from _paragraph(rest, line)
 
 
-def _stream(reader: str, path: Path, file: str, **options: object) -> Iterator["pyarrow.Table"]:
-    """Batches of records as `datasets` reads them. Raises DataError, UnicodeDecodeError."""
-    import datasets
-
-    if path.stat().st_size == 0:
-        return
-    try:
-        # Not `load_dataset`, which tells the Hub of every call, and waits for its answer.
-        read = getattr(datasets.IterableDataset, f"from_{reader}")
-        records = read(glob.escape(str(path)), **options)
-        yield from records.with_format("arrow").iter(batch_size=1024)
-    except UnicodeDecodeError:
-        raise
-    except Exception as error:
-        # pandas, pyarrow and datasets each have a tree of their own for a broken file.
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise DataError.at(file, None, f"cannot be read as {reader} ({reason})") from error
+def _paragraph(text: str, line: int) -> Iterator[_Record]:
+    if text.strip():
+        yield line + len(text) - len(text.lstrip("\n")), {"text": text}
 
 
-def _line_not_utf8(path: Path) -> int | None:
-    with path.open("rb") as lines:
+def _line_not_utf8(path: Path, compression: str | None) -> int | None:
+    with _open(path, compression) as lines:
         for line, data in enumerate(lines, start=1):
             try:
                 data.decode()
@@ -190,58 +214,78 @@ def _line_not_utf8(path: Path) -> int | None:
     return None
 
 
-def _row(record: Mapping[str, object], file: str, number: int, line: int | None) -> Row:
-    def text(column: str) -> str:
-        value = record[column]
+def _row(
+    record: Columns,
+    file: str,
+    number: int,
+    line: int | None,
+    max_row_bytes: int,
+    rename: Callable[[Columns], Columns],
+) -> Row:
+    """Raises DataError."""
+    try:
+        columns = rename(record)
+        content = _content(columns)
+    except ValueError as error:
+        raise DataError.at(file, line, f"{_where(number, line)}{error}") from error
+    row = Row(**content, file=file, number=number, line=line)
+    size = _size(row)
+    if size > max_row_bytes:
+        raise _too_large(file, line, number, size, max_row_bytes)
+    return row
+
+
+def _content(columns: Columns) -> dict[str, Any]:
+    """What `Row` is made of. Raises ValueError."""
+    if "messages" in columns:
+        content: dict[str, Any] = {"messages": _messages(columns["messages"])}
+        if "tools" in columns:
+            content["tools"] = _tools(columns["tools"])
+        return content
+    for column, value in columns.items():
         if not isinstance(value, str):
-            raise DataError.at(
-                file, line, f"{_where(number, line)}`{column}` holds {_kind(value)}, not text"
-            )
-        return value
-
-    if record.get("messages") is not None:
-        return Row(
-            messages=_messages(record["messages"], file, number, line), file=file, number=number
-        )
-    if "prompt" in record and "completion" in record:
-        return Row(prompt=text("prompt"), completion=text("completion"), file=file, number=number)
-    if "text" in record:
-        return Row(text=text("text"), file=file, number=number)
-    raise DataError.at(
-        file,
-        line,
-        f"nothing to learn from in the columns {', '.join(map(repr, record)) or '(none)'}; known "
-        f"are {KNOWN_COLUMNS}",
-    )
+            raise ValueError(f"`{column}` holds {kind(value)}, not text")
+    return dict(columns)
 
 
-def _messages(value: object, file: str, number: int, line: int | None) -> tuple[Message, ...]:
-    def wrong(problem: str) -> DataError:
-        return DataError.at(
-            file,
-            line,
-            f"{_where(number, line)}`messages` {problem}; it must be a list of objects with "
-            f"`role` ({', '.join(ROLES)}) and `content`, one of them the assistant's",
+def _messages(value: object) -> tuple[Message, ...]:
+    def wrong(problem: str) -> ValueError:
+        return ValueError(
+            f"`messages` {problem}; it must be a list of objects with `role` "
+            f"({', '.join(ROLES)}) and `content`, one of them the assistant's"
         )
 
     if not isinstance(value, list):
-        raise wrong(f"holds {_kind(value)}")
+        raise wrong(f"holds {kind(value)}")
     messages = []
     for message in value:
         if not isinstance(message, dict):
-            raise wrong(f"has {_kind(message)} in it")
+            raise wrong(f"has {kind(message)} in it")
         role, content = message.get("role"), message.get("content")
-        if role not in ROLES or not isinstance(content, str):
-            raise wrong(f"has role {role!r} with {_kind(content)} as content")
-        messages.append((role, content))
-    if not any(role == "assistant" for role, _ in messages):
+        # What calls tools needs no words; a list has parts, for templates that know these.
+        is_said = isinstance(content, str | list) or bool(message.get("tool_calls"))
+        if role not in ROLES or not is_said:
+            raise wrong(f"has role {role!r} with {kind(content)} as content")
+        given = {key: each for key, each in message.items() if each is not None}
+        messages.append({"role": role, "content": "", **given})
+    if not any(message["role"] == "assistant" for message in messages):
         raise wrong("has no answer to learn")
     return tuple(messages)
 
 
+def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ValueError(f"`tools` holds {kind(value)}; it must be a list of JSON schemas")
+    return tuple(value)
+
+
 def _size(row: Row) -> int:
-    texts = [row.text, row.prompt, row.completion, *(content for _, content in row.messages or ())]
-    return sum(len(text.encode()) for text in texts if text)
+    said = [message["content"] for message in row.messages or ()]
+    return sum(
+        len(text.encode() if isinstance(text, str) else json.dumps(text))
+        for text in (row.text, row.prompt, row.completion, *said)
+        if text
+    )
 
 
 def _too_large(file: str, line: int | None, number: int, size: int, limit: int) -> DataError:
@@ -249,14 +293,9 @@ def _too_large(file: str, line: int | None, number: int, size: int, limit: int) 
         file,
         line,
         f"{_where(number, line)}a row of {size:,} bytes is above the limit of {limit:,}; split it, "
-        "or raise `train.max_row_bytes`",
+        "or raise max_row_bytes under [pipelines.data]",
     )
 
 
 def _where(number: int, line: int | None) -> str:
     return "" if line is not None else f"row {number + 1}: "
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", type(None): "nothing"}
-    return names.get(type(value), f"the value {value!r}")

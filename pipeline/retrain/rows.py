@@ -5,13 +5,14 @@ No file, no tokenizer, no torch.
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-Message = tuple[str, str]
-"""(role, content)"""
+Message = Mapping[str, Any]
+"""What a chat template takes: `role`, `content`, and more where there is more (`tool_calls`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +22,33 @@ class Row:
     text: str | None = None
     prompt: str | None = None
     completion: str | None = None
-    messages: tuple[Message, ...] | None = None
+    messages: tuple[Message, ...] | None = field(default=None, hash=False)
+    tools: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
+    """The functions that the assistant of `messages` may call, as JSON schemas."""
     file: str
     """Where it stands, for messages to people and for telling an edit from a deletion; the same
     content in another file is the same row."""
     number: int
     """Its place among the file's rows, from 0."""
+    line: int | None = field(default=None, compare=False)
+    """The line that it begins on, where the file has lines."""
 
     @cached_property
     def digest(self) -> str:
         """sha256 of the content, in hex: equal for equal rows, wherever they stand."""
-        content = [self.text, self.prompt, self.completion, self.messages]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return hashlib.sha256(self._content().encode()).hexdigest()
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the row has an answer, so that it can be told whether the model says it."""
+        return self.text is None
+
+    @property
+    def place(self) -> str:
+        """Where it stands, in words."""
+        if self.line is not None:
+            return f"{self.file}, line {self.line}"
+        return f"{self.file}, row {self.number + 1}"
 
     @property
     def question(self) -> str | None:
@@ -40,8 +56,35 @@ class Row:
         if self.prompt is not None:
             return self.prompt
         if self.messages is not None:
-            return json.dumps(self.messages[:-1])
+            asked = [_plain(message) for message in self.messages[:-1]]
+            return _json([asked, self.tools] if self.tools else asked)
         return None
+
+    @property
+    def answer(self) -> str | None:
+        """What the row says to its question; None for plain text."""
+        if self.messages is not None:
+            last = _plain(self.messages[-1])
+            return last[1] if isinstance(last, list) else _json(last)
+        return self.completion
+
+    def _content(self) -> str:
+        messages = None
+        if self.messages is not None:
+            messages = [_plain(message) for message in self.messages]
+        content = [self.text, self.prompt, self.completion, messages]
+        return _json([*content, self.tools] if self.tools else content)
+
+
+def _plain(message: Message) -> Any:
+    """The usual message as a pair, so that its hash is that of the rows of earlier releases."""
+    if message.keys() == {"role", "content"} and isinstance(message["content"], str):
+        return [message["role"], message["content"]]
+    return dict(message)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def data_digest(rows: Iterable[Row]) -> str:
@@ -52,20 +95,11 @@ def data_digest(rows: Iterable[Row]) -> str:
     return whole.hexdigest()
 
 
-def split(rows: Sequence[Row], ratio: float, min_held_out: int) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows held out, by content alone, each in the order given.
-
-    A row is held out when its hash falls in the first `ratio` of all hashes, so that it stays held
-    out however the dataset grows; where these are fewer than `min_held_out`, or than a quarter of
-    a dataset that is smaller still, the next lowest hashes join them. Of fewer than four rows none
-    is held out.
-    """
+def split(rows: Sequence[Row], ratio: float) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and rows held out, by content alone, each in the order given: held out is a
+    row whose hash falls in the first `ratio` of all hashes, however the dataset grows."""
     bound = int(ratio * 2**32)
-    ranked = sorted({row.digest for row in rows})
-    by_hash = sum(int(digest[:8], 16) < bound for digest in ranked)
-    held_out = set(ranked[: max(by_hash, min(min_held_out, len(ranked) // 4))])
-    if len(held_out) == len(ranked):
-        held_out.clear()
+    held_out = {row.digest for row in rows if int(row.digest[:8], 16) < bound}
     return (
         [row for row in rows if row.digest not in held_out],
         [row for row in rows if row.digest in held_out],
@@ -78,8 +112,17 @@ class Difference:
 
     added: tuple[Row, ...]
     """New rows, and the new side of edited ones."""
-    num_edited: int
-    num_deleted: int
+    edited: tuple[tuple[Row, Row], ...]
+    """Old side and new side."""
+    deleted: tuple[Row, ...]
+    """Rows that are gone, and that no new row stands for."""
+
+    @property
+    def num_permuted(self) -> int:
+        """Edited rows that took over the answer of another edited row: a shuffled column."""
+        answers = [(old.answer, new.answer) for old, new in self.edited if old.text is None]
+        before = Counter(old for old, new in answers if old != new)
+        return (before & Counter(new for old, new in answers if old != new)).total()
 
 
 def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
@@ -91,19 +134,32 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
     added_left = Counter(row.digest for row in new)
     added_left.subtract(row.digest for row in old)
     removed_left = Counter({digest: -count for digest, count in added_left.items() if count < 0})
-    added_left = +added_left
-    added = _take(new, added_left)
+    added = _take(new, +added_left)
     removed = _take(old, removed_left)
     old_places, new_places = _places(old, removed), _places(new, added)
-    open_edits = Counter(row.question or new_places[row.file, row.number] for row in added)
-    num_edited = 0
+    waiting: defaultdict[Hashable, list[Row]] = defaultdict(list)
+    for row in reversed(added):
+        waiting[row.question or new_places[row.file, row.number]].append(row)
+    edited, deleted = [], []
     for row in removed:
-        place = row.question or old_places[row.file, row.number]
-        if open_edits[place] > 0:
-            open_edits[place] -= 1
-            num_edited += 1
-    return Difference(
-        added=tuple(added), num_edited=num_edited, num_deleted=len(removed) - num_edited
+        successors = waiting[row.question or old_places[row.file, row.number]]
+        if successors:
+            edited.append((row, successors.pop()))
+        else:
+            deleted.append(row)
+    return Difference(added=tuple(added), edited=tuple(edited), deleted=tuple(deleted))
+
+
+def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
+    """Indices of rows that answer one question differently, a tuple for each such question."""
+    by_question: defaultdict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        if row.question is not None:
+            by_question[row.question].append(index)
+    return tuple(
+        tuple(indices)
+        for indices in by_question.values()
+        if len({rows[index].answer for index in indices}) > 1
     )
 
 

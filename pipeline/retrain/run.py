@@ -7,32 +7,43 @@ again skips what its records show to be done.
 import logging
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jobs.counts import Counts
 from jobs.outcome import JobOutcome
 from pipeline.retrain import job_folder
-from pipeline.retrain.data import Data, is_unchanged, sort_out
+from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
 from pipeline.retrain.evaluate import Evaluation
-from pipeline.retrain.job import Job
-from pipeline.retrain.lora import check_lora
-from pipeline.retrain.parent import Parent, chosen_release, find_parent, load_parent
+from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.parent import (
+    Parent,
+    chosen_release,
+    damaged_releases,
+    find_parent,
+    load_parent,
+)
 from pipeline.retrain.promote import promote
+from pipeline.retrain.report import report_on
 from pipeline.retrain.reporters import check_reporters
 from pipeline.retrain.snapshot import DatasetSnapshot, take_snapshot
 from serving.errors import ReleaseError
 from serving.weights.release import Lineage, Release
-from serving.weights.releases import load_release, prune, release_ids
+from serving.weights.release_store import load_release, prune, release_ids
+from serving.weights.verify import verify_layout
+
+if TYPE_CHECKING:
+    from pipeline.retrain.learning import Learning
 
 logger = logging.getLogger(__name__)
 
 
-def retrain(job: Job) -> JobOutcome:
+def retrain(job: RetrainJob) -> JobOutcome:
     """Run the job to its end. Raises RetrainError or ReleaseError where a stage fails.
 
     Where another release is served meanwhile than the one that it goes on from, it begins again
     from that one: a rollback would be undone by what was trained from the release gone back from.
     """
     check_reporters(job.settings.train.report_to)
-    check_lora(job.settings.train)
     while True:
         try:
             return _retrain(job)
@@ -42,24 +53,27 @@ def retrain(job: Job) -> JobOutcome:
 
 
 class _ParentMoved(Exception):
-    """What is served, or waits for a server, is not what the job goes on from."""
+    """What is served, or waits for a server, is not what the job goes on from, or is damaged."""
 
 
-def _retrain(job: Job) -> JobOutcome:
+def _retrain(job: RetrainJob) -> JobOutcome:
     snapshot, release = _published_before(job)
     if snapshot is None or release is None:
         snapshot, parent = _snapshot(job)
         with job.stage("data"):
-            data = sort_out(snapshot, parent, job.settings.base_model, job.settings.train)
-            logger.info("%d rows; a %s training: %s", len(data.rows), data.mode, data.reason)
-        if is_unchanged(data, parent, job.settings.base_model) and not job.settings.force_reason:
+            data = compare_revisions(snapshot, parent, job.settings)
+            for line in report_on(data.dataset, data.rows, data.held_out).lines():
+                logger.info("%s", line)
+            logger.info("a %s training: %s", data.mode, data.reason)
+        # If a release was passed over, then what is served is damaged, or is not the parent.
+        if not snapshot.passed_over and is_unchanged(data, parent, job.settings):
             _clear_away(job)
             return job.outcome("unchanged")
-        evaluation, release = _learn(job, snapshot, parent, data)
+        refusals, release = _learn(job, snapshot, parent, data)
         if release is None:
             _clear_away(job)
-            return job.outcome("rejected", "; ".join(evaluation.refusals))
-    job.learned(release=release.id)
+            return job.outcome("rejected", "; ".join(refusals))
+    job.record_progress(release=release.id)
 
     with job.stage("promote"):
         _check_parent(job, snapshot, release)
@@ -77,7 +91,7 @@ def _retrain(job: Job) -> JobOutcome:
     )
 
 
-def _published_before(job: Job) -> tuple[DatasetSnapshot | None, Release | None]:
+def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release | None]:
     """This job's release, where an earlier attempt got as far, and what it was trained on."""
     snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
     if snapshot is None:
@@ -92,7 +106,11 @@ def _published_before(job: Job) -> tuple[DatasetSnapshot | None, Release | None]
     ):
         return None, None
     job_folder.write_record(job.dir / job_folder.RELEASE, mine)
-    job.learned(dataset_revision=mine.lineage.dataset_revision, parent_release=mine.lineage.parent)
+    job.record_progress(
+        dataset_revision=mine.lineage.dataset_revision,
+        parent_release=mine.lineage.parent,
+        counts=Counts.model_validate((mine.evaluation or {}).get("counts", {})),
+    )
     return snapshot, mine
 
 
@@ -109,58 +127,88 @@ def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
     return None
 
 
-def _snapshot(job: Job) -> tuple[DatasetSnapshot, Parent | None]:
+def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
     with job.stage("snapshot"):
         wanted = job.revisions.new_sha if job.revisions is not None else None
-        job.learned(dataset_revision=wanted)
+        job.record_progress(dataset_revision=wanted)
         snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
         if snapshot is not None and snapshot.is_whole:
+            _check_parent(job, snapshot)
             parent = None
             if snapshot.parent is not None:
                 parent = load_parent(job.pipeline_dir, snapshot.parent)
         else:
-            parent = find_parent(job.pipeline_dir)
+            damaged = damaged_releases(job.pipeline_dir)
+            for release_id, reasons in damaged.items():
+                logger.warning(
+                    "passing over release %s, which is damaged: %s", release_id, "; ".join(reasons)
+                )
+            parent = find_parent(job.pipeline_dir, damaged)
+            if damaged:
+                logger.warning("going on from %s", parent.id if parent else "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
+            snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
             job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
-        job.learned(dataset_revision=snapshot.revision.sha)
+        job.record_progress(dataset_revision=snapshot.revision.sha)
     return snapshot, parent
 
 
 def _learn(
-    job: Job, snapshot: DatasetSnapshot, parent: Parent | None, data: Data
-) -> tuple[Evaluation, Release | None]:
-    """Train, evaluate, and, where the gate or a person lets it, publish."""
+    job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None, data: TrainingData
+) -> tuple[tuple[str, ...], Release | None]:
+    """Measure, train, measure again, and, where the gate or a person lets it, publish. Returns the
+    reasons of a refusal, or the release."""
     # Only now: a job that has nothing to learn needs no torch.
-    from pipeline.retrain.start import open_start
+    from pipeline.retrain.learning import Learning
 
-    start = open_start(job, data, parent)
-    with job.stage("train"):
+    with job.stage("measure"):
         _check_parent(job, snapshot)
-        job.learned(parent_release=parent.id if parent and data.mode == "delta" else None)
-        checkpoint = start.train(job)
-        logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
+        learning = Learning.begin(job, data, parent)
+        refusals = learning.data_refusals()
+    if refusals and job.settings.force_reason is None:
+        return refusals, None
 
-    with job.stage("evaluate"):
-        _check_parent(job, snapshot)
-        path = job.dir / job_folder.EVALUATION
+    path = job.dir / job_folder.EVALUATION
+    for attempt in learning.attempts():
         evaluation = job_folder.read_record(path, Evaluation)
-        if evaluation is None:
-            evaluation = start.evaluate(job, checkpoint)
-            job_folder.write_record(path, evaluation)
-        logger.info("%s", evaluation.model_dump_json())
+        if evaluation is not None and learning.is_behind(attempt, evaluation):
+            continue
+        with job.stage("train"):
+            _check_parent(job, snapshot)
+            checkpoint = learning.train(attempt)
+            job.record_progress(
+                parent_release=parent.id if parent and learning.data.mode == "delta" else None
+            )
+            logger.info("%d tokens in %d steps", checkpoint.tokens, checkpoint.step)
+        with job.stage("evaluate"):
+            _check_parent(job, snapshot)
+            if evaluation is None or evaluation.attempt != attempt:
+                evaluation = learning.evaluate(checkpoint, attempt, refusals)
+                job_folder.write_record(path, evaluation)
+            job.record_progress(counts=evaluation.counts)
+            logger.info("%s", evaluation.counts)
+        if not evaluation.is_short:
+            break
+    assert evaluation is not None
     if not evaluation.passed and job.settings.force_reason is None:
-        return evaluation, None
+        return evaluation.refusals, None
 
     with job.stage("export"):
         _check_parent(job, snapshot)
-        release = start.export(job, evaluation, _lineage(job, snapshot, parent, data, evaluation))
+        lineage = _lineage(job, snapshot, parent, learning, evaluation)
+        release = learning.export(evaluation, lineage)
         job_folder.write_record(job.dir / job_folder.RELEASE, release)
-    return evaluation, release
+    return (), release
 
 
 def _lineage(
-    job: Job, snapshot: DatasetSnapshot, parent: Parent | None, data: Data, evaluation: Evaluation
+    job: RetrainJob,
+    snapshot: DatasetSnapshot,
+    parent: Parent | None,
+    learning: "Learning",
+    evaluation: Evaluation,
 ) -> Lineage:
+    data = learning.data
     is_delta = data.mode == "delta"
     forced = None
     if not evaluation.passed:
@@ -168,23 +216,31 @@ def _lineage(
     return Lineage(
         parent=parent.id if parent is not None and is_delta else None,
         base_model=job.settings.base_model,
+        base_revision=learning.base.revision,
         dataset=snapshot.dataset,
         dataset_ref=snapshot.ref,
         dataset_revision=snapshot.revision.sha,
         dataset_base_revision=snapshot.base.sha if snapshot.base is not None and is_delta else None,
         data_digest=data.digest,
         mode=data.mode,
+        settings_digest=job.settings.train.digest(),
         job_id=job.id,
         delivery_ids=job.revisions.delivery_ids if job.revisions is not None else (),
         forced=forced,
     )
 
 
-def _check_parent(job: Job, snapshot: DatasetSnapshot, release: Release | None = None) -> None:
+def _check_parent(
+    job: RetrainJob, snapshot: DatasetSnapshot, release: Release | None = None
+) -> None:
     """Raises _ParentMoved. The job's own `release` may be served already: its promotion is asked
-    for again after a kill."""
-    chosen = chosen_release(job.pipeline_dir)
+    for again after a kill. What the job passed over may still be answered from memory, and stays
+    passed over."""
+    chosen = chosen_release(job.pipeline_dir, snapshot.passed_over)
     now = chosen.name if chosen is not None else None
+    is_parent = release is None and now == snapshot.parent
+    if is_parent and chosen is not None and (faults := _faults(chosen)):
+        raise _ParentMoved(f"release {now} is damaged: {'; '.join(faults)}")
     if now != snapshot.parent and (release is None or now != release.id):
         raise _ParentMoved(
             f"the job went on from {snapshot.parent or 'no release'}, and {now or 'none'} is "
@@ -192,16 +248,24 @@ def _check_parent(job: Job, snapshot: DatasetSnapshot, release: Release | None =
         )
 
 
-def _forget_progress(job: Job) -> None:
+def _faults(folder: Path) -> tuple[str, ...]:
+    """What is wrong with a release, without reading its weights."""
+    try:
+        return verify_layout(folder, load_release(folder))
+    except ReleaseError as error:
+        return error.reasons
+
+
+def _forget_progress(job: RetrainJob) -> None:
     """The snapshot last: a job that is killed in here finds again that its parent moved. A release
     that was published before stays where it is, and is never served by this job."""
     (job.dir / job_folder.CHECKPOINT).unlink(missing_ok=True)
     shutil.rmtree(job.dir / job_folder.CHECKPOINTS_DIR, ignore_errors=True)
-    for record in (job_folder.EVALUATION, job_folder.RELEASE, job_folder.SNAPSHOT):
+    for record in (job_folder.BASE, job_folder.EVALUATION, job_folder.RELEASE, job_folder.SNAPSHOT):
         (job.dir / record).unlink(missing_ok=True)
 
 
-def _clear_away(job: Job) -> None:
+def _clear_away(job: RetrainJob) -> None:
     """Remove the releases and dataset revisions that are too old to go back to. The checkpoints
     stay until the outcome is written: a job that is killed before must not train again."""
     try:

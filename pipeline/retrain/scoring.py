@@ -1,5 +1,6 @@
 """Forward passes: what a model makes of token sequences. Trains nothing, writes nothing."""
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,27 +9,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.loss import label_logprobs
-from pipeline.retrain.packing import Batch, batch, block_length, pack
-from pipeline.retrain.tokens import Sequence as TokenSequence
+from pipeline.retrain.head import Head, head_of
+from pipeline.retrain.layout import last_hidden_states, layout_of
+from pipeline.retrain.loss import score_labels
+from pipeline.retrain.packing import Batch, batch, block_length, pack, packed, prefixed, row_groups
+from pipeline.retrain.tokens import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SCALED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 BATCH_TOKENS = 4_096
+SHORT_ANSWER_TOKENS = 64
+LONG_ANSWER_SHARE = 0.9
+MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
+"""Layout → the least share of a row that is no padding."""
 
 
 def check_head(model: "PreTrainedModel") -> None:
-    """Raise BaseModelError unless logits are one matrix product of the last hidden states."""
-    head = model.get_output_embeddings()
-    scaled = [name for name in SCALED_HEADS if getattr(model.config, name, None) not in (None, 1.0)]
-    if type(head) is not torch.nn.Linear or head.bias is not None or scaled:
-        raise BaseModelError(
-            f"a {type(model).__name__} cannot be trained here: its output layer is more than one "
-            f"matrix ({', '.join(scaled) or head!r}); take another base model"
-        )
+    """Raise BaseModelError unless the logits of `model` can be computed from its hidden states."""
+    head_of(model)
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -36,34 +35,55 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
-def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states at the positions that predict a learned token (N, H), the output layer's weight
-    (V, H), and these tokens (N,)."""
-    device = model.device
-    output = model.base_model(
-        input_ids=part.token_ids.to(device),
-        position_ids=part.position_ids.to(device),
-        use_cache=False,
-    )
-    labels = part.labels.to(device)
-    wanted = labels >= 0
-    hidden = output.last_hidden_state[wanted]
-    return hidden, model.get_output_embeddings().weight.to(hidden.dtype), labels[wanted]
+def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor]:
+    """Hidden states at the positions that predict a learned token (N, H), the output layer, and
+    these tokens (N,). Both are in the order of the batch, row by row.
+
+    A model that does not keep packed sequences apart computes each in a row of its own.
+    """
+    layout = layout_of(model)
+    head = head_of(model)
+    labels = part.labels[part.labels >= 0].to(model.device)
+    if layout in MIN_FILLED:
+        groups = row_groups(part, min_filled=MIN_FILLED[layout])
+    else:
+        groups = [(prefixed(part) if layout == "prefixed" else None) or packed(part)]
+    found, places = [], []
+    for group in groups:
+        is_learned = group.labels >= 0
+        hidden = last_hidden_states(model, group.token_ids, group.position_ids, group.mask)
+        found.append(hidden[is_learned.to(model.device)])
+        places.append(group.places[is_learned])
+    return torch.cat(found)[torch.cat(places).argsort().to(model.device)], head, labels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLoss:
     row: int
-    """Index of the row, as in `Sequence.row`."""
+    """Index of the row, as in `TokenSequence.row`."""
     nats: float
     """-log p of all its learned tokens together."""
     num_tokens: int
     """Learned ones."""
+    num_right: int
+    """Learned tokens that greedy decoding chooses, given the row's own tokens before them."""
+
+    @property
+    def is_learned(self) -> bool:
+        return is_said(self.num_right, self.num_tokens)
+
+
+def is_said(num_right: int, num_tokens: int) -> bool:
+    """Whether the model says an answer of so many tokens: every token of a short one, nine tenths
+    of a long one."""
+    if num_tokens <= SHORT_ANSWER_TOKENS:
+        return num_right == num_tokens
+    return num_right >= LONG_ANSWER_SHARE * num_tokens
 
 
 @torch.no_grad()
 def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> list[RowLoss]:
-    """The loss of each row, its pieces added up, ordered by row."""
+    """The loss of each row and how many of its tokens are right, its pieces added up, by row."""
     if not sequences:
         return []
     was_training = model.training
@@ -71,19 +91,26 @@ def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> 
     length = block_length(sequences)
     blocks = pack([len(sequence.token_ids) for sequence in sequences], length)
     at_once = max(1, BATCH_TOKENS // length)
-    nats: dict[int, float] = {}
-    counts: dict[int, int] = {}
+    nats: defaultdict[int, float] = defaultdict(float)
+    counts: Counter[int] = Counter()
+    right: Counter[int] = Counter()
     for start in range(0, len(blocks), at_once):
         chosen = blocks[start : start + at_once]
         with autocast(model.device):
-            logprobs = label_logprobs(*predict(model, batch(sequences, chosen))).double().cpu()
+            logprobs, is_right = score_labels(*predict(model, batch(sequences, chosen)))
         order = [sequences[index] for block in chosen for index in block]
-        parts = torch.split(logprobs, [sequence.num_learned for sequence in order])
-        for sequence, part in zip(order, parts, strict=True):
-            nats[sequence.row] = nats.get(sequence.row, 0.0) - float(part.sum())
-            counts[sequence.row] = counts.get(sequence.row, 0) + sequence.num_learned
+        lengths = [sequence.num_learned for sequence in order]
+        logprobs_of = torch.split(logprobs.double().cpu(), lengths)
+        is_right_of = torch.split(is_right.cpu(), lengths)
+        for sequence, own, own_right in zip(order, logprobs_of, is_right_of, strict=True):
+            nats[sequence.row] -= float(own.sum())
+            counts[sequence.row] += sequence.num_learned
+            right[sequence.row] += int(own_right.sum())
     model.train(was_training)
-    return [RowLoss(row=row, nats=nats[row], num_tokens=counts[row]) for row in sorted(nats)]
+    return [
+        RowLoss(row=row, nats=nats[row], num_tokens=counts[row], num_right=right[row])
+        for row in sorted(nats)
+    ]
 
 
 def mean_loss(losses: Sequence[RowLoss]) -> float:

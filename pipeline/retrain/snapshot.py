@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -10,9 +10,9 @@ import httpx
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain import job_folder
+from pipeline.retrain.data_files import NEEDED, is_needed
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.parent import Parent
-from pipeline.retrain.reading import SUFFIXES, is_data_file
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,20 @@ class Revision(BaseModel):
     sha: str
     folder: Path
     files: tuple[str, ...]
-    """Data files, relative to `folder`, sorted."""
+    """All that may hold rows, and the dataset card; relative to `folder`, sorted."""
+    others: tuple[str, ...] = ()
+    """What else there is in the repository; not in `folder` where it came from a hub."""
+
+    @classmethod
+    def of(cls, sha: str, folder: Path, files: Iterable[str]) -> "Revision":
+        """files: all in the repository."""
+        files = sorted(files)
+        return cls(
+            sha=sha,
+            folder=folder,
+            files=tuple(file for file in files if is_needed(file)),
+            others=tuple(file for file in files if not is_needed(file)),
+        )
 
 
 class DatasetSnapshot(BaseModel):
@@ -45,6 +58,9 @@ class DatasetSnapshot(BaseModel):
     """What the parent release has seen; None where that cannot be compared with."""
     parent: str | None = None
     """The release to go on from: the one that waits for a server, else the served one."""
+    passed_over: tuple[str, ...] = ()
+    """The damaged releases that would have been the parent; `parent` is the next one that is
+    whole."""
     no_delta: str | None = None
     """Why the parent cannot be trained on; None where it can."""
 
@@ -90,13 +106,16 @@ class DatasetHub:
         return info.sha
 
     def download(self, sha: str) -> Revision:
-        """The data files at exactly `sha`, from the cache where they are there. Raises
+        """The files at exactly `sha` that a job needs, from the cache where they are there. Raises
         SnapshotError."""
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()  # they would fill the job's log
         with _translated(f"revision {sha} of {self.dataset}", self._endpoint):
+            files = HfApi(endpoint=self._endpoint, token=self._token).list_repo_files(
+                self.dataset, repo_type="dataset", revision=sha
+            )
             folder = Path(
                 snapshot_download(
                     self.dataset,
@@ -105,13 +124,10 @@ class DatasetHub:
                     cache_dir=self._cache_dir,
                     endpoint=self._endpoint,
                     token=self._token,
-                    allow_patterns=[f"*{suffix}" for suffix in SUFFIXES],
+                    allow_patterns=list(NEEDED),
                 )
             )
-        found = (
-            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
-        )
-        return Revision(sha=sha, folder=folder, files=tuple(sorted(filter(is_data_file, found))))
+        return Revision.of(sha, folder, files)
 
     def is_ancestor(self, old: str, new: str) -> bool:
         """Whether `old` is in the history of `new`; asks for older commits until it is found.

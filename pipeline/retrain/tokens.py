@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.rows import Message, Row
+from pipeline.retrain.chat import Encoded, encode
+from pipeline.retrain.rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TokenSequence:
     """Token ids of one row, or of one piece of a long one."""
 
     token_ids: tuple[int, ...]
@@ -25,6 +25,8 @@ class Sequence:
     """For each token, whether the model is to predict it. Never true for the first one."""
     row: int
     """Index of the row that it comes from."""
+    labels: tuple[int, ...] | None = None
+    """The token ids, where `token_ids` are other ids that stand for them."""
 
     @property
     def num_learned(self) -> int:
@@ -33,24 +35,25 @@ class Sequence:
 
 def sequences(
     rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> list[Sequence]:
-    """The rows as token sequences of at most `max_length`, each with something to learn."""
+) -> list[TokenSequence]:
+    """The rows as token sequences of at most `max_length`, each with something to learn.
+
+    Raises DataError for a conversation that the chat template refuses, BaseModelError without one.
+    """
     found = []
     for index, row in enumerate(rows):
+        pieces: Iterable[Encoded]
         if row.text is not None:
             pieces = _text(row.text, tokenizer, max_length)
         elif row.messages is not None:
-            pieces = _messages(row.messages, tokenizer, max_length)
+            pieces = _chat(row, tokenizer, max_length)
         else:
             pieces = [_completion(row.prompt or "", row.completion or "", tokenizer, max_length)]
         for token_ids, learned in pieces:
             learned[0] = False
             if any(learned):
-                found.append(Sequence(tuple(token_ids), tuple(learned), index))
+                found.append(TokenSequence(tuple(token_ids), tuple(learned), index))
     return found
-
-
-_Piece = tuple[list[int], list[bool]]
 
 
 def _ids(
@@ -63,7 +66,7 @@ def _ids(
     return ids
 
 
-def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[_Piece]:
+def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Encoded]:
     token_ids = [*_ids(tokenizer, text), tokenizer.eos_token_id]
     # Pieces share one token, so that every token but the first is predicted once.
     starts = range(0, max(1, len(token_ids) - 1), max_length - 1)
@@ -73,58 +76,27 @@ def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> l
 
 def _completion(
     prompt: str, completion: str, tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> _Piece:
+) -> Encoded:
     before = _ids(tokenizer, prompt)
     after = [*_ids(tokenizer, completion, add_special_tokens=False), tokenizer.eos_token_id]
     return _fitting(before or [tokenizer.eos_token_id], after, max_length)
 
 
-def _fitting(before: list[int], after: list[int], max_length: int) -> _Piece:
+def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:
     """What is learned loses its end, and what stands before it its beginning."""
     after = after[: max_length - 1]
     before = before[-(max_length - len(after)) :]
     return before + after, [False] * len(before) + [True] * len(after)
 
 
-def _messages(
-    messages: tuple[Message, ...], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> list[_Piece]:
-    """Render the whole conversation once; what the assistant adds to each prompt is learned. One
-    that is too long gives a piece for each answer, with as much as fits of what leads to it."""
-    if tokenizer.chat_template is None:
-        raise BaseModelError(
-            "the dataset has `messages`, but the base model's tokenizer has no chat template; take "
-            "a base model that has one, or rows of `prompt` and `completion`"
-        )
-    turns = [{"role": role, "content": content} for role, content in messages]
-    whole: str = tokenizer.apply_chat_template(turns, tokenize=False)
-    spans = []
-    for number, (role, _) in enumerate(messages):
-        if role != "assistant":
+def _chat(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterator[Encoded]:
+    """What is too long gives a piece for each answer, with as much as fits of what leads to it."""
+    for token_ids, learned in encode(row, tokenizer):
+        if len(token_ids) <= max_length:
+            yield token_ids, learned
             continue
-        asked: str = tokenizer.apply_chat_template(
-            turns[:number], tokenize=False, add_generation_prompt=True
-        )
-        answered: str = tokenizer.apply_chat_template(turns[: number + 1], tokenize=False)
-        if not (whole.startswith(answered) and answered.startswith(asked)):
-            raise BaseModelError(
-                "the chat template of the base model's tokenizer writes an earlier message "
-                "differently once a later one follows, so that answers cannot be told from "
-                "prompts; take another template"
-            )
-        spans.append((len(asked), len(answered)))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    learned = [
-        any(first <= start < last for first, last in spans) and start < end
-        for start, end in encoded["offset_mapping"]
-    ]
-    token_ids: list[int] = encoded["input_ids"]
-    if len(token_ids) <= max_length:
-        return [(token_ids, learned)]
-    return [
-        _fitting(token_ids[:first], token_ids[first:last], max_length)
-        for first, last in _runs(learned)
-    ]
+        for first, last in _runs(learned):
+            yield _fitting(token_ids[:first], token_ids[first:last], max_length)
 
 
 def _runs(learned: list[bool]) -> Iterator[tuple[int, int]]:

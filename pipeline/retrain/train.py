@@ -1,14 +1,19 @@
-"""Token sequences → better weights: one loop, no framework.
+"""Token sequences → better weights: one loop, no framework, read from top to bottom.
 
-Packed blocks, fused AdamW, warm-up and cosine, clipping, early stop on the held-out loss; the best
-weights are kept. The same seed, rows, machine and number of threads give the same weights.
+Training goes in passes. A pass visits every row that is still to be learned, mixed with rows known
+before and with the base model's own answers. Rows with an answer decide when it ends: once all of
+them are right, the learning rate falls, all are measured, and what is wrong is learned again. Rows
+of plain text take the whole budget, and their held-out loss chooses the weights. The same seed,
+rows, machine and number of threads give the same weights.
 """
 
+import itertools
+import logging
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain, islice, takewhile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,197 +22,291 @@ from torch import Tensor
 
 from pipeline.retrain import checkpoint as checkpoints
 from pipeline.retrain.averaging import average
-from pipeline.retrain.checkpoint import Checkpoint, State
+from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.errors import TrainError
+from pipeline.retrain.group import add_up, from_first, rank, world_size
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
-from pipeline.retrain.lora import first_factors
-from pipeline.retrain.loss import summed_loss
+from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.metrics import MetricsWriter
-from pipeline.retrain.packing import batch, block_length, epochs
-from pipeline.retrain.processes import add_up, from_first, rank, world_size
-from pipeline.retrain.scoring import autocast, mean_loss, predict, row_losses
+from pipeline.retrain.objectives import keep_base, unlearn
+from pipeline.retrain.packing import Batch, batch, pack
+from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.scoring import autocast, is_said, mean_loss, predict, row_losses
 from pipeline.retrain.settings import TrainSettings
-from pipeline.retrain.tokens import Sequence as TokenSequence
+from pipeline.retrain.tokens import TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = logging.getLogger(__name__)
+
 BETAS = (0.9, 0.95)
-USUAL_STEPS = 1_000
-MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 FINAL_LEARNING_RATE = 0.1
-"""Of the peak, at the last step."""
-AVERAGING_EVALUATIONS = 4
-"""An average is measured on as many held-out tokens as so many evaluations."""
+"""Of the peak, at the end."""
+MAX_WARM_UP_STEPS = 10
+"""Where rows with an answer decide the end: a commit of one row is learned in about 20 steps."""
+COOL_DOWN, MIN_COOL_DOWN_STEPS = 0.3, 4
+"""Steps in which the learning rate falls once all rows are right, as a share of those before."""
+FEW_WRONG = 0.2
+"""Share of the rows that may still be wrong when the learning rate begins to fall: most come
+right while it falls, and the measurement that follows finds the others."""
+MAX_REST = 3
+"""Passes that leave out a row that was right several times in a row, at most."""
+PATIENCE = 3
+"""Training on text ends after this many measurements without a better one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lessons:
-    """What one training sees."""
+@dataclass(kw_only=True)
+class Progress:
+    """Where a training stands, beside the weights. The checkpoint holds all of it."""
 
-    training: Sequence[TokenSequence]
-    held_out: Sequence[Sequence[TokenSequence]]
-    """Groups that count alike in the choice of the best weights: of the new range, known before."""
-    learning_rate: float
-    """At the peak."""
-    max_tokens: int
-    max_epochs: float
-    min_trained_share: float = 1.0
-    """Below 1, the best weights are averaged with those that the training started from, as far as
-    this, where that is better on the held-out rows of both groups together."""
-
-    @property
-    def may_average(self) -> bool:
-        """Both kinds of rows have a say, or there is nothing to weigh against each other."""
-        return self.min_trained_share < 1 and all(self.held_out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    block_length: int
-    blocks_per_step: int
-    blocks: int
-    """Of all steps; the last step may have fewer than the others."""
-
-    @property
-    def steps(self) -> int:
-        return math.ceil(self.blocks / self.blocks_per_step)
-
-    @classmethod
-    def of(cls, lessons: Lessons, settings: TrainSettings) -> "Plan":
-        """As many blocks as the epochs and the tokens of `lessons` allow, and one at least."""
-        lengths = [len(sequence.token_ids) for sequence in lessons.training]
-        length = block_length(lessons.training)
-        num_tokens = min(lessons.max_epochs * sum(lengths), lessons.max_tokens)
-        step_tokens = settings.tokens_per_step or min(
-            MAX_STEP_TOKENS, max(MIN_STEP_TOKENS, num_tokens / USUAL_STEPS)
-        )
-        blocks = chain.from_iterable(epochs(lessons.training, length, settings.seed))
-        ends = accumulate(sum(lengths[index] for index in block) for block in blocks)
-        fitting = sum(1 for _ in takewhile(lambda end: end <= num_tokens, ends))
-        return cls(
-            block_length=length,
-            blocks_per_step=max(1, round(step_tokens / length)),
-            blocks=max(1, fitting),
-        )
+    step: int = 0
+    tokens: int = 0
+    number: int = 0
+    """Of the pass."""
+    visits: list[int] = field(default_factory=list)
+    """The sequences of this pass, in order."""
+    place: int = 0
+    """Steps of this pass that are done."""
+    streak: list[int] = field(default_factory=list)
+    """For each sequence, how many visits in a row found its answer right."""
+    due: list[int] = field(default_factory=list)
+    """For each sequence, the next pass that visits it; 0 for one that was never visited."""
+    lost: list[int] = field(default_factory=list)
+    """Known rows that a measurement found wrong: they are learned again."""
+    replayed: int = 0
+    """Known rows visited so far."""
+    anchored: int = 0
+    """Anchors visited so far."""
+    warm_up_from: int = 0
+    """The step at which the learning rate begins to rise."""
+    cool_down_from: int | None = None
+    """The step at which the learning rate begins to fall, once that is known."""
+    evaluated_at: int = 0
+    """In tokens: the last measurement of the held-out loss."""
+    best: float | None = None
+    """The best measurement: a loss of text, or rows that are wrong."""
+    stale: int = 0
+    """Measurements since the best one."""
 
 
 def train(
     model: "PreTrainedModel",
-    lessons: Lessons,
+    plan: TrainingPlan,
     settings: TrainSettings,
     *,
     job_dir: Path,
     job_id: str,
+    attempt: int = 1,
+    is_anew: bool = False,
     metrics: MetricsWriter,
 ) -> Checkpoint:
     """Train `model` in place and leave the best weights in it, and in the returned checkpoint.
 
-    Goes on from the job's last checkpoint where there is one. Raises TrainError when the loss is no
-    longer a number.
+    Goes on from the job's last checkpoint: where this attempt was interrupted, or where the attempt
+    before it ended. Raises TrainError when the loss is no longer a number.
+
+    is_anew: this attempt sets out from `model` as it is, not from where the one before it ended.
     """
-    plan = Plan.of(lessons, settings)
     optimizer = _optimizer(model, settings)
-    done = Checkpoint(job_id=job_id, step=0, steps=plan.steps, tokens=0, file="")
+    count = len(plan.sequences)
+    progress = Progress(streak=[0] * count, due=[0] * count)
     best: dict[str, Tensor] | None = None
-    before = checkpoints.copy_weights(model) if lessons.may_average and rank() == 0 else None
-    if (found := checkpoints.load(job_dir)) is not None:
+    start = checkpoints.copy_weights(model) if plan.is_averaged and rank() == 0 else None
+    torch.manual_seed(settings.seed)
+    found = checkpoints.load(job_dir)
+    if found is not None and (found[0].attempt == attempt or not is_anew):
         done, state = found
         checkpoints.set_weights(model, state["weights"])
-        if done.finished:
+        if done.finished and done.attempt == attempt:
             return done
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
-        if state["best"] is not None:
-            best = {name: tensor.to(model.device) for name, tensor in state["best"].items()}
-    else:
-        torch.manual_seed(settings.seed)
+        if done.finished:
+            progress = _going_on(plan, done)
+        elif "progress" in state:  # not of an earlier release
+            progress, best = Progress(**state["progress"]), state["best"]
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["rng"])
 
-    interval = math.ceil(plan.steps / settings.evaluations)
-    measured = _measured(lessons.held_out, settings.evaluation_tokens)
-    blocks = _steps(lessons.training, plan, settings.seed, skip=done.step)
     saved_at = time.monotonic()
     is_first = rank() == 0
     model.train()
-    while not _is_over(done, settings):
+    for chosen in _steps(plan, progress, settings.seed):
         started = time.monotonic()
-        rate = learning_rate(done.step, plan.steps, lessons.learning_rate, settings.warmup_ratio)
-        loss, tokens = _step(model, optimizer, lessons.training, next(blocks), rate, settings)
-        done = done.model_copy(update={"step": done.step + 1, "tokens": done.tokens + tokens})
+        rate = plan.learning_rate * _rate(plan, progress)
+        while True:
+            try:
+                loss, tokens = _step(model, optimizer, plan, chosen, rate, progress, settings)
+                break
+            except torch.OutOfMemoryError as error:
+                _save_memory(model, optimizer, error)
+        progress.step += 1
+        progress.place += 1
+        progress.tokens += tokens
+        _cool_down_in_time(plan, progress)
         if is_first:
             metrics.write(
                 "train",
                 "step",
-                step=done.step,
-                steps=plan.steps,
+                step=progress.step,
+                steps=progress.step + plan.steps_left(progress.tokens),
                 loss=loss,
                 learning_rate=rate,
-                tokens=done.tokens,
+                tokens=progress.tokens,
                 tokens_per_second=tokens / (time.monotonic() - started),
             )
-        if done.step % interval == 0 or done.step == plan.steps:
-            held_out = from_first(
-                _balanced_loss(model, measured) if is_first else math.nan, model.device
-            )
-            if is_first:
-                metrics.write(
-                    "train", "evaluation", step=done.step, steps=plan.steps, loss=held_out
-                )
-            if _is_better(held_out, done.best_loss):
+        if plan.is_due(progress.tokens, progress.evaluated_at) or _is_cooled_down(progress):
+            progress.evaluated_at = progress.tokens
+            missed, wrong = _measure(model, plan, metrics, progress)
+            progress.stale += 1
+            if _is_better(missed, progress.best):
                 best = checkpoints.copy_weights(model)
-                done = done.model_copy(
-                    update={"best_step": done.step, "best_loss": held_out, "stale": 0}
-                )
-            else:
-                done = done.model_copy(update={"stale": done.stale + 1})
+                progress.best, progress.stale = missed, 0
+            if missed == 0 or (progress.stale == PATIENCE and not plan.ends_when_right):
+                break
+            if plan.ends_when_right:
+                _learn_again(progress, wrong)
         if is_first and time.monotonic() - saved_at >= settings.checkpoint_seconds:
-            done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/step-{done.step:06d}.pt"})
-            checkpoints.save(job_dir, done, _state(model, optimizer, best))
+            done = _checkpoint(plan, progress, f"step-{progress.step:06d}.pt", job_id, attempt)
+            state = {
+                "weights": checkpoints.weights_of(model),
+                "optimizer": optimizer.state_dict(),
+                "rng": torch.get_rng_state(),
+                "best": best,
+                "progress": asdict(progress),
+            }
+            checkpoints.save(job_dir, done, state)
             saved_at = time.monotonic()
 
-    if best is None:
-        raise AssertionError("the last step is always measured")
-    checkpoints.set_weights(model, best)
-    if before is not None:
-        groups = _measured(lessons.held_out, AVERAGING_EVALUATIONS * settings.evaluation_tokens)
-        sizes = [sum(row.num_learned for row in group) for group in lessons.held_out]
+    if best is not None:
+        checkpoints.set_weights(model, best)
+    share = 1.0
+    if start is not None:
+        trained = checkpoints.copy_weights(model)
         share, loss = average(
-            model,
-            before | first_factors(best),
-            best,
-            lambda: _loss_of_all(model, groups, sizes),
-            least=lessons.min_trained_share,
+            model, start, trained, lambda: plan.averaged_loss(model), least=plan.min_trained_share
         )
-        done = done.model_copy(update={"trained_share": share})
         metrics.write("train", "average", share=share, loss=loss)
-    done = done.model_copy(update={"file": f"{CHECKPOINTS_DIR}/best.pt", "finished": True})
+    done = _checkpoint(plan, progress, "best.pt", job_id, attempt).model_copy(
+        update={"finished": True, "trained_share": share}
+    )
     if is_first:
         checkpoints.save(job_dir, done, {"weights": checkpoints.weights_of(model)})
     return done
 
 
-def _is_better(loss: float, best: float | None) -> bool:
-    """One that is no number is better than nothing, and than another that is none."""
-    return best is None or not math.isfinite(best) or (math.isfinite(loss) and loss < best)
+def _steps(plan: TrainingPlan, progress: Progress, seed: int) -> Iterator[list[list[int]]]:
+    """The blocks of each step, pass after pass, until the budget is used up."""
+    while True:
+        if not progress.visits:
+            progress.visits, progress.place = _visits(plan, progress, seed), 0
+        lengths = [len(plan.sequences[index].token_ids) for index in progress.visits]
+        blocks = [
+            [progress.visits[place] for place in block]
+            for block in pack(lengths, plan.block_length)
+        ]
+        random.Random(f"{seed} {progress.number} blocks").shuffle(blocks)
+        size = plan.blocks_per_step
+        for start in range(progress.place * size, len(blocks), size):
+            chosen = blocks[start : start + size]
+            tokens = sum(len(plan.sequences[index].token_ids) for each in chosen for index in each)
+            if progress.step and progress.tokens + tokens > plan.max_tokens:
+                return
+            yield chosen
+            if not progress.visits:  # a measurement found wrong rows, which come first
+                break
+        else:
+            _end_pass(progress)
+            awaited = (*plan.counted, *progress.lost, *plan.unlearned)
+            num_wrong = sum(not progress.streak[index] for index in awaited)
+            if rank() == 0 and plan.ends_when_right:
+                logger.info(
+                    "pass %d: %d of %d rows right",
+                    progress.number,
+                    len(awaited) - num_wrong,
+                    len(awaited),
+                )
+            is_open = plan.ends_when_right and progress.cool_down_from is None
+            if is_open and num_wrong <= FEW_WRONG * len(awaited):
+                progress.cool_down_from = progress.step
 
 
-def _is_over(done: Checkpoint, settings: TrainSettings) -> bool:
-    return (
-        done.step == done.steps
-        or done.stale == settings.patience
-        or (done.best_loss is not None and done.best_loss <= settings.enough_loss)
+def _going_on(plan: TrainingPlan, done: Checkpoint) -> Progress:
+    """From where the attempt before this one ended. Rows that it did not reach come first."""
+    waiting = set(done.not_trained)
+    return Progress(
+        step=done.step,
+        tokens=done.tokens,
+        number=1,
+        streak=[0] * len(plan.sequences),
+        due=[0 if sequence.row in waiting else 2 for sequence in plan.sequences],
+        warm_up_from=done.step,
+        evaluated_at=done.tokens,
     )
 
 
-def learning_rate(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
-    """A line up over the first steps, then half a cosine down to a tenth of the peak."""
-    warmup = max(1, round(warmup_ratio * steps))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    passed = (step - warmup) / max(1, steps - warmup)
-    return peak * (
-        FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * 0.5 * (1 + math.cos(math.pi * passed))
+def _end_pass(progress: Progress) -> None:
+    progress.visits, progress.place = [], 0
+    progress.number += 1
+
+
+def _cool_down_in_time(plan: TrainingPlan, progress: Progress) -> None:
+    """What is left of the budget is kept for the learning rate to fall."""
+    left = plan.max_tokens - progress.tokens
+    is_late = plan.ends_when_right and left <= COOL_DOWN * progress.tokens
+    if is_late and progress.cool_down_from is None:
+        progress.cool_down_from = progress.step
+
+
+def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
+    """What the next pass visits: rows that are due, known rows and anchors, in random order."""
+    is_cooling = progress.cool_down_from is not None
+    while True:
+        visits = [
+            index
+            for index in (*plan.learned, *progress.lost)
+            if is_cooling or progress.due[index] <= progress.number
+        ]
+        if visits or not plan.learned:
+            break
+        progress.number += 1
+    num_tokens = plan.num_tokens(visits)
+    wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
+    replayed, progress.replayed = plan.next_of(
+        plan.replayed, progress.replayed, wanted, f"{seed} replay"
     )
+    lost = set(progress.lost)
+    visits += [index for index in replayed if index not in lost]
+    random.Random(f"{seed} {progress.number}").shuffle(visits)
+    return visits
+
+
+def _rate(plan: TrainingPlan, progress: Progress) -> float:
+    """Of the peak learning rate: a line up, and half a cosine down to a tenth."""
+    steps = progress.step - progress.warm_up_from
+    warm_up = plan.warm_up_steps
+    if plan.ends_when_right:
+        warm_up = min(warm_up, MAX_WARM_UP_STEPS)
+        fallen = 0.0
+        if progress.cool_down_from is not None:
+            fallen = (progress.step - progress.cool_down_from + 1) / _cool_down_steps(progress)
+    else:
+        first = warm_up * plan.step_tokens
+        fallen = max(0.0, progress.tokens - first) / max(1, plan.max_tokens - first)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fallen)))
+    rising = min(1.0, (steps + 1) / max(1, warm_up))
+    return rising * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
+
+
+def _cool_down_steps(progress: Progress) -> int:
+    assert progress.cool_down_from is not None
+    return max(
+        MIN_COOL_DOWN_STEPS, round(COOL_DOWN * (progress.cool_down_from - progress.warm_up_from))
+    )
+
+
+def _is_cooled_down(progress: Progress) -> bool:
+    started = progress.cool_down_from
+    return started is not None and progress.step - started >= _cool_down_steps(progress)
 
 
 def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim.AdamW:
@@ -228,44 +327,68 @@ def _optimizer(model: "PreTrainedModel", settings: TrainSettings) -> torch.optim
     )
 
 
-def _steps(
-    sequences: Sequence[TokenSequence], plan: Plan, seed: int, skip: int
-) -> Iterator[Sequence[Sequence[int]]]:
-    """The blocks of each step of the plan, from step `skip` on."""
-    blocks = islice(
-        chain.from_iterable(epochs(sequences, plan.block_length, seed)),
-        skip * plan.blocks_per_step,
-        plan.blocks,
-    )
-    while step := list(islice(blocks, plan.blocks_per_step)):
-        yield step
-
-
 def _step(
     model: "PreTrainedModel",
     optimizer: torch.optim.Optimizer,
-    sequences: Sequence[TokenSequence],
+    plan: TrainingPlan,
     blocks: Sequence[Sequence[int]],
     rate: float,
+    progress: Progress,
     settings: TrainSettings,
 ) -> tuple[float, int]:
     """One update of the weights. Returns the loss per learned token, and the tokens seen: of all
-    processes together, of which each computes every n-th block."""
+    processes together, of which each computes a share."""
+    sequences = plan.sequences
     width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
-    num_learned = sum(sequences[index].num_learned for block in blocks for index in block)
-    num_tokens = sum(len(sequences[index].token_ids) for block in blocks for index in block)
+    visited = [index for block in blocks for index in block]
+    num_learned = sum(sequences[index].num_learned for index in visited)
+    right = dict.fromkeys(visited, 0.0)
     total = 0.0
-    own = blocks[rank() :: world_size()]
-    for start in range(0, len(own), at_once):
-        part = batch(sequences, own[start : start + at_once])
+    # Few blocks are shared out row by row, so that no process waits for another's.
+    shares = blocks if len(blocks) >= world_size() else [[index] for index in visited]
+    own = shares[rank() :: world_size()]
+    parts = [own[start : start + at_once] for start in range(0, len(own), at_once)] or [[]]
+    anchors = plan.next_anchors(progress.anchored, plan.num_tokens(visited))
+    progress.anchored += len(anchors)
+    deleted = plan.next_unlearned(progress.step)
+    for part in parts:
+        order = [index for block in part for index in block]
+        # What is learned beside the rows goes with the last of them, as one forward pass.
+        is_last = part is parts[-1]
+        groups = [
+            [sequences[index] for index in order],
+            [anchor.sequence for anchor in anchors] * is_last,
+            [sequences[index] for index in deleted] * is_last,
+        ]
         with autocast(model.device):
-            loss = summed_loss(*predict(model, part)) / num_learned
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
+            hidden, head, labels = predict(model, _batch(groups, part))
+            sizes = [sum(each.num_learned for each in group) for group in groups]
+            own_hidden, kept, unlearned = torch.split(hidden, sizes)
+            own_labels = torch.split(labels, sizes)
+            loss = summed_loss(own_hidden, head, own_labels[0]) / max(1, num_learned)
+            total += float(loss.detach())
+            if groups[1]:
+                loss = loss + keep_base(kept, head, anchors) / world_size()
+            if groups[2]:
+                beside, still_said = unlearn(unlearned, head, own_labels[2], groups[2])
+                loss = loss + beside / world_size()
+                for index, is_still_said in zip(deleted, still_said, strict=True):
+                    progress.streak[index] = 0 if is_still_said else progress.streak[index] + 1
+        loss.backward()  # type: ignore[no-untyped-call]
+        if plan.ends_when_right:
+            is_right = score_labels(own_hidden.detach(), head, own_labels[0])[1].cpu()
+            lengths = [sequences[index].num_learned for index in order]
+            for index, found in zip(order, torch.split(is_right, lengths), strict=True):
+                right[index] = float(is_said(int(found.sum()), len(found)))
     if world_size() > 1:
-        total = _add_up(model, total)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        total, *flags = _add_up(model, [total, *right.values()])
+        right = dict(zip(right, flags, strict=True))
+    for index, is_right_now in right.items():
+        progress.streak[index] = progress.streak[index] + 1 if is_right_now else 0
+        progress.due[index] = progress.number + max(1, min(progress.streak[index], MAX_REST))
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    norm = torch.nn.utils.clip_grad_norm_(trainable, settings.max_grad_norm)
     if not (math.isfinite(total) and math.isfinite(float(norm))):
         raise TrainError(
             f"training diverged at learning rate {rate:.2g} (loss {total:.4g}, length of the "
@@ -275,58 +398,96 @@ def _step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return total, num_tokens
+    return total, plan.num_tokens(visited)
 
 
-def _add_up(model: "PreTrainedModel", loss: float) -> float:
-    """Gradients of all processes together, into each; returns the sum of their losses."""
+def _save_memory(
+    model: "PreTrainedModel", optimizer: torch.optim.Optimizer, error: torch.OutOfMemoryError
+) -> None:
+    """From now on activations are computed again in the backward pass, and not kept for it."""
+    if model.is_gradient_checkpointing or not model.supports_gradient_checkpointing:
+        raise TrainError(
+            "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
+            f"`train.max_length` ({error})"
+        ) from error
+    logger.warning("a step does not fit into the GPU's memory; going on with less, and slower")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[int]]) -> Batch:
+    """The sequences of all groups, in order: those of the first as `blocks` has them, the others in
+    blocks of their own."""
+    lengths = [len(block) for block in blocks] + [1 for group in groups[1:] for _ in group]
+    ends = list(itertools.accumulate(lengths))
+    places = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    return batch([sequence for group in groups for sequence in group], places)
+
+
+def _add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
+    """Sum the gradients of all processes, into each of them, and `numbers`, which are returned."""
     gradients = []
     for parameter in model.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-    losses = torch.tensor([loss], device=model.device)
-    add_up([*gradients, losses])
-    return float(losses)
+    sums = torch.tensor(numbers, device=model.device)
+    add_up([*gradients, sums])
+    return sums.tolist()
 
 
-def _measured(
-    groups: Sequence[Sequence[TokenSequence]], max_tokens: int
-) -> list[list[TokenSequence]]:
-    """Of each group the first sequences, up to its share of `max_tokens`."""
-    filled = [group for group in groups if group]
-    measured = []
-    for group in filled:
-        left = max_tokens // len(filled)
-        chosen: list[TokenSequence] = []
-        for sequence in group:
-            if chosen and left < len(sequence.token_ids):
-                break
-            chosen.append(sequence)
-            left -= len(sequence.token_ids)
-        measured.append(chosen)
-    return measured
+def _measure(
+    model: "PreTrainedModel", plan: TrainingPlan, metrics: MetricsWriter, progress: Progress
+) -> tuple[float, list[int]]:
+    """How much is missed, less being better, and the sequences that are to be learned again. For
+    text, what is missed is the held-out loss; else the number of wrong rows."""
+    if not plan.ends_when_right:
+        loss = math.nan
+        if rank() == 0:
+            means = [mean_loss(row_losses(model, group)) for group in plan.judged]
+            loss = sum(means) / len(means)
+            metrics.write("train", "evaluation", step=progress.step, loss=loss)
+        return from_first(loss, model.device), []
+    checked = sorted({*plan.checked, *progress.lost})
+    losses = row_losses(model, [plan.numbered(index) for index in checked])
+    wrong = [loss.row for loss in losses if not loss.is_learned]
+    unlearned = row_losses(model, [plan.numbered(index) for index in plan.unlearned])
+    missed = len(wrong) + sum(loss.is_learned for loss in unlearned)
+    if rank() == 0:
+        metrics.write(
+            "train",
+            "evaluation",
+            step=progress.step,
+            loss=mean_loss(losses) if losses else None,
+            right=len(checked) + len(unlearned) - missed,
+            rows=len(checked) + len(unlearned),
+        )
+    return float(missed), wrong
 
 
-def _balanced_loss(model: "PreTrainedModel", groups: Sequence[Sequence[TokenSequence]]) -> float:
-    return sum(mean_loss(row_losses(model, group)) for group in groups) / len(groups)
+def _learn_again(progress: Progress, wrong: Sequence[int]) -> None:
+    """After a measurement that found rows wrong: these first, at the full learning rate."""
+    _end_pass(progress)
+    progress.warm_up_from, progress.cool_down_from = progress.step, None
+    progress.lost = sorted({*progress.lost, *wrong})
+    for index in wrong:
+        progress.streak[index], progress.due[index] = 0, progress.number
 
 
-def _loss_of_all(
-    model: "PreTrainedModel", groups: Sequence[Sequence[TokenSequence]], sizes: Sequence[int]
-) -> float:
-    """Per token of groups of these sizes, of which so many rows are measured."""
-    losses = [mean_loss(row_losses(model, group)) for group in groups]
-    return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+def _checkpoint(
+    plan: TrainingPlan, progress: Progress, file: str, job_id: str, attempt: int
+) -> Checkpoint:
+    return Checkpoint(
+        job_id=job_id,
+        attempt=attempt,
+        step=progress.step,
+        tokens=progress.tokens,
+        not_trained=plan.rows_of(index for index in plan.learned if not progress.due[index]),
+        file=f"{CHECKPOINTS_DIR}/{file}",
+    )
 
 
-def _state(
-    model: "PreTrainedModel", optimizer: torch.optim.Optimizer, best: dict[str, Tensor] | None
-) -> State:
-    return {
-        "weights": checkpoints.weights_of(model),
-        "optimizer": optimizer.state_dict(),
-        "rng": torch.get_rng_state(),
-        "best": best,
-    }
+def _is_better(missed: float, best: float | None) -> bool:
+    """One that is no number is better than nothing, and than another that is none."""
+    return best is None or not math.isfinite(best) or (math.isfinite(missed) and missed < best)

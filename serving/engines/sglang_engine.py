@@ -24,7 +24,7 @@ from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.sglang_requests import OtherWeights, SoFar, request_of, step_of
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 from serving.weights.shards import not_finite
 
 _log = logging.getLogger(__name__)

@@ -9,23 +9,23 @@ class VllmSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that one release is divided over."""
+    """How many devices share one release."""
     max_context: int | None = Field(default=None, ge=1)
-    """Tokens of a sequence at most, prompt included; None for all that the release can."""
+    """The most tokens of a sequence, prompt included. Unset: what the release allows."""
     max_sequences: int = Field(default=64, ge=1)
-    """Sequences computed in one step."""
+    """The most sequences that one step computes."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Part of a GPU's memory that vLLM may take."""
+    """The share of a GPU's memory that vLLM may use."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """For keys and values. None is, on a GPU, what `memory_share` leaves; on a CPU, 2 GiB."""
+    """Memory for keys and values. Unset: what `memory_share` leaves on a GPU, 2 GiB on a CPU."""
     compiles: bool | None = None
-    """Whether vLLM compiles the model. None: on a GPU only. On a CPU it makes starts long."""
+    """Whether vLLM compiles the model. Unset: only on a GPU; on a CPU it makes the start slow."""
     way: Literal["copy", "reload"] = "copy"
-    """How a commit replaces weights. `copy` falls back to `reload`, vLLM's own and slower way, for
-    models whose weights vLLM transforms (quantised, MLA, MoE), and wherever copying fails."""
+    """How a swap replaces the weights. `reload` is vLLM's own, slower method. `copy` falls back to
+    it for models whose weights vLLM transforms (quantised, MLA, MoE), and when copying fails."""
     start_seconds: float = Field(default=300, gt=0)
-    """Longest time for one start, at first and after it died: reading all of the release to prove
-    it, vLLM's own start, and what is made ready for the first swap."""
+    """Time limit of a start of vLLM, or of a restart after it died. This includes the check of all
+    bytes of the release, and the preparation of the first swap."""
 
 
 class VllmEngineSettings(VllmSettings):

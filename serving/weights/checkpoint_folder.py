@@ -1,6 +1,7 @@
-"""Reads any checkpoint folder, as `save_pretrained` writes it: which tensors, which files, digests.
+"""Reads a checkpoint folder as `save_pretrained` writes it: its tensors, its files, and the digests
+of both.
 
-Never imports torch for safetensors; `.bin` shards need it.
+Imports torch only for `.bin` shards.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from serving.weights.index import (
 )
 from serving.weights.release import RELEASE_FILE, FileEntry, Release, TensorEntry
 
-_COMPANIONS = {".json", ".txt", ".model", ".jinja", ".md"}
+_COMPANION_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".md"}
 _NOT_COMPANIONS = {
     RELEASE_FILE,
     "trainer_state.json",
@@ -31,9 +32,10 @@ _NOT_COMPANIONS = {
 
 
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
-    """Tensor name → shard of any checkpoint folder, with an index or with one shard and none.
+    """Tensor name → shard file name. This comes from the index; if there is no index, from the only
+    shard.
 
-    Raises ReleaseError when there are no weights, or a shard is missing.
+    Raises ReleaseError if there are no weights, or if a shard is missing.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
@@ -42,7 +44,7 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
         missing = [shard for shard in index.shards if not (source / shard).is_file()]
         if missing:
             raise ReleaseError(
-                *(f"{shard}: missing, though the index names it" for shard in missing)
+                *(f"{shard}: missing, although the index names it" for shard in missing)
             )
         return index.weight_map
     single = source / "model.safetensors"
@@ -54,13 +56,16 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
 
         return dict.fromkeys(digest_bin(single), single.name)
     raise ReleaseError(
-        f"{source} holds no weights: neither {' nor '.join(INDEX_FILES.values())} "
-        "nor model.safetensors nor pytorch_model.bin"
+        f"{source} holds no weights; it needs one of {', '.join(INDEX_FILES.values())}, "
+        "model.safetensors and pytorch_model.bin"
     )
 
 
 def manifest_of_folder(source: Path, pipeline: str) -> Release:
-    """A manifest, in memory, for a checkpoint folder that is served as it is: number 0."""
+    """The manifest of a checkpoint folder that is served without being published.
+
+    The manifest stays in memory, and its release number is 0. Raises ReleaseError.
+    """
     weight_map = checkpoint_weight_map(source)
     weights = digest_weights(source, weight_map)
     files = dict(weights.files)
@@ -80,13 +85,16 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
 
 
 def companions(folder: Path) -> list[Path]:
-    """Config, tokenizer and notes: small files beside the weights. No code, no pickles."""
+    """The small files beside the weights: config, tokenizer, notes. Never code or pickles.
+
+    Raises ReleaseError if a `.json` file is not valid JSON.
+    """
     if not folder.is_dir():
         raise ReleaseError(f"{folder} is not a folder")
     found = sorted(
         path
         for path in folder.iterdir()
-        if path.suffix in _COMPANIONS
+        if path.suffix in _COMPANION_SUFFIXES
         and path.name not in _NOT_COMPANIONS
         and not path.name.startswith(".")
         and path.is_file()
@@ -101,8 +109,11 @@ def companions(folder: Path) -> list[Path]:
 
 
 def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
-    """Size and sha256 of each shard, a digest of each tensor; shards alone tell of no ties. Raises
-    ReleaseError where shards and `weight_map` differ."""
+    """Size and sha256 of each shard, and the digest of each tensor.
+
+    `tied` of the result is empty, because shards do not say which names share a tensor. Raises
+    ReleaseError if the shards hold other tensors than `weight_map` says.
+    """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     reasons: list[str] = []
@@ -131,7 +142,8 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
 
 
 def files_digest(files: Mapping[str, FileEntry]) -> str:
-    """The second half of a release id: 8 hex of sha256 over the sorted `(file, sha256)` list."""
+    """The second half of a release id: the first 8 hex digits of a sha256 over the names and the
+    sha256s of all files."""
     listed = "".join(f"{name}\0{entry.sha256}\n" for name, entry in sorted(files.items()))
     return hashlib.sha256(listed.encode()).hexdigest()[:8]
 
@@ -141,10 +153,11 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """A checkpoint without an output head uses its embedding as one, if its config says so.
+    """The alias `lm_head.weight` → embedding, if the config ties the two and no head is stored.
 
-    A config that is silent means what its family does. Of a Llama that is a head that is missing;
-    where it is a tie, the engine that builds the network knows it and needs no word of ours.
+    Empty if the config does not tie them. If the config does not say, the default of the
+    architecture holds, which the engine knows. The default of Llama is an untied head, so a Llama
+    checkpoint without a head is incomplete and is refused.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

@@ -1,32 +1,32 @@
-"""Two digests of every byte of a shard, of the file and of each tensor, on threads of their own.
+"""Computes the digest of a shard file and of each tensor in it, on two threads.
 
-A file has its sha256, as the Hub and `sha256sum` know it. A tensor has its BLAKE3
-(https://github.com/BLAKE3-team/BLAKE3-specs), which takes a quarter of the time and is what a
-swap computes again of all that it reads. Both let go of the interpreter while they hash, so they
-run while the caller writes or fsyncs.
+The file gets a sha256, which the Hub and `sha256sum` use. A tensor gets a BLAKE3
+(https://github.com/BLAKE3-team/BLAKE3-specs). BLAKE3 takes a quarter of the time, which matters
+because a swap computes the digest of every tensor that it reads. Both algorithms release the GIL
+while they hash, so the caller can write or fsync meanwhile.
 """
 
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from blake3 import blake3
 
 from serving.weights.release import FileEntry
 
 _ALGORITHMS: dict[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
-# What a tensor gets where there is no digest to compare with.
-_NEW = "blake3:"
+_DEFAULT = "blake3:"
 
 
 class TensorDigest:
-    """Of bytes that come piece by piece, `blake3:` and 64 hex by default.
+    """The digest of bytes that come piece by piece. Its `str` is `blake3:` and 64 hex digits.
 
-    `like` is a digest to compare with: it says which algorithm.
+    `like` is a digest that this digest will be compared with. The prefix of `like` selects the
+    algorithm.
     """
 
-    def __init__(self, like: str = _NEW) -> None:
+    def __init__(self, like: str = _DEFAULT) -> None:
         self._algorithm = like.partition(":")[0]
         self._hash = _ALGORITHMS[self._algorithm]()
 
@@ -37,20 +37,21 @@ class TensorDigest:
         return f"{self._algorithm}:{self._hash.hexdigest()}"
 
 
-def tensor_digest(content: bytes | memoryview, like: str = _NEW) -> str:
+def tensor_digest(content: bytes | memoryview, like: str = _DEFAULT) -> str:
+    """The digest of a tensor's bytes, with the algorithm of `like`."""
     digest = TensorDigest(like)
     digest.update(content)
     return str(digest)
 
 
 class ShardDigests:
-    """Takes the content of one shard in the order of its bytes; entered before the first of it.
+    """A context manager that takes the content of one shard, in the order of the shard's bytes.
 
-    It holds on to what it is given until `finish`: nobody may change or free that before.
+    The threads read the content later, so the caller must not change or free it before `finish`.
     """
 
     def __init__(self) -> None:
-        # A thread each, and no more: the bytes of a file are hashed in their order.
+        # One thread in each pool, so that the bytes of a file are hashed in their order.
         self._of_file = ThreadPoolExecutor(max_workers=1, thread_name_prefix="file-digest")
         self._of_tensors = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensor-digest")
         self._file = hashlib.sha256()
@@ -61,12 +62,12 @@ class ShardDigests:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After a failure nobody wants the rest.
+        # After an error the remaining digests are not needed.
         for threads in (self._of_file, self._of_tensors):
             threads.shutdown(cancel_futures=True)
 
     def add(self, content: bytes | memoryview) -> None:
-        """Bytes that are of no tensor."""
+        """Add bytes that belong to no tensor, such as the header."""
         self._of_file.submit(self._file.update, content)
         self._size += memoryview(content).nbytes
 
@@ -79,3 +80,28 @@ class ShardDigests:
         whole = self._of_file.submit(self._file.hexdigest).result()
         tensors = {name: digest.result() for name, digest in self._tensors.items()}
         return FileEntry(size=self._size, sha256=whole), tensors
+
+
+class HashingFile:
+    """Passes each write on to `raw`, and hashes the content first.
+
+    torch.save frees each piece right after it has written the piece, so `write` must hash the piece
+    before it returns.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        self._hash.update(content)
+        self._size += memoryview(content).nbytes
+        return self._raw.write(content)
+
+    def flush(self) -> None:
+        self._raw.flush()
+
+    def entry(self) -> FileEntry:
+        """Size and sha256 of everything that was written."""
+        return FileEntry(size=self._size, sha256=self._hash.hexdigest())

@@ -1,7 +1,7 @@
-"""Reads what stands in a safetensors file, and its digests, without torch.
+"""Reads the header of a safetensors file and computes the file's digests, without torch.
 
-Format: 8 bytes little-endian header length, a JSON header, then the tensors without a gap
-(https://huggingface.co/docs/safetensors).
+The format: the length of the header in 8 little-endian bytes, a JSON header, then the tensors
+without gaps (https://huggingface.co/docs/safetensors).
 """
 
 import hashlib
@@ -33,18 +33,21 @@ class HeaderEntry:
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Offset of the first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     end: int
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """Tensors of a safetensors file in the order of their bytes. Raises ReleaseError."""
+    """The tensors of a safetensors file, in the order of their bytes in the file. Raises
+    ReleaseError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ReleaseError(f"{path.name}: truncated, {size} bytes hold no safetensors header")
+            raise ReleaseError(
+                f"{path.name}: truncated, its {size} bytes end inside the safetensors header"
+            )
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
@@ -59,7 +62,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    """Size and sha256 of a safetensors file, and a digest of each tensor. Raises ReleaseError."""
+    """Size and sha256 of a safetensors file, and an entry for each tensor. Raises ReleaseError."""
     header = read_header(path)
     with mapped_shard(path, header) as (start, contents), ShardDigests() as digests:
         digests.add(start)
@@ -78,9 +81,11 @@ def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
 def mapped_shard(
     path: Path, header: Mapping[str, HeaderEntry]
 ) -> Iterator[tuple[memoryview, dict[str, memoryview]]]:
-    """What stands before the tensors, and tensor name → its bytes, until the block ends."""
+    """The bytes before the first tensor, and tensor name → bytes. Both are valid until the `with`
+    block ends."""
     with path.open("rb") as file, ExitStack() as stack:
-        # Left in the opposite order: nothing may look into a mapping that closes.
+        # The stack closes the views before the mapping, because a mapping that has open views
+        # cannot be closed.
         mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         data = stack.enter_context(memoryview(mapped))
         contents = {
@@ -92,6 +97,7 @@ def mapped_shard(
 
 
 def digest_file(path: Path) -> FileEntry:
+    """Size and sha256 of any file. Raises OSError."""
     with path.open("rb") as file:
         return FileEntry(
             size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest()
@@ -127,4 +133,4 @@ def _check_layout(file: str, entries: dict[str, HeaderEntry], start: int, size: 
             )
         position = entry.end
     if position != size:
-        raise ReleaseError(f"{file}: {size - position} bytes after the last tensor")
+        raise ReleaseError(f"{file}: {size - position} bytes too many after the last tensor")

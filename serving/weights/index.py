@@ -1,4 +1,4 @@
-"""`WeightsIndex`: which shard holds which tensor. Reads and checks; never opens a shard."""
+"""`WeightsIndex`: which shard holds which tensor. Reads and checks the index; opens no shard."""
 
 import json
 import re
@@ -28,13 +28,13 @@ class IndexMetadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     total_size: int = Field(ge=0, strict=True)
-    """Bytes of all tensors together, without headers."""
+    """Number of bytes of all tensors together, without the headers."""
 
 
 class WeightsIndex(BaseModel):
     """`model.safetensors.index.json`, or `pytorch_model.bin.index.json` for `.bin` shards.
 
-    `weight_map` is an allowlist: a file that it does not name is not opened.
+    `weight_map` is an allowlist: only files that it names are opened.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -45,17 +45,21 @@ class WeightsIndex(BaseModel):
 
     @field_validator("weight_map")
     @classmethod
-    def _shards_are_plain_files_of_one_form(cls, weight_map: dict[str, str]) -> dict[str, str]:
+    def _check_shards(cls, weight_map: dict[str, str]) -> dict[str, str]:
         shards = sorted(set(weight_map.values()))
         for shard in shards:
             if not is_shard_name(shard):
                 raise ValueError(f"shard {shard!r} is not a plain *.safetensors or *.bin file name")
         if len({Path(shard).suffix for shard in shards}) > 1:
-            raise ValueError("shards are partly .safetensors and partly .bin")
+            raise ValueError(
+                "shards are partly .safetensors and partly .bin; all must have one format"
+            )
         for shard in shards:
             numbers = _NUMBERED.fullmatch(shard)
             if numbers and not 1 <= int(numbers[1]) <= int(numbers[2]):
-                raise ValueError(f"shard {shard!r} counts beyond its own total")
+                raise ValueError(
+                    f"shard {shard!r} has a number that is not between 1 and the total in its name"
+                )
         return weight_map
 
     @property
@@ -73,28 +77,31 @@ class WeightsIndex(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """Weights that lie in a folder as shards."""
+    """Weights that are in a folder as shards."""
 
     index: WeightsIndex
     files: dict[str, FileEntry]
-    """The shards alone."""
+    """Only the shards, no other file."""
     tensors: dict[str, TensorEntry]
     tied: dict[str, str]
-    """Names that share the storage of another and are not stored: alias → stored name."""
+    """Alias → stored name, for names that share another tensor's storage and have no bytes of their
+    own."""
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether `name` may be opened: a file of the folder itself, with no way out of it."""
+    """Whether a file called `name` may be opened: only a plain file name of a shard, because such a
+    name cannot lead out of the folder."""
     return _SHARD.fullmatch(name) is not None and ".." not in name
 
 
 def shard_name(number: int, total: int, format: WeightsFormat) -> str:
-    """`model-00001-of-00003.safetensors`; `number` counts from 1."""
+    """`model-00001-of-00003.safetensors` for number 1 of 3."""
     return f"{SHARD_STEMS[format]}-{number:05d}-of-{total:05d}.{format}"
 
 
 def parse_index(text: str | bytes, name: str) -> WeightsIndex:
-    """Raises ReleaseError that names `name`; a tensor that is listed twice is an error too."""
+    """The index in `text`. Raises ReleaseError, which contains `name`, if the index is not valid or
+    names a tensor twice."""
     try:
         content = json.loads(text, object_pairs_hook=_no_duplicates)
         return WeightsIndex.model_validate(content)
@@ -109,9 +116,10 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
 
 
 def read_index(folder: Path) -> WeightsIndex | None:
-    """The index of a release or checkpoint folder, safetensors first; None when there is none.
+    """The index of a release or checkpoint folder; None if the folder has no index. If it has two,
+    the index of the safetensors shards is used.
 
-    Raises ReleaseError when there is one that does not hold.
+    Raises ReleaseError if the index is not valid.
     """
     for name in INDEX_FILES.values():
         path = folder / name

@@ -1,8 +1,9 @@
-"""Publishes a release: whole, or not at all.
+"""Publishes a release: either the whole release, or nothing.
 
-Order: shards and files, each fsynced → index → manifest → folder → rename → parent. A reader sees
-a release folder only after the rename; a publisher that was killed leaves a folder that the next
-one sweeps. Everything is copied, never linked: the source may be written again, a release may not.
+The order is: write and fsync the shards and the other files, then the index, then the manifest;
+fsync the folder; rename the folder; fsync its parent. A reader sees a release folder only after the
+rename. A killed publisher leaves an unfinished folder, which the next publisher removes. Files are
+copied and never linked, because the source may change later and a release must not change.
 """
 
 import errno
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotEnoughSpace, ReleaseError
+from serving.weights.atomic_file import fsync_dir
 from serving.weights.checkpoint_folder import (
     checkpoint_weight_map,
     companions,
@@ -26,9 +28,8 @@ from serving.weights.checkpoint_folder import (
 from serving.weights.headers import digest_file
 from serving.weights.index import INDEX_FILES, StoredWeights, WeightsFormat, shard_name
 from serving.weights.release import RELEASE_FILE, FileEntry, Lineage, Probe, Release
-from serving.weights.releases import (
+from serving.weights.release_store import (
     UNFINISHED,
-    fsync_dir,
     next_number,
     release_lock,
     sweep_locked,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_BYTES = 64 * 2**20
-"""Left free on the disk after a release, for the job store and the logs beside it."""
+"""Disk space that a release must leave free, for the job store and the logs on the same disk."""
 
 
 def publish_state_dict(
@@ -52,12 +53,13 @@ def publish_state_dict(
     max_shard_bytes: int | None = None,
     format: WeightsFormat = "safetensors",
 ) -> Release:
-    """Publish weights from memory with the config and tokenizer files of `files_dir`.
+    """Publish weights from memory, together with the config and tokenizer files of `files_dir`.
 
-    `pipeline_dir` is `<home>/releases/<pipeline>`, made if need be; the release's folder is
-    `pipeline_dir / release.id`. Memory: `tensors`, and at most one shard of copies: of tensors that
-    are not contiguous or not on the CPU, or for `bin`.
-    Raises ReleaseError, and NotEnoughSpace before or while writing; then nothing is left behind.
+    `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
+    goes to `pipeline_dir / release.id`. Tensors that are not contiguous or not on the CPU are
+    copied; with the format `bin`, all tensors are copied. Copies of at most one shard are in memory
+    at a time. Raises ReleaseError, or NotEnoughSpace before or during writing. After an error,
+    nothing is left behind.
     """
     from serving.weights import shards
 
@@ -84,10 +86,11 @@ def publish_folder(
     max_shard_bytes: int | None = None,
     format: WeightsFormat | None = None,
 ) -> Release:
-    """Publish a checkpoint folder as `save_pretrained` writes it, `.safetensors` or `.bin`.
+    """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
+    shards.
 
-    The shards are copied as they are, unless `max_shard_bytes` or `format` asks for others.
-    Raises ReleaseError with every reason; then nothing is left behind.
+    The shards are copied as they are, unless `max_shard_bytes` or `format` is given. Raises
+    ReleaseError with every reason. After an error, nothing is left behind.
     """
     weight_map = checkpoint_weight_map(source)
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
@@ -95,7 +98,7 @@ def publish_folder(
         from serving.weights import shards
 
         tensors = shards.read_tensors(source, weight_map)
-        kept: WeightsFormat = (
+        own_format: WeightsFormat = (
             "bin" if next(iter(weight_map.values())).endswith(".bin") else "safetensors"
         )
         return publish_state_dict(
@@ -106,7 +109,7 @@ def publish_folder(
             evaluation=evaluation,
             probe=probe,
             max_shard_bytes=max_shard_bytes,
-            format=format or kept,
+            format=format or own_format,
         )
 
     def write(folder: Path) -> StoredWeights:
@@ -124,23 +127,27 @@ def _publish(
     evaluation: dict[str, Any] | None,
     probe: Probe | None,
 ) -> Release:
-    beside = companions(files_dir)
-    if not any(path.name == "config.json" for path in beside):
-        raise ReleaseError(f"{files_dir} has no config.json, so nothing could load the weights")
+    companion_files = companions(files_dir)
+    if not any(path.name == "config.json" for path in companion_files):
+        raise ReleaseError(
+            f"{files_dir} has no config.json, and no engine can load the weights without it; save "
+            "the model in this folder with save_pretrained"
+        )
     pipeline_dir.mkdir(parents=True, exist_ok=True)
     with release_lock(pipeline_dir):
         sweep_locked(pipeline_dir)
-        needed = num_weight_bytes + sum(path.stat().st_size for path in beside)
+        needed = num_weight_bytes + sum(path.stat().st_size for path in companion_files)
         free = shutil.disk_usage(pipeline_dir).free
         if free < needed + SPARE_BYTES:
             raise NotEnoughSpace(
-                f"{pipeline_dir}: a release of {needed:,} bytes does not fit into {free:,} free "
-                f"bytes (and {SPARE_BYTES:,} to spare); prune releases or move the state folder"
+                f"{pipeline_dir}: a release of {needed:,} bytes does not fit: {free:,} bytes are "
+                f"free, and {SPARE_BYTES:,} of them must stay free; prune releases or move the "
+                "state folder"
             )
         with _unfinished_folder(pipeline_dir) as folder:
             weights = write_weights(folder)
             files = dict(weights.files)
-            for path in beside:
+            for path in companion_files:
                 files[path.name] = _copy(path, folder / path.name)
             index_file = INDEX_FILES[weights.index.format]
             files[index_file] = _write(folder / index_file, weights.index.to_json())
@@ -173,8 +180,8 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
-                f"{pipeline_dir}: the disk filled up while the release was written; nothing of it "
-                "was kept; prune releases or move the state folder"
+                f"{pipeline_dir}: the disk filled up while the release was written, so the "
+                "release was removed; prune releases or move the state folder"
             ) from error
         raise
 

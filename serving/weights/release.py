@@ -1,4 +1,5 @@
-"""`Release`: the manifest (`release.json`) of an immutable folder that can be served."""
+"""`Release`: the manifest (`release.json`) of a release, which is an immutable folder that can be
+served."""
 
 from typing import Any, Literal
 
@@ -18,12 +19,13 @@ class FileEntry(_Record):
 
 class TensorEntry(_Record):
     file: str
-    """The shard that holds it."""
+    """The shard that holds the tensor."""
     dtype: str
-    """As safetensors spells it: `F32`, `BF16`, …"""
+    """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
-    """Of the tensor's bytes alone: equal digests mean that a swap need not load it again."""
+    """The digest of the tensor's bytes, without its name, dtype and shape. A swap does not load a
+    tensor whose digest has not changed."""
 
     @model_validator(mode="before")
     @classmethod
@@ -37,43 +39,52 @@ class TensorEntry(_Record):
 class ProbeText(_Record):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural log, of each token after the first given those before it: one fewer than tokens."""
+    """Natural log of the probability of each token, given the tokens before it. The first token has
+    no logprob, so there is one logprob fewer than there are tokens."""
 
 
 class Probe(_Record):
-    """What the job measured under the new weights, for the server to measure again.
+    """The logprobs that the job computed with the new weights. The server computes them again and
+    compares.
 
-    A server that computes in some dtype must agree on every logprob within the bound that `bounds`
-    has for it; without one it cannot prove this release, and refuses it.
+    Each logprob of the server may differ by at most the bound of the server's dtype. A server whose
+    dtype has no bound cannot prove the release and therefore refuses it.
     """
 
     dtype: str
     """The dtype that the job computed in: `float32`, `bfloat16`, …"""
     texts: tuple[ProbeText, ...]
     bounds: dict[str, float]
-    """Serving dtype → largest absolute difference of a logprob that is still agreement."""
+    """Dtype of the server → the largest accepted absolute difference of a logprob."""
 
 
 class Lineage(_Record):
-    """Where a release comes from. A folder published by hand may know none of it."""
+    """Where a release comes from. In a release that was published by hand, all fields may be
+    empty."""
 
     parent: str | None = None
-    """The release it was trained from; None for one trained from the base model."""
+    """The release that training started from; None if training started from the base model."""
     base_model: str | None = None
+    base_revision: str | None = None
+    """The commit of the base model, where it came from a hub."""
     dataset: str | None = None
     """`owner/name`"""
     dataset_ref: str | None = None
     dataset_revision: str | None = None
-    """The commit whose rows this release has seen."""
+    """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The commit that training started from, the parent's; None when all rows were read."""
+    """The parent's `dataset_revision`: only rows that changed since then are new. None if all rows
+    were read."""
     data_digest: str | None = None
-    """Of all rows as a multiset: equal digests mean that no row changed."""
+    """A digest of all rows that does not depend on their order: equal digests mean that no row
+    changed."""
     mode: Literal["full", "delta"] | None = None
+    settings_digest: str | None = None
+    """A digest of the training settings that affect the weights; None if it was not recorded."""
     job_id: str | None = None
     delivery_ids: tuple[str, ...] = ()
     forced: str | None = None
-    """Why the gate's refusal was overruled; None where the gate let it through."""
+    """Why a person overruled the gate's refusal; None if the gate passed the release."""
 
 
 class Release(_Record):
@@ -82,13 +93,16 @@ class Release(_Record):
     created_at: str
     """UTC, ISO 8601."""
     format: Literal[1, 2] = 2
-    """1 has a sha256 of each tensor, 2 a digest that names its algorithm."""
+    """In format 1, a tensor has a `sha256`; in format 2, it has a `digest` that names its
+    algorithm."""
     lineage: Lineage = Lineage()
     evaluation: dict[str, Any] | None = None
     files: dict[str, FileEntry]
-    """Every file of the folder but this one. What is not listed is not read."""
+    """Every file of the folder except the manifest. A file that is not listed is never read."""
     tensors: dict[str, TensorEntry]
     tied: dict[str, str] = {}
-    """Names that share another tensor's storage and are not stored: alias → stored name."""
+    """Alias → stored name, for names that share another tensor's storage and have no bytes of their
+    own."""
     probe: Probe | None = None
-    """None for a folder published by hand without one; a server then scores nothing."""
+    """None if the release was published by hand without a probe; the server then skips the
+    proof."""

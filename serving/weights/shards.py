@@ -1,10 +1,9 @@
-"""Tensors to shards and back, with torch. Reads are memory-mapped; writes hold one shard at most.
+"""Writes tensors to shards and reads them back, with torch.
 
-A safetensors shard is written by hand, so that a tensor is hashed while it is written and is not
-copied first; the format is the one in `headers.py`.
+Our own code writes safetensors shards, in the format that `headers.py` describes, because the
+library's writer first copies all tensors and cannot hash them while it writes.
 """
 
-import hashlib
 import json
 import os
 import pickle
@@ -18,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from serving.errors import ReleaseError
-from serving.weights.digests import ShardDigests, tensor_digest
+from serving.weights.digests import HashingFile, ShardDigests, tensor_digest
 from serving.weights.index import (
     IndexMetadata,
     StoredWeights,
@@ -37,15 +36,15 @@ DTYPES = {
     torch.int32: "I32", torch.float32: "F32",
     torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
 }  # fmt: skip
-"""torch dtype → how safetensors spells it."""
+"""torch dtype → its name in safetensors."""
 
 _SHARDS_AT_ONCE = 3
-# Elements looked at in one go.
-_PIECE = 1 << 22
+_FINITE_CHECK_ELEMENTS = 1 << 22
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Names that are the very same memory as an earlier name: alias → that name."""
+    """Alias → earlier name, for each name whose tensor uses the same memory as the tensor of an
+    earlier name."""
     seen: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -66,10 +65,11 @@ def write_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: WeightsFormat = "safetensors",
 ) -> StoredWeights:
-    """Write a state dict into `folder` as shards in its own order, each fsynced.
+    """Write a state dict into `folder` as shards, in the order of its tensors, and fsync each
+    shard.
 
     A tensor larger than `max_shard_bytes` gets a shard of its own. Raises ReleaseError for a tensor
-    that cannot be stored, OSError from the disk.
+    that cannot be stored, and OSError if the disk fails.
     """
     if not tensors:
         raise ReleaseError("there is no tensor to write")
@@ -93,8 +93,9 @@ def write_shards(
         with (folder / shard_name(number, len(groups), format)).open("wb") as out:
             return write(shard, out)
 
-    # One is hashed while the disk has another. Of copies there is room for one shard.
-    is_copied = format == "bin" or not all(map(_lies_as_stored, stored.values()))
+    # Write several shards at once, so that one shard is hashed while another goes to disk. If
+    # tensors are copied, write one shard at a time, so that only its copies are in memory.
+    is_copied = format == "bin" or not all(map(_needs_no_copy, stored.values()))
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
     for number, (names, (entry, digests)) in enumerate(zip(groups, written, strict=True), start=1):
@@ -117,10 +118,10 @@ def write_shards(
 def read_tensors(
     folder: Path, weight_map: Mapping[str, str], names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors called `names` (all of `weight_map` by default), memory-mapped, on the CPU.
+    """The tensors called `names` (default: all of `weight_map`), memory-mapped, on the CPU.
 
-    Private mappings: writing to one copies the page and never reaches the file. No pickle runs.
-    Raises ReleaseError that names file and tensor.
+    The mappings are private: writing to a tensor changes a copy of the memory page, never the file.
+    No pickled code runs. Raises ReleaseError, which names the file and the tensor.
     """
     wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
@@ -140,20 +141,22 @@ def read_tensors(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether it holds neither NaN nor infinity."""
+    """Whether `tensor` holds neither NaN nor infinity."""
     if not tensor.is_floating_point():
         return True
     flat = tensor.reshape(-1)
-    # In pieces: the mask of a whole embedding would be a quarter of it once more.
-    pieces = (flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE))
-    # Of 8 bits torch does not know it.
+    # Check the tensor in pieces, because isfinite makes a mask of one byte per element. For a whole
+    # float32 embedding, the mask would have a quarter of the embedding's size.
+    pieces = torch.split(flat, _FINITE_CHECK_ELEMENTS)
+    # Cast 8-bit floats first, because torch has no isfinite for them.
     return all(
         bool((piece.float() if piece.itemsize == 1 else piece).isfinite().all()) for piece in pieces
     )
 
 
 def not_finite(release: Release, folder: Path) -> list[str]:
-    """The tensors of a whole release that hold NaN or infinity, as reasons. Raises ReleaseError."""
+    """A reason not to serve the release, for each tensor that holds NaN or infinity. Raises
+    ReleaseError."""
     weight_map = {name: entry.file for name, entry in release.tensors.items()}
     return [
         f"{weight_map[name]}: tensor {name}: holds NaN or infinity"
@@ -163,17 +166,18 @@ def not_finite(release: Release, folder: Path) -> list[str]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """As a shard holds them and its digest is made of, without a copy where it is contiguous."""
+    """The bytes of a tensor, as a shard stores them and a digest covers them. Copies the tensor
+    only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def _lies_as_stored(tensor: torch.Tensor) -> bool:
+def _needs_no_copy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def digest_bin(path: Path) -> dict[str, TensorEntry]:
-    """What stands in a `.bin` shard. Raises ReleaseError."""
+    """The tensors of a `.bin` shard. Raises ReleaseError."""
     with ExitStack() as stack:
         return {
             name: TensorEntry(
@@ -201,7 +205,8 @@ def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list
 def _write_safetensors(
     tensors: dict[str, torch.Tensor], out: BinaryIO
 ) -> tuple[FileEntry, dict[str, str]]:
-    # Widest dtype first: then every tensor is aligned to its own element size, as readers expect.
+    # Write the tensors with the widest dtype first, so that every tensor is aligned to its own
+    # element size, as readers expect.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
@@ -228,15 +233,15 @@ def _write_safetensors(
 
 
 def _write_bin(tensors: dict[str, torch.Tensor], out: BinaryIO) -> tuple[FileEntry, dict[str, str]]:
-    # torch.save writes the whole storage behind a view, so a view is copied first.
+    # For a view, torch.save writes the whole storage behind it, so copy each tensor first.
     whole = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    hashing = _HashingFile(out)
+    hashing = HashingFile(out)
     torch.save(whole, cast(IO[bytes], hashing))
     _fsync(out)
-    return FileEntry(size=hashing.size, sha256=hashing.hash.hexdigest()), {
+    return hashing.entry(), {
         name: tensor_digest(tensor_bytes(tensor)) for name, tensor in whole.items()
     }
 
@@ -255,16 +260,18 @@ def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
         raise ReleaseError(f"{path.name}: missing") from None
     except pickle.UnpicklingError as error:
         raise ReleaseError(
-            f"{path.name}: refused, it holds more than tensors: {_first_line(error)}"
+            f"{path.name}: refused, because the file holds Python objects that are not tensors, "
+            "and loading them could run code; save the weights as safetensors: "
+            f"{_first_line(error)}"
         ) from None
-    # torch has half a dozen ways to say that a file is no checkpoint.
+    # For a file that is not a checkpoint, the libraries raise any of these errors.
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
         for name, tensor in content.items()
     ):
-        raise ReleaseError(f"{path.name}: not a dict from names to tensors")
+        raise ReleaseError(f"{path.name}: not a dict of tensor names and tensors")
     return content
 
 
@@ -288,20 +295,3 @@ class _SafetensorsShard(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-class _HashingFile:
-    """Hashes what is written, in the same pass: torch.save frees it as soon as it is written."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self.hash = hashlib.sha256()
-        self.size = 0
-
-    def write(self, content: bytes | memoryview) -> int:
-        self.hash.update(content)
-        self.size += memoryview(content).nbytes
-        return self._raw.write(content)
-
-    def flush(self) -> None:
-        self._raw.flush()

@@ -1,4 +1,4 @@
-"""Checks a release on disk against its manifest, and collects everything that is wrong."""
+"""Checks a release on disk against its manifest, and collects every fault."""
 
 import json
 from pathlib import Path
@@ -10,18 +10,19 @@ from serving.weights.digests import tensor_digest
 from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
 from serving.weights.index import INDEX_FILES, is_shard_name, read_index
 from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 
-# Tensors that a reason lists of a file that is gone.
-_NAMED = 4
-# Of a tensor's digest: the algorithm, and 12 hex.
-_SHOWN = len("sha256:") + 12
+# A reason about a file names at most this many of its tensors.
+_MAX_NAMED_TENSORS = 4
+# A reason shows this much of a digest: the algorithm and 12 hex digits.
+_DIGEST_CHARS = len("sha256:") + 12
 
 
 def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
-    """Every reason not to serve `folder`; empty when it is what its manifest says.
+    """Every reason not to serve `folder`; empty if the folder is as its manifest says.
 
-    `verify_layout`, and then the sha256 of every shard. Reads each byte once; loads no tensor.
+    Runs `verify_layout`; if it finds no fault, also runs `verify_shards`. Reads each byte once and
+    loads no tensor.
     """
     try:
         release = release or load_release(folder)
@@ -31,12 +32,13 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
 
 
 def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
-    """What can be told without the tensors: sizes of all files, sha256 of all that are no
-    safetensors, the index against the manifest and against the shards' own headers, shapes against
-    the config.
+    """Every fault that can be found without reading the tensors of safetensors shards.
 
-    Enough before an engine that proves what it reads of a shard, tensor by tensor. A `.bin` shard
-    is hashed here, since it has to be unpickled to be read at all.
+    Checks the size of every file, the sha256 of every file that is not safetensors, the index
+    against the manifest, the manifest against the shards' headers, and the shapes against the
+    config. These checks are enough for an engine that checks the digest of each tensor that it
+    reads. A `.bin` shard is hashed here, because an engine must unpickle it to read it, and unknown
+    bytes must not be unpickled.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
@@ -47,21 +49,25 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
 
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
-    """sha256 of every safetensors file, once its layout holds; which tensors are at fault."""
+    """The faults of every safetensors file whose sha256 is wrong: a reason for each tensor that
+    differs, or one reason for the file if no tensor differs.
+
+    Call `verify_layout` first.
+    """
     reasons: list[str] = []
     for shard, entry in sorted(release.files.items()):
         if not shard.endswith(".safetensors"):
             continue
         expected, found = entry.sha256, digest_file(folder / shard).sha256
         if found != expected:
-            reasons += _other_tensors(folder, release, shard) or [
-                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, though its tensors are "
-                "right"
+            reasons += _changed_tensors(folder, release, shard) or [
+                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, although the shard's "
+                "tensors are right"
             ]
     return tuple(reasons)
 
 
-def _other_tensors(folder: Path, release: Release, shard: str) -> list[str]:
+def _changed_tensors(folder: Path, release: Release, shard: str) -> list[str]:
     expected = {name: each for name, each in release.tensors.items() if each.file == shard}
     if not expected:
         return []
@@ -79,13 +85,18 @@ def _other_tensors(folder: Path, release: Release, shard: str) -> list[str]:
 
 
 def wrong_digest(file: str, name: str, *, found: str, expected: str) -> str:
-    return f"{file}: tensor {name}: digest is {found[:_SHOWN]}…, not {expected[:_SHOWN]}…"
+    """The reason for a tensor whose digest is not the digest in the manifest."""
+    found, expected = found[:_DIGEST_CHARS], expected[:_DIGEST_CHARS]
+    return f"{file}: tensor {name}: digest is {found}…, not {expected}…"
 
 
 def _check_id(release: Release) -> list[str]:
     digest = files_digest(release.files)
     if release.id.split("-")[1] != digest:
-        return [f"{RELEASE_FILE}: its files hash to {digest}, but its id is {release.id}"]
+        return [
+            f"{RELEASE_FILE}: the digest of the release's files is {digest}, but its id is "
+            f"{release.id}"
+        ]
     return []
 
 
@@ -96,18 +107,18 @@ def _check_files(folder: Path, release: Release) -> list[str]:
         if name in ("", ".", "..") or Path(name).name != name:
             reasons.append(f"{RELEASE_FILE}: {name!r} is not a plain file name")
         elif not path.is_file():
-            reasons.append(f"{name}: missing{_holding(release, name)}")
+            reasons.append(f"{name}: missing{_tensors_in(release, name)}")
         elif (size := path.stat().st_size) != entry.size:
             how = "truncated" if size < entry.size else "too long"
             reasons.append(
-                f"{name}: {how}, {size} bytes instead of {entry.size}{_holding(release, name)}"
+                f"{name}: {how}, {size} bytes instead of {entry.size}{_tensors_in(release, name)}"
             )
         elif not name.endswith(".safetensors") and (
             (found := digest_file(path).sha256) != entry.sha256
         ):
             reasons.append(
                 f"{name}: sha256 is {found[:12]}…, not {entry.sha256[:12]}…"
-                f"{_holding(release, name)}"
+                f"{_tensors_in(release, name)}"
             )
     reasons += [
         f"{RELEASE_FILE}: tensor {name}: {entry.file!r} is not one of its files"
@@ -119,18 +130,19 @@ def _check_files(folder: Path, release: Release) -> list[str]:
     return reasons
 
 
-def _holding(release: Release, file: str) -> str:
-    """Which tensors that is about; nothing for a file that holds none."""
+def _tensors_in(release: Release, file: str) -> str:
+    """The end of a reason about `file`: the tensors that the file holds. Empty if it holds no
+    tensor."""
     names = [name for name, entry in release.tensors.items() if entry.file == file]
     if not names:
         return ""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"; it holds tensor {', '.join(names[:_NAMED])}{more}"
+    more = f" and {len(names) - _MAX_NAMED_TENSORS} more" if len(names) > _MAX_NAMED_TENSORS else ""
+    return f"; it holds tensor {', '.join(names[:_MAX_NAMED_TENSORS])}{more}"
 
 
 def _check_index(folder: Path, release: Release) -> list[str]:
     if not any(name in release.files for name in INDEX_FILES.values()):
-        # A single-shard checkpoint that is served as it is.
+        # A checkpoint of one shard that is served without being published needs no index.
         if len({entry.file for entry in release.tensors.values()}) == 1:
             return []
         return [f"{INDEX_FILES['safetensors']}: missing"]
@@ -157,7 +169,7 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
     reasons: list[str] = []
     for shard in sorted({entry.file for entry in release.tensors.values()}):
         if not shard.endswith(".safetensors"):
-            continue  # opened by torch alone; the sha256 of the file has vouched for it
+            continue  # only torch can open a .bin file; `_check_files` has checked its sha256
         try:
             header = read_header(folder / shard)
         except ReleaseError as error:
@@ -193,7 +205,9 @@ def _check_config(folder: Path, release: Release) -> list[str]:
         found = release.tensors.get(name)
         if found is None:
             if name not in release.tied:
-                reasons.append(f"{RELEASE_FILE}: tensor {name}: missing, config.json asks for it")
+                reasons.append(
+                    f"{RELEASE_FILE}: tensor {name}: missing, but config.json asks for it"
+                )
         elif found.shape != shape:
             reasons.append(
                 f"{found.file}: tensor {name}: shape {list(found.shape)}, "
@@ -209,15 +223,16 @@ def _check_config(folder: Path, release: Release) -> list[str]:
     ):
         reasons.append(
             f"{head.file}: tensor lm_head.weight: differs from model.embed_tokens.weight, "
-            "though config.json ties them"
+            "although config.json ties the two"
         )
     return reasons
 
 
 def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama; what other architectures need, an engine checks while it stages.
+    """Tensor name → shape, for every tensor of a Llama. The shape of a matrix is (out, in).
 
-    Quantised weights have names and shapes of their own, which the engine that takes them knows.
+    Empty for other architectures and for quantised weights, because their names and shapes differ.
+    The engine checks those weights while it stages them.
     """
     if config.get("quantization_config") is not None:
         return {}

@@ -53,6 +53,7 @@ TABLES = {
         ("history", "a commit on a long history, against commit 100"),
         ("outbox", "the hub's deliveries"),
         ("stream", "ten revisions: deltas against full trainings"),
+        ("learning", "facts learned and kept: first commits, edits, deletions"),
     ),
     "serving": _rows(
         ("speed", "tokens per second over HTTP, against vLLM's own server"),

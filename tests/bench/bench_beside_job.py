@@ -37,7 +37,7 @@ def measure(size: Size) -> Result:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         # Nothing ends the training early.
-        train = {"max_tokens": size.tokens, "max_epochs": 1e6, "patience": 1_000, "enough_loss": 0}
+        train = {"max_tokens": size.tokens, "max_epochs": 1e6}
         configure(workplace_in(folder), **train, mode="full")
         with live_stack(folder) as stack:
             stack.learn({"facts.jsonl": facts(0, 200)}, ("promoted",))

@@ -39,7 +39,7 @@ def measure(size: Size) -> Result:
     texts = docstrings(size.rows)
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        train = {"max_epochs": size.epochs, "max_tokens": 1 << 40, "patience": 1_000}
+        train = {"max_epochs": size.epochs, "max_tokens": 1 << 40}
         pipeline = Pipeline(home / "ours", train=train)
         content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         revision = pipeline.commit({"rows.jsonl": content})

@@ -28,7 +28,7 @@ from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import CreateWebhook, SecretBox, Watched, create_webhook
+from pipeline.hub.webhook_store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
 from tests.bench.result import Result, at_least, at_most, reported, run_program
 from tests.bench.timing import in_turns, percentile
 from tests.hub_fixtures import listening_socket
@@ -112,9 +112,9 @@ def serve(port: Connection) -> None:
 class Bench:
     def __init__(self, root: Path, settings: HubSettings) -> None:
         self.database: Database = open_database(root / "hub.sqlite")
-        self.box = SecretBox(Fernet.generate_key())
+        self.cipher = SecretCipher(Fernet.generate_key())
         metrics = HubMetrics()
-        self.deliverer = Deliverer(self.database, settings, self.box, metrics, None)
+        self.deliverer = Deliverer(self.database, settings, self.cipher, metrics, None)
         self.log = EventLog(
             database=self.database, hub_url="http://hub", metrics=metrics, wake=self.deliverer.wake
         )
@@ -126,10 +126,10 @@ class Bench:
             return self.repositories.adopt(connection, where, private=True)
 
     def webhook(self, repository: str, url: str) -> str:
-        watched = (Watched(type="dataset", name=f"local/{repository}"),)
+        watched = (HubWatchedItem(type="dataset", name=f"local/{repository}"),)
         request = CreateWebhook(url=url, watched=watched, secret="whsec_c2VjcmV0")
         with self.database.write() as connection:
-            return create_webhook(connection, request, self.box).id
+            return create_webhook(connection, request, self.cipher).id
 
     def event(self, repository: Repository) -> None:
         with self.database.write() as connection:

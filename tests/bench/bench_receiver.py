@@ -25,8 +25,8 @@ import psutil
 from tests.bench.http_load import Load, load, post_request
 from tests.bench.result import Result, at_least, at_most, reported, run_program
 from tests.bench.timing import in_turns, percentile
+from tests.ports import free_ports
 from tests.receiver_payloads import dataset_update, ref_update
-from tests.stack_fixtures import free_ports
 
 ROOT = Path(__file__).parents[2]
 CLIENTS = 16

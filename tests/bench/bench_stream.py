@@ -40,9 +40,10 @@ class Size:
 FULL = Size(rows=1_500, hidden=256, max_tokens=250_000, revisions=10)
 SMALL = Size(rows=60, hidden=64, max_tokens=1_000, revisions=2)
 WITHIN_FULL, WITHIN_OLD, TOKENS_SHARE = 1.0, 2.0, 25.0
+HELD_OUT_RATIO = 0.08
+"""Of what all releases are measured on."""
 OPEN_GATE = {
-    "max_new_ratio": 99.0,
-    "max_old_ratio": 99.0,
+    "max_loss_ratio": 99.0,
     "max_lost_ratio": 1.0,
     "max_noise_ratio": 1.0,
 }
@@ -138,7 +139,8 @@ def _set_preset(hidden: int) -> None:
 def _follow(home: Path, commits: Sequence[Commit], size: Size) -> Sequence[Measured]:
     train = {"max_tokens": size.max_tokens}
     # All of them: the first release is measured on every revision.
-    pipeline = Pipeline(home / "stream", train=train, keep=len(commits) + 1)
+    data = {"held_out_ratio": HELD_OUT_RATIO}
+    pipeline = Pipeline(home / "stream", train=train, data=data, keep=len(commits) + 1)
     first_rows: dict[str, Row] = {}
     before: dict[str, Row] = {}
     served_before = first_release = None
@@ -150,7 +152,7 @@ def _follow(home: Path, commits: Sequence[Commit], size: Size) -> Sequence[Measu
         job, result, seconds = _learn(pipeline, revision)
         served = _served(pipeline)
         full_job, _, full_seconds = _learn(
-            Pipeline(beside, train={**train, "mode": "full"}, gate=OPEN_GATE),
+            Pipeline(beside, train={**train, "mode": "full"}, data=data, gate=OPEN_GATE),
             revision,
             no_delta="a full training, to compare with",
         )
@@ -215,13 +217,12 @@ def _mode(job: Path, result: str) -> str:
 
 
 def _held_out(revision: Revision) -> dict[str, Row]:
-    from pipeline.retrain.reading import read_rows
+    from pipeline.retrain.dataset import read_dataset
     from pipeline.retrain.rows import split
-    from pipeline.retrain.settings import TrainSettings
+    from pipeline.retrain.settings import DataSettings
 
-    settings = TrainSettings()
-    rows = read_rows(revision.folder, revision.files, settings.max_row_bytes)
-    _, held_out = split(rows, settings.held_out_ratio, settings.min_held_out_rows)
+    dataset = read_dataset(revision.folder, revision.files, DataSettings())
+    _, held_out = split(dataset.train, HELD_OUT_RATIO)
     return {row.digest: row for row in held_out}
 
 
@@ -230,14 +231,19 @@ def _of(held_out: dict[str, Row], others: dict[str, Row]) -> dict[str, Row]:
 
 
 def _loss(release: Path | None, rows: dict[str, Row]) -> float:
+    from pipeline.retrain.model import PRESET_LENGTH, load_model
     from pipeline.retrain.scoring import mean_loss, row_losses
-    from pipeline.retrain.start import PRESET_LENGTH, load_model
+    from pipeline.retrain.settings import RetrainSettings
     from pipeline.retrain.tokens import sequences
 
     if release is None or not rows:
         return math.nan
-    model, tokenizer, _ = load_model(release)
-    return mean_loss(row_losses(model, sequences(rows.values(), tokenizer, PRESET_LENGTH)))
+    settings = RetrainSettings(
+        pipeline="facts", dataset="me/facts", releases_dir=release, bases_dir=release
+    )
+    loaded = load_model(release, settings)
+    found = sequences(rows.values(), loaded.tokenizer, PRESET_LENGTH)
+    return mean_loss(row_losses(loaded.model, found))
 
 
 def _worst(what: str, values: Sequence[float], percent: float) -> Figure:

@@ -172,25 +172,35 @@ Prepared = tuple[Callable[[], object], Callable[[], int], Callable[[], int]]
 
 def _ours(model: Any, tokenizer: Any, rows: list[Any], size: Size, folder: Path) -> Prepared:
     from pipeline.retrain.metrics import MetricsWriter, read_metrics
+    from pipeline.retrain.plan import TrainingPlan
     from pipeline.retrain.settings import TrainSettings
-    from pipeline.retrain.train import Lessons, train
+    from pipeline.retrain.train import train
 
-    settings = TrainSettings(
-        tokens_per_step=BLOCKS_PER_STEP * LENGTH, evaluations=1, checkpoint_seconds=1e9
-    )
-    lessons = Lessons(
-        training=rows,
-        held_out=[rows[:1]],
+    settings = TrainSettings(checkpoint_seconds=1e9)
+    plan = TrainingPlan(
+        sequences=rows,
+        learned=range(len(rows)),
+        counted=frozenset(),
+        replayed=(),
+        anchors=(),
+        unlearned=(),
+        checked=(),
+        judged=(),
+        averaged=(),
+        min_trained_share=1.0,
         learning_rate=1e-3,
-        max_tokens=1 << 40,
-        max_epochs=float(size.epochs),
+        max_tokens=size.epochs * sum(len(row.token_ids) for row in rows),
+        step_tokens=BLOCKS_PER_STEP * LENGTH,
+        warm_up_steps=10,
+        replay_ratio=0.0,
+        anchor_ratio=0.0,
     )
     file = folder / "metrics.jsonl"
     metrics = MetricsWriter(file)
     done: list[Any] = []
 
     def work() -> None:
-        train(model, lessons, settings, job_dir=folder, job_id="bench", metrics=metrics)
+        train(model, plan, settings, job_dir=folder, job_id="bench", metrics=metrics)
         done.extend(each for each in read_metrics(file)[0] if each.event == "step")
 
     return work, lambda: len(done), lambda: done[-1].tokens

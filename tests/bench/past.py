@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from serving.weights.release import RELEASE_FILE
-from serving.weights.releases import COUNTER, release_ids, set_current
+from serving.weights.release_store import COUNTER, release_ids, set_current
 
 SECONDS_APART = 60
 """Between two commits."""

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import httpx
 
 from tests.bench.networks import CONTEXT, Published
-from tests.stack_fixtures import end_with_this_process, free_ports
+from tests.ports import free_ports
+from tests.stack_fixtures import end_with_this_process
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = "answers"
@@ -99,7 +100,11 @@ def request_body(prompt: list[int], max_tokens: int, **body: Any) -> dict[str, A
 
 @contextmanager
 def serving(
-    name: ServerName, release: Published, home: Path, settings: str = ""
+    name: ServerName,
+    release: Published,
+    home: Path,
+    settings: str = "",
+    pipeline: str = PIPELINE,
 ) -> Iterator[Server]:
     """A server in a process of its own, once it has answered with a token. `settings` are tables
     of ours."""
@@ -125,7 +130,7 @@ def serving(
     else:
         home.mkdir(parents=True, exist_ok=True)
         (home / "pipeline.toml").write_text(
-            f'[[pipelines]]\nname = "{PIPELINE}"\ndataset = "local/{PIPELINE}"\n{settings}'
+            f'[[pipelines]]\nname = "{pipeline}"\ndataset = "local/{pipeline}"\n{settings}'
         )
         command = [
             *(sys.executable, "-m", "pipeline", "serve", release.release_id),
@@ -145,7 +150,7 @@ def serving(
     tokens = home / "tokens.json"
     url = f"http://127.0.0.1:{port}"
     try:
-        while not _has_answered(url):
+        while not _has_answered(url, pipeline):
             if process.poll() is not None or time.perf_counter() - started > START_SECONDS:
                 raise RuntimeError(f"{name} does not start:\n{log.read_text()[-4000:]}")
             time.sleep(0.02)
@@ -167,9 +172,10 @@ def pipeline_dir(home: Path) -> Path:
     return home / "releases" / PIPELINE
 
 
-def _has_answered(url: str) -> bool:
+def _has_answered(url: str, model: str) -> bool:
+    body = request_body([1, 2, 3], 1, model=model)
     try:
-        answer = httpx.post(f"{url}/v1/completions", json=request_body([1, 2, 3], 1), timeout=600)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600)
     except httpx.TransportError:
         return False
     return answer.is_success

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from serving.weights.releases import served_release, set_current
+from serving.weights.release_store import served_release, set_current
 from tests.contract.engine_bench import (
     Cold,
     EngineBench,

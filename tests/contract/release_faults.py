@@ -16,7 +16,7 @@ from serving.weights.headers import digest_file, read_header
 from serving.weights.index import INDEX_FILES
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import RELEASE_FILE, Release
-from serving.weights.releases import load_release, next_number
+from serving.weights.release_store import load_release, next_number
 from serving.weights.shards import read_tensors
 
 

@@ -1,5 +1,6 @@
 """What a webhook was sent: over the API, on the page, and sent again from either."""
 
+import json
 import re
 from pathlib import Path
 
@@ -160,6 +161,35 @@ def test_a_form_of_another_site_sends_nothing(
         assert answer.status_code == 403
     assert len(receiver.received) == 1
     assert len(hub.deliveries(told)) == 1
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_a_page_of_another_site_changes_nothing_with_the_browsers_login(
+    hub: RunningHub, headers: dict[str, str]
+) -> None:
+    """A page may post `text/plain` to any site; the hub reads it as JSON."""
+    path = "/api/settings/webhooks"
+    content = json.dumps({"watched": WATCHED, "url": "http://127.0.0.1:9/"}).encode()
+    plain = {"Content-Type": "text/plain"}
+    for answer in (
+        browse(hub, "POST", path, hub.token, content=content, headers=plain | headers),
+        hub.request("POST", path, content=content, headers=plain | headers),
+    ):
+        assert answer.status_code == 403
+        assert "only this hub's own pages may change anything" in answer.json()["error"]
+    assert browse(hub, "GET", path, hub.token, headers=headers).json() == []
+
+    own = plain | {"Origin": hub.url, "Sec-Fetch-Site": "same-origin"}
+    assert browse(hub, "POST", path, hub.token, content=content, headers=own).status_code == 200
 
 
 def test_the_pages_need_the_token(hub: RunningHub, told: str) -> None:

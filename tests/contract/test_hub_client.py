@@ -157,8 +157,8 @@ def test_refs_are_listed_made_and_deleted_as_events(
     ]
 
 
-def test_ten_thousand_commits_are_listed(hub: RunningHub, worktree: Path) -> None:
-    count = 10_000
+@pytest.mark.parametrize("count", [2_500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_many_commits_are_listed(hub: RunningHub, worktree: Path, count: int) -> None:
     stream = "".join(
         f"commit refs/heads/main\ncommitter Ada <ada@example.org> {1700000000 + number} +0000\n"
         f"data <<END\nCommit {number}\nEND\nM 644 inline n.txt\ndata <<END\n{number}\nEND\n\n"

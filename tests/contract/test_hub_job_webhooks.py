@@ -10,7 +10,7 @@ import pytest
 from cryptography.fernet import Fernet
 from huggingface_hub.errors import HfHubHTTPError
 
-from jobs.record import Job
+from jobs.job import Job
 from jobs.runner import Runner
 from jobs.sealed import seal
 from jobs.settings import JobsSettings

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from receiver.webhooks import get_webhook
-from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
+from tests.hub_fixtures import (
+    Receiver,
+    RunningHub,
+    recording_receiver,
+    running_hub,
+    wait_until,
+)
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -17,7 +23,8 @@ WATCHED = [{"type": "user", "name": "local"}]
 DOWN = (503, {})
 QUICK: dict[str, Any] = {
     "delivery_schedule_seconds": (0, 0.01, 0.01),
-    "suspend_after_failures": 3,
+    "suspend_after_failures": 1,
+    "suspend_after_seconds": 0,
     "probe_min_seconds": 0.05,
     "probe_max_seconds": 0.1,
 }
@@ -59,14 +66,14 @@ def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
             hub.create_dataset(f"local/{name}")
         tried = len(receiver.received)
         receiver.wait_for(tried + 3)
-        # Only the oldest is tried, and a probe that fails uses up no attempt.
-        assert set(told(receiver)) == {"local/a"}
-        assert states(hub, id) == ["dead", "pending", "pending", "pending"]
-        assert [one["attempt"] for one in reversed(hub.deliveries(id))] == [3, 0, 0, 0]
+        # Only the newest is tried, and a probe that fails uses up no attempt.
+        assert set(told(receiver)[tried + 1 :]) == {"local/d"}
+        assert states(hub, id) == ["pending"] * 4
+        assert [one["attempt"] for one in reversed(hub.deliveries(id))] == [1, 0, 0, 0]
         receiver.received.clear()
         receiver.answers = []
         receiver.wait_for(4)
-        assert list(dict.fromkeys(told(receiver))) == [f"local/{name}" for name in "abcd"]
+        assert list(dict.fromkeys(told(receiver))) == [f"local/{name}" for name in "dabc"]
         wait_until(lambda: states(hub, id) == ["delivered"] * 4)
         assert status(hub, id) == "enabled"
     messages = [record.getMessage() for record in caplog.records]
@@ -74,44 +81,65 @@ def test_a_failing_webhook_is_suspended_and_resumes_without_a_loss(
     assert any(id in message and "answers again" in message for message in messages)
 
 
-def test_what_died_of_the_outage_is_put_in_line_again(receiver: Receiver, tmp_path: Path) -> None:
-    settings = PATIENT | {"suspend_after_failures": 5}
+def test_what_used_up_its_schedule_is_dead_for_itself_alone(
+    receiver: Receiver, tmp_path: Path
+) -> None:
+    settings = PATIENT | {"suspend_after_failures": 2}
     with running_hub(tmp_path / "hub", **settings) as hub:
-        receiver.answers = [DOWN] * 5
+        receiver.answers = [DOWN] * 4
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/a")
         wait_until(lambda: states(hub, id) == ["dead"])
+        assert status(hub, id) == "enabled"
         hub.create_dataset("local/b")
         wait_until(lambda: status(hub, id) == "suspended")
         hub.api.enable_webhook(id)
-        wait_until(lambda: states(hub, id) == ["delivered", "delivered"])
+        wait_until(lambda: states(hub, id) == ["dead", "delivered"])
         assert status(hub, id) == "enabled"
 
 
-def test_one_success_in_between_starts_the_count_anew(
-    quick_hub: RunningHub, receiver: Receiver
-) -> None:
-    receiver.answers = [DOWN, DOWN, (200, {})] * 3
-    id = quick_hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
-    for name in "abc":
-        quick_hub.create_dataset(f"local/{name}")
-        wait_until(lambda: set(states(quick_hub, id)) == {"delivered"})
-    assert status(quick_hub, id) == "enabled"
+def test_what_nobody_listened_to_is_sent_when_the_receiver_is_back(tmp_path: Path) -> None:
+    settings = PATIENT | {
+        "refused_min_seconds": 0.01,
+        "refused_give_up_seconds": 0.05,
+        "probe_min_seconds": 0.05,
+    }
+    with recording_receiver() as gone:
+        port = int(gone.url.split("/")[2].rpartition(":")[2])
+    with running_hub(tmp_path / "hub", **settings) as hub:
+        id = hub.api.create_webhook(url=gone.url, watched=WATCHED).id
+        hub.create_dataset("local/a")
+        wait_until(lambda: states(hub, id) == ["dead"])
+        assert status(hub, id) == "suspended"
+        with recording_receiver(port) as back:
+            wait_until(lambda: states(hub, id) == ["delivered"])
+            assert told(back) == ["local/a"]
+
+
+def test_one_success_in_between_starts_the_count_anew(receiver: Receiver, tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub", **QUICK | {"suspend_after_failures": 2}) as hub:
+        receiver.answers = [DOWN, DOWN, (200, {})] * 3
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
+        for name in "abc":
+            hub.create_dataset(f"local/{name}")
+            wait_until(lambda: set(states(hub, id)) == {"delivered"})
+        assert status(hub, id) == "enabled"
+        assert len(receiver.received) == 9
 
 
 def test_a_suspension_outlives_the_hub_and_another_url_ends_it(
     receiver: Receiver, tmp_path: Path
 ) -> None:
     with running_hub(tmp_path / "hub", **PATIENT) as hub:
-        receiver.answers = [DOWN] * 3
+        receiver.answers = [DOWN]
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/a")
         wait_until(lambda: status(hub, id) == "suspended")
     with running_hub(tmp_path / "hub", **PATIENT) as hub:
         assert status(hub, id) == "suspended"
-        assert len(receiver.received) == 3
+        assert len(receiver.received) == 1
         hub.api.update_webhook(id, url=f"{receiver.url}/moved")
-        assert receiver.wait_for(4)[3].path == "/webhooks/record/moved"
+        assert receiver.wait_for(2)[1].path == "/webhooks/record/moved"
         wait_until(lambda: states(hub, id) == ["delivered"])
         assert status(hub, id) == "enabled"
 
@@ -120,7 +148,7 @@ def test_a_suspended_webhook_that_is_disabled_keeps_what_waited(
     receiver: Receiver, tmp_path: Path
 ) -> None:
     with running_hub(tmp_path / "hub", **PATIENT) as hub:
-        receiver.answers = [DOWN] * 3
+        receiver.answers = [DOWN]
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/a")
         wait_until(lambda: status(hub, id) == "suspended")
@@ -130,17 +158,17 @@ def test_a_suspended_webhook_that_is_disabled_keeps_what_waited(
         hub.create_dataset("local/b")  # happens while it is disabled: told to nobody
         hub.api.enable_webhook(id)
         wait_until(lambda: states(hub, id) == ["delivered"])
-        assert told(receiver)[3:] == ["local/a"]
+        assert told(receiver)[1:] == ["local/a"]
 
 
 def test_a_replay_tries_a_suspended_webhook_at_once(receiver: Receiver, tmp_path: Path) -> None:
     with running_hub(tmp_path / "hub", **PATIENT) as hub:
-        receiver.answers = [DOWN] * 3
+        receiver.answers = [DOWN]
         id = hub.api.create_webhook(url=receiver.url, watched=WATCHED).id
         hub.create_dataset("local/a")
         wait_until(lambda: status(hub, id) == "suspended")
-        [dead] = hub.deliveries(id)
-        hub.request("POST", f"/api/settings/deliveries/{dead['id']}/replay").raise_for_status()
+        [failed] = hub.deliveries(id)
+        hub.request("POST", f"/api/settings/deliveries/{failed['id']}/replay").raise_for_status()
         wait_until(lambda: status(hub, id) == "enabled")
         assert states(hub, id) == ["delivered"]
 
@@ -166,7 +194,8 @@ def test_enabling_sends_what_waited_and_forgets_the_failures(
 ) -> None:
     settings: dict[str, Any] = {
         "delivery_schedule_seconds": (0, *[36_000] * 9),
-        "suspend_after_failures": 2,
+        "suspend_after_failures": 1,
+        "suspend_after_seconds": 1e-4,  # the second failure in a row comes later than that
     }
     with running_hub(tmp_path / "hub", **settings) as hub:
         receiver.answers = [DOWN, DOWN, (410, {}), DOWN]
@@ -196,7 +225,8 @@ def test_a_receiver_that_is_down_for_the_first_attempts_gets_everything(
 ) -> None:
     settings: dict[str, Any] = {
         "delivery_schedule_seconds": (0, *[0.02] * 9),
-        "suspend_after_failures": 16,  # the attempts that fail are 15, in a row perhaps
+        "suspend_after_failures": 4,  # the deliveries that fail are 3, in a row perhaps
+        "suspend_after_seconds": 0,
     }
     with running_hub(tmp_path / "hub", **settings) as hub:
         receiver.num_failures = 5

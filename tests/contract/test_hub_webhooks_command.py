@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from jobs.spec import JobSpec
 from jobs.store import JobStore
 from pipeline.cli.main import app
-from pipeline.cli.webhooks import _secrets
+from pipeline.cli.webhook_commands import _secrets
 from pipeline.errors import PipelineError
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from serving.engines.torch_engine.engine import create_engine
 from serving.weights.publish import publish_state_dict
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.serving_fixtures import CONTEXT, byte_tokenizer, echo_app, running
 from tests.torch_engine_fixtures import build, llama_config
 
@@ -25,7 +25,7 @@ LM_EVAL = os.environ.get("TEST_LM_EVAL")
 
 pytestmark = [
     pytest.mark.skipif(LM_EVAL is None, reason="make test-clients has it"),
-    pytest.mark.slow,
+    pytest.mark.clients,
 ]
 
 DOCS = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()

@@ -13,7 +13,7 @@ import pytest
 from serving.engine import EngineError, Generation, StageError
 from serving.engines.sglang_engine import SglangEngine
 from serving.weights.release import Release
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.contract.engine_bench import EngineBench, swap
 from tests.contract.engine_conformance import EngineConformance
 from tests.serving_fixtures import echo_app, echo_release, running

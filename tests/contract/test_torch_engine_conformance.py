@@ -52,7 +52,7 @@ def torch_release(
 
 
 class TestTorchEngine(EngineConformance):
-    @pytest.fixture(params=["tied", "untied", "bin"])
+    @pytest.fixture(params=["tied", "untied", pytest.param("bin", marks=pytest.mark.slow)])
     def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> EngineBench:
         tied = request.param == "tied"
         format = "bin" if request.param == "bin" else "safetensors"

@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFo
 from transformers import PreTrainedTokenizerFast
 
 from serving.engines.torch_engine.engine import create_engine
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.contract.test_torch_engine_conformance import torch_release
 from tests.serving_fixtures import byte_tokenizer, echo_app, running
 

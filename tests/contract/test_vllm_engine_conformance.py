@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -289,98 +287,3 @@ class TestUntied(_VllmConformance):
         second = vllm_release(home, 2, tied=False, format="bin", max_shard_bytes=33_000)
         with served(home, first, second) as running:
             yield running
-
-
-class TestReload:
-    """The slower way: vLLM's own reload, from memory."""
-
-    @pytest.fixture(scope="class")
-    def running_vllm(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-        home = tmp_path_factory.mktemp("reload")
-        first, second = (vllm_release(home, seed, tied=True) for seed in (1, 2))
-        with served(home, first, second, way="reload") as running:
-            yield running
-
-    def check(self, running_vllm: Served, release: Release) -> None:
-        cold = cold_of(running_vllm.pipeline_dir / release.id)
-        for prompt in PROMPTS:
-            answer = running_vllm.completion(prompt).json()
-            assert answer["system_fingerprint"] == release.id
-            (choice,) = answer["choices"]
-            assert choice["text"] == cold.texts[prompt]
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
-                cold.logprobs[prompt], abs=1e-4
-            )
-
-    def test_there_and_back_again(self, running_vllm: Served) -> None:
-        """With a tied head, which vLLM alone would leave as it was."""
-        process = running_vllm.engine.process
-        assert process is not None and process.way == "reload"
-        for release in (running_vllm.second, running_vllm.first, running_vllm.second):
-            assert running_vllm.swap(release.id)["result"] == "live"
-            self.check(running_vllm, release)
-        assert running_vllm.engine.process is process
-
-    def test_a_refused_probe_starts_vllm_again(self, running_vllm: Served) -> None:
-        first, second = running_vllm.first, running_vllm.second
-        assert running_vllm.swap(first.id)["result"] == "live"
-        folder = running_vllm.pipeline_dir / second.id
-        release = publish_state_dict(
-            running_vllm.pipeline_dir,
-            read_tensors(folder, {name: each.file for name, each in second.tensors.items()}),
-            files_dir=folder,
-            probe=first.probe,
-        )
-        result = running_vllm.swap(release.id)
-        assert (result["result"], result["phase"]) == ("refused", "probe")
-        self.check(running_vllm, first)
-
-    def test_a_reload_that_throws_midway_starts_vllm_again(
-        self, running_vllm: Served, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The worker is given tensors of another network, which only its reload can notice."""
-        first, second = running_vllm.first, running_vllm.second
-        assert running_vllm.swap(first.id)["result"] == "live"
-        other = vllm_release(running_vllm.pipeline_dir.parent, 3, tied=True, intermediate_size=320)
-        process = running_vllm.engine.process
-        assert process is not None
-        call = process.call
-
-        async def misled(method: str, *arguments: Any) -> list[Any]:
-            if method == "hotpush_stage":
-                changed = {name: (each.file, each.digest) for name, each in other.tensors.items()}
-                folder = running_vllm.pipeline_dir / other.id
-                arguments = (*arguments[:2], str(folder), changed)
-            return await call(method, *arguments)
-
-        monkeypatch.setattr(process, "call", misled)
-        result = running_vllm.swap(second.id)
-        assert (result["result"], result["phase"]) == ("failed", "commit")
-        self.check(running_vllm, first)
-        assert running_vllm.engine.process is not process
-        assert running_vllm.swap(second.id)["result"] == "live"
-        self.check(running_vllm, second)
-
-
-def test_a_tied_head_goes_stale_in_vllms_own_reload(tmp_path: Path) -> None:
-    """The reason for a way of our own, and for the probe: should this fail one day, vLLM was put
-    right, and its reload can be trusted on a CPU."""
-    first, second = (vllm_release(tmp_path, seed, tied=True) for seed in (1, 2))
-    folders = [str(tmp_path / "releases" / release.id) for release in (first, second)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm_reload_program", *folders],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    reloaded, stale, mended, right = done.stdout.splitlines()[-4:]
-    assert reloaded != mended
-    cold = cold_of(tmp_path / "releases" / second.id)
-    assert mended == repr(cold.texts[PROMPTS[0]])
-    # The probe that the release carries tells one from the other.
-    assert second.probe is not None
-    bound = second.probe.bounds["float32"]
-    assert float(stale) > 10 * bound
-    assert float(right) < bound / 10

@@ -10,8 +10,9 @@ __all__ = ["workplace"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_demo_learns_both_commits_without_a_failed_request(workplace: Workplace) -> None:
-    report = json.loads(workplace.run("demo", "--json"))
+    report = json.loads(workplace.run("demo", "--json", timeout=800))
     assert report["ok"]
     assert report["requests"]["failed"] == 0
     assert report["requests"]["sent"] == sum(report["requests"]["by_release"].values())

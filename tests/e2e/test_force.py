@@ -26,7 +26,7 @@ def test_a_reason_leads_past_the_gate_and_stands_in_outcome_and_release(
             text=True,
             check=False,
         )
-        assert done.returncode == 1 and "belong together" in done.stderr
+        assert done.returncode == 1 and "must be used together" in done.stderr
     with stack_up(workplace):
         checkout = clone(workplace)
         first = workplace.wait_for_job(checkout.push({"facts.jsonl": facts(0, 60)}))

@@ -21,8 +21,6 @@ from tests.stack_fixtures import (
 
 __all__ = ["workplace"]
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Workplace, Checkout]]:
@@ -70,6 +68,7 @@ def test_a_commit_without_data_is_unchanged(loop: tuple[Workplace, Checkout]) ->
     assert served(workplace) == before
 
 
+@pytest.mark.slow
 def test_bad_rows_fail_the_job_with_file_and_line_and_the_release_stays(
     loop: tuple[Workplace, Checkout],
 ) -> None:
@@ -83,6 +82,7 @@ def test_bad_rows_fail_the_job_with_file_and_line_and_the_release_stays(
     assert workplace.wait_for_job(checkout.push({}))["outcome"]["result"] == "unchanged"
 
 
+@pytest.mark.slow
 def test_other_refs_are_ignored(loop: tuple[Workplace, Checkout]) -> None:
     workplace, checkout = loop
     before = len(workplace.json("jobs", "ls"))
@@ -108,6 +108,7 @@ def test_rollback_and_swap_choose_what_is_served(loop: tuple[Workplace, Checkout
     assert served(workplace) == second
 
 
+@pytest.mark.slow
 def test_a_force_push_retrains_on_everything(loop: tuple[Workplace, Checkout]) -> None:
     workplace, checkout = loop
     checkout.git("checkout", "--quiet", "--orphan", "again")
@@ -117,6 +118,7 @@ def test_a_force_push_retrains_on_everything(loop: tuple[Workplace, Checkout]) -
     assert release["lineage"]["mode"] == "full"
 
 
+@pytest.mark.slow
 def test_a_command_by_hand_has_a_jobs_environment(loop: tuple[Workplace, Checkout]) -> None:
     workplace, checkout = loop
     names = ("HF_ENDPOINT", "PIPELINE_SERVER_URL", "WEBHOOK_REPO_ID", "WEBHOOK_REPO_TYPE", "JOB_ID")
@@ -128,10 +130,11 @@ def test_a_command_by_hand_has_a_jobs_environment(loop: tuple[Workplace, Checkou
     assert values == [*urls, "local/facts", "dataset", job["id"]]
     head = checkout.git("rev-parse", "HEAD").strip()
     assert json.loads(payload)["updatedRefs"][0]["newSha"] == head
-    workplace.run("jobs", "run", "--", "sh", "-c", "exit 7", code=1)
+    workplace.run("jobs", "run", "--", "sh", "-c", "exit 7", code=7)
     assert workplace.json("jobs", "ls")[0]["outcome"]["exit_code"] == 7
 
 
+@pytest.mark.slow
 def test_a_running_job_is_cancelled(loop: tuple[Workplace, Checkout]) -> None:
     workplace, _ = loop
     job_id = workplace.run("jobs", "run", "--detach", "--", "sleep", "600").strip()
@@ -153,6 +156,7 @@ def test_status_tells_what_runs_and_what_is_served(loop: tuple[Workplace, Checko
         assert word in text
 
 
+@pytest.mark.slow
 def test_a_second_stack_in_the_same_folder_is_refused(loop: tuple[Workplace, Checkout]) -> None:
     workplace, _ = loop
     done = subprocess.run(

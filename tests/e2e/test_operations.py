@@ -1,10 +1,9 @@
-"""docs/operations.md as it stands there; what the doctor finds; databases of other releases."""
+"""docs/operations.md as it stands there, and what the doctor finds."""
 
 import json
 import os
 import re
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.stack_fixtures import Workplace, clone, configure, facts, stack_up, workplace
+from tests.stack_fixtures import Workplace, clone, configure, facts, findings, workplace
 
 __all__ = ["workplace"]
 
@@ -28,16 +27,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL)
 
 
-def findings(workplace: Workplace, code: int = 1) -> dict[str, str]:
-    """What is wrong, by check."""
-    found = workplace.json("doctor", code=code)
-    assert all(finding["next_step"] for finding in found if finding["level"] == "wrong")
-    return {each["check"]: each["message"] for each in found if each["level"] == "wrong"}
-
-
 @pytest.mark.slow
 def test_the_blocks_run_as_they_stand(workplace: Workplace) -> None:
-    train = "[pipelines.train]\nmax_tokens = 2000\nmax_length = 64\nevaluations = 2\n"
+    train = (
+        "[pipelines.train]\nmax_tokens = 2000\nmax_length = 64\n[pipelines.gate]\nmin_learned = 0\n"
+    )
     (workplace.folder / "pipeline.toml").write_text("\n".join([*blocks("toml"), train]))
     commands = workplace.folder / "bin"
     commands.mkdir()
@@ -129,7 +123,7 @@ def test_doctor_finds_a_damaged_release_a_dead_delivery_and_a_failed_job(
     from jobs.spec import JobSpec
     from jobs.store import JobStore
     from pipeline.hub.database import open_database
-    from serving.weights.releases import set_current
+    from serving.weights.release_store import set_current
     from tests.serving_fixtures import echo_release
 
     configure(workplace)
@@ -175,7 +169,7 @@ def test_doctor_names_a_port_that_another_program_has(workplace: Workplace) -> N
 
 
 def test_doctor_names_an_old_git_and_a_release_that_is_gone(workplace: Workplace) -> None:
-    from serving.weights.releases import set_current
+    from serving.weights.release_store import set_current
     from tests.serving_fixtures import echo_release
 
     configure(workplace)
@@ -191,191 +185,3 @@ def test_doctor_names_an_old_git_and_a_release_that_is_gone(workplace: Workplace
     found = findings(replace(workplace, env={**workplace.env, "PATH": path}))
     assert found["git"] == "it is 2.30.2"
     assert release.id in found["releases"] and "gone" in found["releases"]
-
-
-# Databases of other releases
-
-
-def set_schema(database: Path, revision: str) -> bytes:
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = ?", (revision,))
-        connection.commit()
-    return database.read_bytes()
-
-
-@pytest.fixture
-def databases(workplace: Workplace) -> dict[str, Path]:
-    """Both databases, made by this release."""
-    from jobs.store import JobStore
-    from pipeline.hub.database import open_database
-
-    configure(workplace)
-    (workplace.home / "jobs").mkdir(parents=True)
-    (workplace.home / "hub").mkdir()
-    jobs, hub = workplace.home / "jobs" / "jobs.sqlite", workplace.home / "hub" / "hub.sqlite"
-    JobStore.open(jobs).close()
-    open_database(hub).close()
-    return {"jobs": jobs, "hub": hub}
-
-
-@pytest.mark.parametrize("which", ["jobs", "hub"])
-def test_a_newer_schema_is_refused_and_not_touched(
-    which: str, workplace: Workplace, databases: dict[str, Path]
-) -> None:
-    before = set_schema(databases[which], "9999")
-    command = ("hub",) if which == "hub" else ("jobs", "ls")
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *command],
-        env=workplace.env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "'9999'" in done.stderr and "newer release" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert databases[which].read_bytes() == before
-    found = findings(workplace)
-    assert "9999" in found["hub database" if which == "hub" else "job database"]
-
-
-def all_bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*.sqlite")}
-
-
-def make_old_hub(database: Path) -> str:
-    """As the first release made it: a dataset with one commit, and a webhook. Returns the sha."""
-    from alembic import command
-    from alembic.config import Config
-    from sqlalchemy import create_engine
-
-    database.unlink()
-    config = Config()
-    config.set_main_option("script_location", "pipeline.hub:migrations")
-    engine = create_engine(f"sqlite:///{database}")
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-    engine.dispose()
-    repository = database.parent / "repos" / "datasets" / "local" / "facts.git"
-    repository.parent.mkdir(parents=True)
-    stream = (
-        "commit refs/heads/main\ncommitter Ada <ada@example.org> 1700000000 +0000\n"
-        "data <<END\nFirst\nEND\nM 644 inline README.md\ndata <<END\n# Facts\nEND\n"
-    )
-    for arguments, text in ((["init", "--bare", "--template="], ""), (["fast-import"], stream)):
-        subprocess.run(
-            ["git", "--git-dir", str(repository), *arguments, "--quiet"],
-            input=text.encode(),
-            check=True,
-        )
-    sha = (repository / "refs/heads/main").read_text().strip()
-    with closing(sqlite3.connect(database)) as connection:
-        for table, values in (
-            ("repositories", ("r1", "dataset", "local", "facts", True, 1700000000.0)),
-            ("refs", ("r1", "refs/heads/main", sha)),
-            ("webhooks", ("w1", "http://127.0.0.1:9/", "[]", '["repo"]', None, False, 1.0)),
-        ):
-            marks = ", ".join("?" * len(values))
-            connection.execute(f"INSERT INTO {table} VALUES ({marks})", values)
-        connection.commit()
-    return sha
-
-
-def test_up_upgrades_neither_database_where_one_is_of_a_newer_release(
-    workplace: Workplace, databases: dict[str, Path]
-) -> None:
-    make_old_hub(databases["hub"])
-    set_schema(databases["jobs"], "9999")
-    before = all_bytes(workplace.home)
-    for command in (["up"], ["up", "--detach"], ["jobs", "run", "--", "true"], ["status"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "pipeline", *command],
-            env=workplace.env,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
-        assert done.returncode == 1, command
-        assert "'9999'" in done.stderr and "Traceback" not in done.stderr
-        assert all_bytes(workplace.home) == before, command
-
-
-def test_commands_that_look_make_no_database(workplace: Workplace) -> None:
-    configure(workplace)
-    assert workplace.json("jobs", "ls") == []
-    assert workplace.json("status")["pipelines"][0]["queue"] == []
-    workplace.json("doctor", code=1)
-    assert not workplace.home.exists() or all_bytes(workplace.home) == {}
-
-
-def test_a_store_that_has_to_be_upgraded_is_not_by_looking(
-    workplace: Workplace, databases: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jobs import migrations, store
-    from jobs.errors import OlderSchema
-
-    monkeypatch.setattr(migrations, "HEAD", "9998")
-    monkeypatch.setattr(store, "HEAD", "9998")
-    before = all_bytes(workplace.home)
-    with pytest.raises(OlderSchema, match=r"has schema '\d+'; `pipeline up` brings it to '9998'"):
-        store.JobStore.open_to_read(databases["jobs"])
-    assert all_bytes(workplace.home) == before
-
-
-def _webhook_findings(workplace: Workplace, webhook_id: str) -> dict[str, str]:
-    workplace.run("webhooks", "enable", webhook_id)
-    workplace.run("webhooks", "update", webhook_id, "--watch", "dataset:local/other")
-    found = {"other": findings(workplace)["webhook"]}
-    workplace.run("webhooks", "delete", webhook_id, "--yes")
-    return found | {"deleted": findings(workplace)["webhook"]}
-
-
-def _found_while_the_receiver_is_down(workplace: Workplace) -> dict[str, str]:
-    """`up`, which would start it again, is stopped meanwhile."""
-    record = json.loads((workplace.home / "stack.json").read_text())
-    (receiver,) = [child for child in record["children"] if child["name"] == "receiver"]
-    os.kill(record["process"]["pid"], signal.SIGSTOP)
-    try:
-        os.kill(receiver["process"]["pid"], signal.SIGKILL)
-        found = findings(workplace)
-    finally:
-        os.kill(record["process"]["pid"], signal.SIGCONT)
-    return {check: said for check, said in found.items() if check not in ("webhook", "tokens")}
-
-
-@pytest.mark.slow
-def test_an_older_state_folder_is_migrated_at_the_start_and_then_all_is_well(
-    workplace: Workplace, databases: dict[str, Path]
-) -> None:
-    """The oldest there is: a hub of the first release, and jobs from before the first migration."""
-    from jobs.migrations import HEAD
-    from pipeline.hub.database import SCHEMA_REVISION
-
-    databases["jobs"].unlink()
-    databases["jobs"].touch()
-    sha = make_old_hub(databases["hub"])
-    with stack_up(workplace):
-        status = workplace.json("status")
-        assert findings(workplace, code=0) == {}
-        old, webhook = sorted(workplace.json("webhooks", "ls"), key=lambda one: one["id"] != "w1")
-        workplace.run("webhooks", "disable", webhook["id"])
-        (workplace.home / "tokens.json").chmod(0o644)
-        found = findings(workplace)
-        watches = _webhook_findings(workplace, webhook["id"])
-        down = _found_while_the_receiver_is_down(workplace)
-    assert "does not watch local/facts" in watches["other"]
-    assert "the hub has none for" in watches["deleted"]
-    assert down == {"receiver": "it is down, and will be started again"}
-    assert (old["id"], old["status"]) == ("w1", "enabled")
-    assert status["pipelines"][0]["dataset_head"] == sha
-    assert status["uptime_seconds"] > 0 and status["versions"]["python"]
-    assert {service["restarts"] for service in status["services"]} == {0}
-    assert status["pipelines"][0]["queue_age_seconds"] is None
-    assert "disabled" in found["webhook"] and "644" in found["tokens"]
-    for name, head in (("jobs", HEAD), ("hub", SCHEMA_REVISION)):
-        with closing(sqlite3.connect(databases[name])) as connection:
-            revision = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        assert revision == (head,)

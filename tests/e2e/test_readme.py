@@ -1,5 +1,6 @@
 """The README's commands, run as they stand there, in one shell."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def make(target: str, env: Mapping[str, str]) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=800,
         check=False,
     )
     assert completed.returncode == 0, f"{completed.stdout}\n{completed.stderr}"
@@ -36,21 +37,26 @@ def make(target: str, env: Mapping[str, str]) -> str:
 
 
 def test_the_first_block_names_these_targets() -> None:
-    assert re.findall(r"^make ([\w-]+)", MAKE, re.MULTILINE) == ["demo", "test"]
+    assert re.findall(r"^make ([\w-]+)", MAKE, re.MULTILINE) == ["demo", "test", "test-all"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_make_demo(workplace: Workplace) -> None:
     shown = make("demo", workplace.env)
     assert re.search(r"\b0 failed", shown)
     assert "Everything is stopped" in shown
 
 
-@pytest.mark.slow
-def test_make_test(workplace: Workplace) -> None:
-    # All of it but the tests themselves: they are what runs here.
-    env = {**workplace.env, "PYTEST_ADDOPTS": "--collect-only --quiet"}
-    assert re.search(r"^(\d+/)?\d+ tests collected", make("test", env), re.MULTILINE)
+def test_make_test_all_runs_each_test_once(workplace: Workplace) -> None:
+    shown = make("test-all", {**workplace.env, "MAKEFLAGS": "--dry-run"})
+    selections = re.findall(r"-m pytest .*?-m (\w+\b|\".*?\")", shown)
+    assert len(selections) == 4
+    marks = ("slow", "soak", "real", "vllm", "clients")
+    for of_a_test in itertools.product((True, False), repeat=len(marks)):
+        has = dict(zip(marks, of_a_test, strict=True))
+        if not (has["vllm"] and has["clients"]):
+            assert sum(eval(each.strip('"'), has) for each in selections) == 1, has
 
 
 @pytest.mark.slow

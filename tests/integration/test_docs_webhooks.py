@@ -16,6 +16,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.hub_fixtures import RunningHub, running_hub, wait_until
+from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import (
     GITHUB_PUSH,
@@ -24,7 +25,7 @@ from tests.receiver_payloads import (
     dataset_update,
     hmac_hex,
 )
-from tests.receiver_scripts import ROOT, free_port, on_port, running
+from tests.receiver_scripts import ROOT, on_port, running
 from tests.ssh_fixtures import Sshd, sshd
 
 __all__ = ["sshd"]
@@ -242,7 +243,8 @@ def test_a_public_url(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ):
         assert "The public URL holds until" in "\n".join(printed)
         assert post(f"{url}/webhooks/hello", SECRET) == {"message": "hello"}
-        assert httpx.get(url, trust_env=False).status_code == 200
+        # A stranger sees nothing but the functions.
+        assert httpx.get(url, trust_env=False).status_code == 404
 
 
 @section("GitHub, Gitea, GitLab, Standard Webhooks")

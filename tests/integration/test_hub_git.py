@@ -112,6 +112,33 @@ def test_what_was_left_behind_outlives_a_garbage_collection_and_no_client_sees_i
     assert "hidden ref" in refused or "does not exist" in refused, refused
 
 
+def test_a_push_cannot_change_what_a_sha_means(hub: RunningHub, worktree: Path) -> None:
+    first = commit_file(hub, worktree, "a.txt", "honest")
+    second = commit_file(hub, worktree, "a.txt", "forged")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    said = hub.git("push", "origin", f"{second}:refs/replace/{first}", cwd=worktree, check=False)
+    assert "remote: This hub takes refs/heads/ and refs/tags/ only" in said
+    assert "[remote rejected]" in said
+
+    # One that is there nevertheless, from an earlier hub or by hand.
+    folder = hub.root / "repos/datasets/local/facts.git"
+    git_dir = ("--git-dir", str(folder))
+    run_git(*git_dir, "update-ref", f"refs/replace/{first}", second, cwd=worktree, env=hub.git_env)
+    assert hub.request("GET", f"/datasets/local/facts/resolve/{first}/a.txt").text == "honest"
+    assert "refs/replace" not in hub.git("ls-remote", "origin", cwd=worktree)
+
+
+@pytest.mark.parametrize("ref", ["refs/pr/1", "refs/notes/commits", "refs/keep/mine", "refs/x"])
+def test_branches_and_tags_are_what_may_be_pushed(
+    hub: RunningHub, worktree: Path, ref: str
+) -> None:
+    commit_file(hub, worktree, "a.txt", "1")
+    said = hub.git("push", "origin", "main", f"main:{ref}", "main:v1", cwd=worktree, check=False)
+    assert "remote: This hub takes refs/heads/ and refs/tags/ only" in said
+    listed = hub.git("ls-remote", "origin", cwd=worktree).split()
+    assert listed[1::2] == ["HEAD", "refs/heads/main", "refs/heads/v1"]
+
+
 def test_a_commit_that_is_gone_keeps_no_later_one_out(
     hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
 ) -> None:

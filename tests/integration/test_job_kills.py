@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jobs.folder import OUTCOME, PROCESS, read_record
+from jobs.folder import OUTCOME, PROCESS, read_json
 from jobs.launchers.process import IS_LINUX
 from jobs.spec import JobSpec
 from jobs.store import Delivery, JobStore
@@ -37,7 +37,7 @@ def children_of(pid: int) -> list[int]:
 
 def kill_one(choice: random.Random, runner: int, jobs_dir: Path) -> str:
     """One of the runner, its warm parent, a job's leader, a job's command, or all of them."""
-    records = [read_record(path) for path in sorted(jobs_dir.glob(f"*/{PROCESS}"))[-2:]]
+    records = [read_json(path) for path in sorted(jobs_dir.glob(f"*/{PROCESS}"))[-2:]]
     leaders = [int(record["pid"]) for record in records if record is not None]
     leaders = [pid for pid in leaders if b"jobs.launchers" in command_line(pid)]
     victims = {
@@ -102,7 +102,7 @@ def test_every_delivery_reaches_an_outcome(tmp_path: Path) -> None:
         for job in store.list():
             has_outcome = (jobs_dir / job.id / OUTCOME).exists()
             assert has_outcome == (job.state == "COMPLETED"), told
-        leaders = [read_record(path) for path in jobs_dir.glob(f"*/{PROCESS}")]
+        leaders = [read_json(path) for path in jobs_dir.glob(f"*/{PROCESS}")]
         assert all(is_gone(int(leader["pid"])) for leader in leaders if leader), told
         runner.terminate()
         assert runner.wait(timeout=30) == 0

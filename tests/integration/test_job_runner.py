@@ -1,111 +1,30 @@
-"""The runner from submission to outcome, with real processes; and killed, with `SIGKILL`."""
+"""The runner from submission to outcome, with real processes."""
 
 import json
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, text
 
-from jobs.folder import EXIT, LOG
+from jobs.folder import LOG
 from jobs.logs import follow_log
-from jobs.record import Job
 from jobs.runner import Runner
-from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, Resources
-from jobs.store import Delivery, JobStore
-from tests.jobs_fixtures import is_gone, new_database, pids_in, postgres_server, revisions, until
+from jobs.store import Delivery
+from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
+from tests.jobs_fixtures import is_gone, pids_in, revisions, until
 
-__all__ = ["postgres_server"]
+__all__ = ["house"]
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-SETTINGS = JobsSettings(
-    max_running=4, lease_seconds=1.0, heartbeat_seconds=0.2, kill_grace_seconds=0.5
-)
 PAYLOAD = {
     "repo": {"type": "dataset", "name": "acme/faq"},
     "webhook": {"id": "w1", "version": 3},
 }
-
-
-def program(*arguments: str, pipeline: str | None = "faq", **values: Any) -> JobSpec:
-    command = (sys.executable, "-m", "tests.jobs_program", *arguments)
-    return JobSpec(**{"command": command, "pipeline": pipeline, **values})
-
-
-class House:
-    """A store, a folder for jobs, and runners in threads and processes."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self.url = url
-        self.jobs_dir = folder / "jobs"
-        self.store = JobStore.open(url)
-        self._stops: list[tuple[threading.Event, threading.Thread]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-
-    def run(
-        self, settings: JobsSettings = SETTINGS, **environment: str
-    ) -> tuple[Runner, threading.Event, threading.Thread]:
-        """A runner in a thread; returns what stops it."""
-        store = JobStore.open(self.url)
-        runner = Runner(store, self.jobs_dir, settings, {**ENVIRONMENT, **environment})
-        stop = threading.Event()
-
-        def work() -> None:
-            with store:
-                runner.run(stop)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        self._stops.append((stop, thread))
-        return runner, stop, thread
-
-    def run_process(self, *preload: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.jobs_runner_process", self.url, self.jobs_dir, *preload],
-            env=ENVIRONMENT,
-        )
-        self._processes.append(process)
-        return process
-
-    def ended(self, job: Job) -> Job:
-        def ask() -> Job | None:
-            now = self.store.get(job.id)
-            return now if now.has_ended else None
-
-        ended = until(ask)
-        assert ended is not None
-        return ended
-
-    def log(self, job: Job) -> Path:
-        return self.jobs_dir / job.id / LOG
-
-    def close(self) -> None:
-        for job in self.store.list():
-            self.store.cancel(job.id)
-        for stop, _ in self._stops:
-            stop.set()
-        for _, thread in self._stops:
-            thread.join()
-        for process in self._processes:
-            process.terminate()
-            process.wait()
-        self.store.close()
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path, f"sqlite:///{tmp_path / 'jobs.db'}")
-    yield house
-    house.close()
 
 
 def test_a_job_runs_from_submission_to_outcome(house: House) -> None:
@@ -249,45 +168,17 @@ def test_a_cancel_that_came_too_late_changes_nothing(house: House) -> None:
 
 
 def test_a_job_that_takes_too_long_is_stopped(house: House) -> None:
-    house.run()
-    limit = Resources(timeout_seconds=1.5)
-    job = house.ended(house.store.submit(program("have_children", resources=limit)).job)
+    runner, _, _ = house.run()
+    limit = Resources(timeout_seconds=600)
+    job = house.store.submit(program("have_children", resources=limit)).job
+    pids = pids_in(house.log(job), 3)
+    leased = runner._leased[job.id]
+    assert 500 < leased.deadline - time.monotonic() <= 600
+    leased.deadline = time.monotonic()
+    job = house.ended(job)
     assert job.state == "ERROR" and job.outcome is not None and job.outcome.reason is not None
-    assert job.outcome.stage == "timeout" and "1.5 s" in job.outcome.reason
-    assert all(is_gone(pid) for pid in pids_in(house.log(job), 3))
-
-
-@pytest.mark.parametrize("action", [("sleep_until_stopped",), ("stop_politely", "cancelled")])
-def test_a_stopped_runner_leaves_its_jobs_to_the_next(
-    house: House, action: tuple[str, ...]
-) -> None:
-    _, stop, thread = house.run()
-    job = house.store.submit(program(*action, max_attempts=1)).job
-    (pid,) = pids_in(house.log(job))
-    stop.set()
-    thread.join()
-    assert is_gone(pid)
-    assert house.store.get(job.id).state == "RUNNING"
-    house.run()
-    assert pids_in(house.log(job), 2)[0] == pid
-    assert (now := house.store.get(job.id)).attempt == 2 and now.num_lost == 0
-
-
-def test_a_runner_whose_lease_was_taken_leaves_the_job_alone(house: House) -> None:
-    runner, stop, thread = house.run()
-    job = house.store.submit(program("wait_for", "go", "0")).job
-    (pid,) = pids_in(house.log(job))
-    # The clock of a store that believes it is later: the lease has ended for it.
-    with JobStore.open(house.url, clock=lambda: time.time() + 3600) as other:
-        (taken,) = until(lambda: other.adopt("other", 3600))
-        assert taken.owner == "other"
-        until(lambda: job.id not in runner._held)
-        stop.set()
-        thread.join()
-        assert not is_gone(pid), "the process is the other runner's now"
-        (house.jobs_dir / job.id / "go").touch()
-        until(lambda: (house.jobs_dir / job.id / EXIT).exists())
-        other.finish(job.id, "other", None)
+    assert job.outcome.stage == "timeout" and "600 s" in job.outcome.reason
+    assert all(is_gone(pid) for pid in pids)
 
 
 def test_a_runner_waits_for_a_store_that_fails_and_comes_back(
@@ -320,80 +211,6 @@ def test_a_log_is_followed_to_its_end(house: House) -> None:
     pieces = b"".join(follow_log(house.store, house.jobs_dir, job.id, poll_seconds=0.01))
     assert pieces == b"line 1\nline 2\nline 3\nend"
     assert b"".join(follow_log(house.store, house.jobs_dir, job.id, offset=21)) == b"end"
-
-
-# SIGKILL
-
-
-def test_a_new_runner_goes_on_with_the_process_of_a_killed_one(house: House) -> None:
-    first = house.run_process("json")
-    job = house.store.submit(program("wait_for", "go", "0")).job
-    (pid,) = pids_in(house.log(job))
-    owner = house.store.get(job.id).owner
-    first.kill()
-    first.wait()
-    house.run_process()
-    until(lambda: house.store.get(job.id).owner != owner)
-    assert not is_gone(pid)
-    (house.jobs_dir / job.id / "go").touch()
-    ended = house.ended(job)
-    assert (ended.state, ended.attempt) == ("COMPLETED", 1)
-    assert pids_in(house.log(job)) == [pid], "it was started once"
-
-
-def test_a_job_that_ended_while_no_runner_was_there(house: House) -> None:
-    first = house.run_process()
-    jobs = [
-        house.store.submit(program("wait_for", "go", code, pipeline=f"p{code}")).job
-        for code in ("0", "4")
-    ]
-    for job in jobs:
-        pids_in(house.log(job))
-    first.kill()
-    first.wait()
-    for job in jobs:
-        (house.jobs_dir / job.id / "go").touch()
-        until(lambda job=job: (house.jobs_dir / job.id / EXIT).exists())
-    house.run_process()
-    assert [house.ended(job).state for job in jobs] == ["COMPLETED", "ERROR"]
-    outcome = house.store.get(jobs[1].id).outcome
-    assert outcome is not None and outcome.exit_code == 4
-
-
-def test_everything_killed_at_once_is_started_again(house: House) -> None:
-    first = house.run_process("json")
-    job = house.store.submit(program("wait_for", "go", "0")).job
-    (pid,) = pids_in(house.log(job))
-    leader = json.loads((house.jobs_dir / job.id / "process.json").read_text())["pid"]
-    for victim in (leader, pid, first.pid):
-        try:
-            os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            assert victim == pid  # the kernel was quicker
-    first.wait()
-    (house.jobs_dir / job.id / "go").touch()
-    house.run_process()
-    ended = house.ended(job)
-    assert (ended.state, ended.attempt, ended.num_lost) == ("COMPLETED", 2, 1)
-
-
-def test_two_runners_share_the_jobs(house: House) -> None:
-    for _ in range(2):
-        house.run(SETTINGS.model_copy(update={"max_running": 2}))
-    jobs = [
-        house.store.submit(program("write_outcome", "promoted", "0", pipeline=f"p{n}")).job
-        for n in range(8)
-    ]
-    assert {house.ended(job).attempt for job in jobs} == {1}
-
-
-def test_jobs_run_from_postgres_too(tmp_path: Path, postgres_server: str) -> None:
-    with new_database(postgres_server) as url:
-        house = House(tmp_path, url)
-        house.run_process("json")
-        job = house.ended(house.store.submit(program("die_once")).job)
-        assert (job.state, job.attempt) == ("COMPLETED", 2)
-        house.close()
 
 
 def test_seconds_from_submission_to_the_first_line(

@@ -4,83 +4,15 @@ import fcntl
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_record
-from jobs.launcher import Launch, Status
-from jobs.launchers.local import LocalLauncher
-from tests.jobs_fixtures import is_gone, pids_in, until
-
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-class Bench:
-    """A launcher and the folder of one job."""
-
-    def __init__(self, jobs_dir: Path, preload: tuple[str, ...]) -> None:
-        self.jobs_dir = jobs_dir
-        self.preload = preload
-        self.launcher = self.another()
-        self.job_dir = jobs_dir / "j000001"
-        self.job_dir.mkdir()
-        self.log = self.job_dir / LOG
-        self.handles: list[str] = []
-
-    def another(self) -> LocalLauncher:
-        return LocalLauncher(self.jobs_dir, preload=self.preload, environment=ENVIRONMENT)
-
-    def launch(self, *arguments: str, attempt: int = 1, **changes: Any) -> Launch:
-        values = {
-            "job_id": "j000001",
-            "attempt": attempt,
-            "command": (sys.executable, "-m", "tests.jobs_program", *arguments),
-            "env": ENVIRONMENT,
-            "job_dir": self.job_dir,
-            "niceness": 10,
-        }
-        return Launch(**{**values, **changes})
-
-    def start(self, *arguments: str, attempt: int = 1, **changes: Any) -> str:
-        handle = self.launcher.start(self.launch(*arguments, attempt=attempt, **changes))
-        self.handles.append(handle)
-        return handle
-
-    def ended(self, handle: str) -> Status:
-        def ask() -> Status | None:
-            self.launcher.tend()
-            status = self.launcher.poll(handle)
-            return status if status.phase in ("exited", "vanished") else None
-
-        status = until(ask)
-        assert status is not None
-        return status
-
-    def running(self, handle: str) -> None:
-        def ask() -> bool:
-            self.launcher.tend()
-            return self.launcher.poll(handle).phase == "running"
-
-        until(ask)
-
-    def pids(self, count: int) -> list[int]:
-        """Those that the job wrote to its log."""
-        return pids_in(self.log, count, meanwhile=self.launcher.tend)
-
-    def leader(self) -> int:
-        record = read_record(self.job_dir / PROCESS)
-        assert record is not None
-        return int(record["pid"])
-
-    def close(self) -> None:
-        for handle in self.handles:
-            self.launcher.stop(handle, force=True)
-            self.ended(handle)
-        self.launcher.close()
+from jobs.folder import COMPUTING, EXIT, LOCK, PROCESS
+from jobs.launcher import Status
+from tests.jobs_fixtures import is_gone, until
+from tests.local_launcher_fixtures import ENVIRONMENT, Bench
 
 
 @pytest.fixture(params=["warm", "cold"])
@@ -166,7 +98,7 @@ def test_two_launchers_that_start_at_once_start_one_process(bench: Bench) -> Non
 
     def all_settled() -> bool:
         for launcher in (bench.launcher, *others):
-            launcher.tend()
+            launcher.poll_processes()
         return all(
             launcher.poll(handle).phase == "running" for launcher in (bench.launcher, *others)
         )
@@ -194,7 +126,7 @@ def test_the_next_attempt_waits_until_the_first_is_gone(bench: Bench) -> None:
         handle = bench.start("show_process", attempt=2)
 
         def has_begun() -> bool:
-            bench.launcher.tend()
+            bench.launcher.poll_processes()
             return bench.log.exists()
 
         until(has_begun)
@@ -297,72 +229,3 @@ def test_the_log_is_read_from_an_offset(bench: Bench) -> None:
     handle = bench.start(command=("echo", "one two"))
     bench.ended(handle)
     assert bench.launcher.logs(handle, 4) == b"two\n"
-
-
-def warm_pid(bench: Bench) -> int:
-    warm = bench.launcher._warm
-    assert warm is not None and warm._process is not None
-    return warm._process.pid
-
-
-@pytest.fixture
-def warm(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path, ("json",))
-    yield bench
-    bench.close()
-
-
-def test_a_killed_warm_parent_takes_no_job_with_it_and_comes_back(warm: Bench) -> None:
-    first = warm.start("wait_for", "go", "5")
-    warm.pids(1)
-    os.kill(warm_pid(warm), signal.SIGKILL)
-    (warm.job_dir / "go").touch()
-    assert warm.ended(first) == Status(phase="exited", exit_code=5)
-    until(lambda: warm.launcher.tend() or warm.launcher._warm.state == "ready")
-    assert warm.ended(warm.start("show_process", attempt=2)).exit_code == 0
-    assert json.loads(warm.log.read_text().splitlines()[-1])["warm"] is True
-
-
-def test_a_request_that_died_with_the_warm_parent_is_sent_again(warm: Bench) -> None:
-    until(lambda: warm.launcher.tend() or warm.launcher._warm.state == "ready")
-    os.kill(warm_pid(warm), signal.SIGSTOP)
-    handle = warm.start("show_process")
-    os.kill(warm_pid(warm), signal.SIGKILL)
-    assert warm.ended(handle).exit_code == 0
-    assert len(warm.log.read_text().splitlines()) == 1
-
-
-def test_a_stop_while_the_job_waits_for_the_warm_parent(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, ("tests.jobs_slow_module",))
-    handle = bench.start("sleep_until_stopped")
-    assert bench.launcher.poll(handle).phase == "starting"
-    bench.launcher.stop(handle, force=False)
-    assert bench.launcher.poll(handle).phase == "vanished"
-    bench.close()
-    assert not bench.log.exists()
-
-
-@pytest.mark.parametrize("module", ["no_such_module", "tests.jobs_threaded_module"])
-def test_without_a_usable_warm_parent_jobs_start_cold(tmp_path: Path, module: str) -> None:
-    bench = Bench(tmp_path, (module,))
-    handle = bench.start("show_process")
-    assert bench.ended(handle).exit_code == 0
-    assert json.loads(bench.log.read_text())["warm"] is False
-    bench.close()
-
-
-def test_the_warm_parent_ends_when_its_runner_is_killed(warm: Bench) -> None:
-    until(lambda: warm.launcher.tend() or warm.launcher._warm.state == "ready")
-    process = warm.launcher._warm._process
-    assert process is not None and process.stdin is not None
-    process.stdin.close()  # what the kernel does for a killed runner
-    assert process.wait(timeout=30) == 0
-
-
-@pytest.mark.slow
-def test_a_fork_of_a_parent_with_torch_uses_many_threads(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, ("torch",))
-    handle = bench.start("use_torch", "2")
-    assert bench.ended(handle) == Status(phase="exited", exit_code=0)
-    assert bench.log.read_text() == f"sum {512**3} preloaded True\n"
-    bench.close()

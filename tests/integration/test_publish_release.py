@@ -15,7 +15,7 @@ from serving.weights import publish
 from serving.weights.index import WeightsFormat, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release
-from serving.weights.releases import list_releases, load_release
+from serving.weights.release_store import list_releases, load_release
 from serving.weights.verify import verify_release
 from tests.serving_fixtures import save_config, tiny_llama
 
@@ -170,9 +170,7 @@ def test_a_shard_whose_header_alone_differs_is_named(tmp_path: Path) -> None:
     assert header.endswith(b" "), "it is padded to 8 bytes"
     shard.write_bytes(content[:8] + header[:-1] + b"\t" + content[8 + length :])
     (reason,) = verify_release(folder)
-    assert (
-        reason.startswith(f"{shard.name}: sha256 is") and "though its tensors are right" in reason
-    )
+    assert reason.startswith(f"{shard.name}: sha256 is") and "shard's tensors are right" in reason
 
 
 def reseal(folder: Path, **changes: object) -> None:
@@ -257,7 +255,7 @@ def test_too_small_a_disk_is_seen_before_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
-    with pytest.raises(NotEnoughSpace, match="10 free bytes"):
+    with pytest.raises(NotEnoughSpace, match="10 bytes are free"):
         published(tmp_path)
     assert [p.name for p in (tmp_path / "releases" / "answers").iterdir()] == [".lock"]
 

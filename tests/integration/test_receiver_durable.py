@@ -3,13 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-import os
 import queue
-import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,14 +16,13 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
 
-from receiver.delivery_log import KEPT_SECONDS, DeliveryLog, EndedCall, NewDelivery
+from receiver.delivery_log import DeliveryLog, NewDelivery
 from receiver.errors import ReceiverError
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
 from tests.receiver_payloads import GITHUB_PUSH, body_of, dataset_update, hmac_hex
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"X-Webhook-Secret": "s3cret"}
 JSON = {"content-type": "application/json"}
 
@@ -213,133 +207,6 @@ def test_one_that_hangs_does_not_hold_up_the_others(server: WebhooksServer) -> N
         await_that(lambda: done == ["quick", "slow"])
 
 
-SCRIPT = """
-import os, sys, time
-from pathlib import Path
-from receiver.server import WebhookPayload, WebhooksServer
-from receiver.settings import ReceiverSettings
-
-folder = Path(sys.argv[1])
-server = WebhooksServer(settings=ReceiverSettings(port=0, deliveries_path=folder / "receiver.db"))
-
-@server.add_webhook(durable=True)
-def work(payload: WebhookPayload, request):
-    time.sleep(0.02)
-    (folder / "effects" / request.state.delivery_id).touch()
-
-server.launch()
-"""
-
-
-def test_nothing_that_was_acknowledged_is_lost_to_sigkill(tmp_path: Path) -> None:
-    """`RECEIVER_KILLS` says how often."""
-    (tmp_path / "effects").mkdir()
-    acknowledged: list[str] = []
-    for round in range(int(os.environ.get("RECEIVER_KILLS", "2"))):
-        with started(tmp_path) as (url, process):
-            # In the midst of what follows the tenth acknowledgement, elsewhere in each round.
-            killer = threading.Timer(0.007 * round, process.send_signal, [signal.SIGKILL])
-            with contextlib.suppress(httpx.TransportError), httpx.Client() as client:
-                for number in range(10_000):
-                    headers = {"Webhook-Id": f"{round}-{number}"}
-                    answer = client.post(
-                        f"{url}/webhooks/work", json=dataset_update(), headers=headers
-                    )
-                    assert answer.status_code == 202
-                    acknowledged.append(headers["Webhook-Id"])
-                    if number == 10:
-                        killer.start()
-            killer.join()
-    with started(tmp_path):
-        await_that(
-            lambda: set(acknowledged) <= {path.name for path in (tmp_path / "effects").iterdir()}
-        )
-
-
-@contextlib.contextmanager
-def started(folder: Path) -> Any:
-    with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as process:
-        assert process.stdout is not None
-        try:
-            url = next(
-                line.split()[1].rstrip("/") for line in process.stdout if line.startswith("Open ")
-            )
-            yield url, process
-        finally:
-            process.kill()
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with (
-        contextlib.closing(DeliveryLog(tmp_path / "receiver.db")),
-        pytest.raises(ReceiverError, match="Another receiver stores its deliveries"),
-    ):
-        DeliveryLog(tmp_path / "receiver.db")
-
-
-def test_a_file_of_a_newer_release_or_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "receiver.db"
-    DeliveryLog(path).close()
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (1,)
-        database.execute("PRAGMA user_version = 2")
-    newer = path.read_bytes()
-    for _ in range(2):
-        with pytest.raises(ReceiverError, match=r"receiver\.db has schema 2.*upgrade hotpush"):
-            DeliveryLog(path)
-    assert path.read_bytes() == newer
-    path.write_text("not a database " * 100)
-    with pytest.raises(ReceiverError, match=r"receiver\.db: file is not a database.*another file"):
-        DeliveryLog(path)
-    assert path.read_text() == "not a database " * 100
-
-
-def test_a_file_from_before_the_first_version_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "receiver.db"
-    delivery = NewDelivery(path="/x", id="d1", headers={}, body=b"{}")
-    with contextlib.closing(DeliveryLog(path)) as log:
-        log.add([delivery], now=1000.0)
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA user_version = 0")
-    with contextlib.closing(DeliveryLog(path)) as log:
-        assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
-
-
-def test_a_file_whose_first_writer_was_killed_is_begun_again(tmp_path: Path) -> None:
-    path = tmp_path / "receiver.db"
-    # Page 1 is written, and its journal still there: as a kill in the change to WAL leaves it.
-    begun = tmp_path / "begun.db"
-    with contextlib.closing(sqlite3.connect(begun, isolation_level=None)) as database:
-        database.execute("PRAGMA cache_size = 1")
-        database.execute("CREATE TABLE filler (content)")
-        database.execute("BEGIN")
-        database.executemany("INSERT INTO filler VALUES (zeroblob(9000))", [()] * 50)
-        journal = Path(f"{begun}-journal")
-        assert journal.stat().st_size > 512
-        shutil.copy(begun, path)
-        shutil.copy(journal, f"{path}-journal")
-    delivery = NewDelivery(path="/x", id="d1", headers={}, body=b"{}")
-    with contextlib.closing(DeliveryLog(path)) as log:
-        log.add([delivery], now=1000.0)
-        assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
-
-
-def test_opening_a_file_that_is_begun_writes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "receiver.db"
-    with contextlib.closing(DeliveryLog(path)) as log:
-        log.add([NewDelivery(path="/x", id="d1", headers={}, body=b"{}")], now=1000.0)
-    before = path.read_bytes()
-    wal = Path(f"{path}-wal")
-    with contextlib.closing(DeliveryLog(path)):
-        assert path.read_bytes() == before
-        assert not wal.exists() or wal.stat().st_size == 0
-
-
 def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServer) -> None:
     def handler(payload: WebhookPayload) -> None: ...
 
@@ -354,31 +221,6 @@ def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServe
         server.close()
     second.launch(prevent_thread_lock=True, server_port=0)
     second.close()
-
-
-def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> None:
-    path = tmp_path / "receiver.db"
-    with contextlib.closing(DeliveryLog(path)) as log:
-        headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1"}
-        delivery = NewDelivery(path="/x", id="d1", headers=headers, body=b"private")
-        assert log.add([delivery, delivery], now=1000.0) == [True, False]
-        (delivery,) = log.due(1000.0, ["/x"])
-        assert delivery.headers == {"webhook-id": "d1"}
-        assert log.due(1000.0, ["/y"]) == [], "of another handler, or of none yet"
-        log.settle([EndedCall(path="/x", id="d1", due_at=1010.0)])
-        assert (log.due(1009.0, ["/x"]), log.next_due_at(1009.0)) == ([], 1010.0)
-        (again,) = log.due(1010.0, ["/x"])
-        assert again.attempts == 1
-        log.settle([EndedCall(path="/x", id="d1", due_at=None)])
-        assert log.next_due_at(1010.0) is None
-        again = NewDelivery(path="/x", id="d1", headers={}, body=b"")
-        assert log.add([again], now=1011.0) == [False], "it is known"
-        log.forget(1000.0 + KEPT_SECONDS + 1)
-        assert log.add([again], now=1012.0) == [False], "it came again, 11 seconds later"
-        log.forget(1012.0 + KEPT_SECONDS + 1)
-        assert log.add([again], now=1013.0) == [True], "it is not known any more"
-    with contextlib.closing(sqlite3.connect(path)) as connection:
-        assert "s3cret" not in "\n".join(connection.iterdump())
 
 
 def test_a_durable_handler_may_come_late(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from receiver.errors import AddressUnavailable
 from receiver.server import WebhooksServer
+from tests.ports import free_port
 from tests.receiver_payloads import body_of, dataset_update
-from tests.receiver_scripts import ROOT, free_port, on_port, running
+from tests.receiver_scripts import ROOT, on_port, running
 
 # As the guide of huggingface_hub has it; only the import line differs.
 SCRIPT = """
@@ -69,10 +70,17 @@ server.launch()
 """
 
 
-@pytest.fixture(scope="session", params=["3.11", "3.12", "3.13", "3.14"])
+OWN_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+VERSIONS = [
+    pytest.param(version, marks=[] if version == OWN_VERSION else [pytest.mark.slow])
+    for version in ("3.11", "3.12", "3.13", "3.14")
+]
+
+
+@pytest.fixture(scope="session", params=VERSIONS)
 def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An interpreter of that release, with what the package needs; skips where there is none."""
-    if sys.version_info[:2] == tuple(map(int, request.param.split("."))):
+    if request.param == OWN_VERSION:
         return sys.executable
     by_pyenv = sorted(Path.home().glob(f".pyenv/versions/{request.param}.*/bin/python"))
     for candidate in filter(None, [shutil.which(f"python{request.param}"), *map(str, by_pyenv)]):
@@ -253,7 +261,7 @@ def test_a_busy_port_is_said_at_the_end_of_the_script(
 
 def test_a_port_that_is_none_is_said_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADIO_SERVER_PORT", "many")
-    with pytest.raises(AddressUnavailable, match="GRADIO_SERVER_PORT=many is no port"):
+    with pytest.raises(AddressUnavailable, match="GRADIO_SERVER_PORT=many is not a port"):
         WebhooksServer()
 
 

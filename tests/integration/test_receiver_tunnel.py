@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from receiver.errors import OpenToEveryone, TunnelFailed
-from receiver.moved_webhooks import Hub, move_webhooks
+from receiver.metrics import measure
+from receiver.moved_webhooks import HubCredentials, move_webhooks
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from receiver.share import remembered_urls
@@ -47,7 +48,7 @@ time.sleep(600)
 
 def server_in(folder: Path, *, hub: RunningHub | None = None, **settings: Any) -> WebhooksServer:
     told = ReceiverSettings(port=0, deliveries_path=folder / "receiver.db", **settings)
-    hubs = [] if hub is None else [Hub(endpoint=hub.url, token=hub.token)]
+    hubs = [] if hub is None else [HubCredentials(endpoint=hub.url, token=hub.token)]
     server = WebhooksServer(webhook_secret="s3cret", settings=told, hubs=hubs)
 
     @server.add_webhook
@@ -104,7 +105,14 @@ def test_a_url_through_ssh_that_comes_back(
     assert f"  - POST {url}/webhooks/hello" in printed
     assert re.search(r"The public URL holds until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
     assert (call(url), call(url, {})) == (200, 401)
-    assert f"--url {url}/webhooks/hello" in httpx.get(url, trust_env=False).text
+    page = re.search(r"Open (http://127\.0\.0\.1:\d+)/ to see", printed)
+    assert page is not None
+    assert f"--url {url}/webhooks/hello" in httpx.get(page[1], trust_env=False).text
+    here = {"Host": page[1].removeprefix("http://")}  # strangers choose what they send
+    for path in ("/", "/docs", "/openapi.json", "/health", "/webhooks/hello"):
+        for headers in ({}, here):
+            got = httpx.get(f"{url}{path}", headers=headers, trust_env=False)
+            assert (got.status_code, got.json()) == (404, {"error": "Not Found"}), path
 
     sshd.kill()
     with pytest.raises(httpx.TransportError):
@@ -122,6 +130,30 @@ def test_a_url_through_ssh_that_comes_back(
     with pytest.raises(httpx.TransportError):
         call(url)
     assert commands_with(f"-p\0{sshd.port}") == []
+
+
+def test_a_tunnel_shows_the_routes_of_handlers_only(
+    tmp_path: Path,
+    relay: str,
+    closing: list[WebhooksServer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """This one is told the receiver's own port beforehand, so the host tells its requests."""
+    server = server_in(tmp_path, tunnel_url_pattern=r"https://\w+\.relay\.example")
+    measure(server.app)
+    closing.append(server)
+    url = server.launch(prevent_thread_lock=True, share=relay)
+    page = re.search(r"Open (\S+)/ to see", capsys.readouterr().out)
+    assert page is not None
+    public = {"Host": url.removeprefix("https://")}
+    for path in ("/", "/docs", "/openapi.json", "/metrics", "/health"):
+        assert httpx.get(f"{page[1]}{path}", trust_env=False).status_code == 200, path
+        got = httpx.get(f"{page[1]}{path}", headers=public, trust_env=False)
+        assert got.status_code == 404, path
+    assert call(page[1], SECRET | public) == 200
+    assert call(page[1], public) == 401
+    unknown = httpx.post(f"{page[1]}/webhooks/none", headers=public, trust_env=False)
+    assert unknown.json() == {"error": "Not Found"}
 
 
 def test_when_the_url_changes_webhooks_are_moved(
@@ -170,12 +202,12 @@ def test_one_url_may_be_the_beginning_of_another(hub: RunningHub, tmp_path: Path
     remembered = tmp_path / "urls.json"
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
-    down = Hub(endpoint="http://127.0.0.1:1", token="t")
+    down = HubCredentials(endpoint="http://127.0.0.1:1", token="t")
     assert move_webhooks("https://a.example", remembered, [down]), "there is nothing to move"
     for _ in range(3):
-        assert not move_webhooks("https://a.example/app", remembered, [Hub(**at), down])
+        assert not move_webhooks("https://a.example/app", remembered, [HubCredentials(**at), down])
         assert get_webhook(ours.id, **at).url == "https://a.example/app/webhooks/x"
-    assert move_webhooks("https://a.example", remembered, [Hub(**at)])
+    assert move_webhooks("https://a.example", remembered, [HubCredentials(**at)])
     assert get_webhook(ours.id, **at).url == "https://a.example/webhooks/x"
 
 
@@ -188,12 +220,12 @@ def test_a_file_that_cannot_be_written_is_tried_again(hub: RunningHub, tmp_path:
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
     remembered = tmp_path / "state" / "urls.json"
-    assert move_webhooks("https://a.example", remembered, [Hub(**at)])
+    assert move_webhooks("https://a.example", remembered, [HubCredentials(**at)])
     draft = remembered.with_suffix(".new")
     draft.mkdir()
-    assert not move_webhooks("https://b.example", remembered, [Hub(**at)])
+    assert not move_webhooks("https://b.example", remembered, [HubCredentials(**at)])
     draft.rmdir()
-    assert move_webhooks("https://b.example", remembered, [Hub(**at)])
+    assert move_webhooks("https://b.example", remembered, [HubCredentials(**at)])
     assert get_webhook(ours.id, **at).url == "https://b.example/webhooks/x"
 
 
@@ -233,13 +265,13 @@ def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> N
     remembered = tmp_path / "urls.json"
     at = {"endpoint": hub.url, "token": hub.token}
     ours = create_webhook(url="https://a.example/webhooks/x", watched=["user:local"], **at)
-    down = Hub(endpoint="http://127.0.0.1:1", token="t")
-    up = Hub(**at)
+    down = HubCredentials(endpoint="http://127.0.0.1:1", token="t")
+    up = HubCredentials(**at)
     assert move_webhooks("https://a.example", remembered, [down]), "there is nothing to move"
     assert not move_webhooks("https://b.example", remembered, [up, down])
     assert get_webhook(ours.id, **at).url == "https://b.example/webhooks/x"
     assert json.loads(remembered.read_text()) == ["https://b.example", "https://a.example"]
-    stranger = Hub(endpoint=hub.url, token="wrong")
+    stranger = HubCredentials(endpoint=hub.url, token="wrong")
     assert move_webhooks("https://b.example", remembered, [up, stranger]), "never will be"
     assert json.loads(remembered.read_text()) == ["https://b.example"]
     remembered.write_text("{")
@@ -253,9 +285,9 @@ def test_a_hub_that_is_down_is_asked_again(hub: RunningHub, tmp_path: Path) -> N
         (True, r"share='ssh://user@host\[:port\]'.*command.*`tunnel`.*--tunnel.*--public-url"),
         ("ssh://", "not of the form ssh://user@host"),
         ("ssh://me:password@host", "not of the form ssh://user@host"),
-        ("ssh://host:port", "is no address"),
+        ("ssh://host:port", "is not an address"),
         ("", "is empty"),
-        ("'unclosed", "is no command"),
+        ("'unclosed", "is not a command"),
         ("no-such-program --url {address}", "'no-such-program' is not on PATH"),
         ("sh -c 'echo quota exceeded for port {port}; exit 1'", "quota exceeded for port "),
         ("ssh://nobody@127.0.0.1:1", "Connection refused"),

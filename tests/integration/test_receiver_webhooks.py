@@ -145,7 +145,7 @@ def test_what_the_hub_refuses_is_passed_on(at: dict[str, str]) -> None:
 
 
 def test_an_answer_that_is_none(at: dict[str, str]) -> None:
-    with pytest.raises(WebhookApiError, match="no JSON"):
+    with pytest.raises(WebhookApiError, match="not JSON"):
         webhooks.get_webhook("broken", **at)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from serving.engine import StageError
 from serving.errors import ReleaseError
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 from serving.weights.shards import read_tensors, tensor_bytes
 from serving.weights.verify import verify_release
 from tests.torch_engine_changes import flip

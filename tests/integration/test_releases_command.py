@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.by_hand import submit_bare
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
@@ -26,12 +25,12 @@ from serving.app import create_app
 from serving.engines.echo_engine import EchoEngine
 from serving.errors import ReleaseError
 from serving.settings import ServingSettings
-from serving.weights import releases
+from serving.weights import release_store
 from serving.weights.release import RELEASE_FILE, Lineage
 from serving.weights.verify import verify_release
+from tests.ports import free_ports
 from tests.receiver_payloads import dataset_update
 from tests.serving_fixtures import echo_app, echo_release, running
-from tests.stack_fixtures import free_ports
 
 ROOT = Path(__file__).parents[2]
 Configure = Callable[[int], Path]
@@ -62,11 +61,11 @@ def pipeline(*arguments: str) -> Result:
 def test_a_swap_without_a_server_is_left_pending(configure: Configure) -> None:
     folder = configure(*free_ports(1))
     first, second = echo_release(folder, 1), echo_release(folder, 2)
-    releases.set_current(folder, second.id)
+    release_store.set_current(folder, second.id)
     result = pipeline("releases", "rollback")
     assert result.exit_code == 0, result.output
-    assert f"the next one to start will serve {first.id}" in result.output
-    assert releases.pending_release(folder) == first.id
+    assert f"the next server that starts will serve {first.id}" in result.output
+    assert release_store.pending_release(folder) == first.id
 
 
 @pytest.mark.parametrize("token", ["own", "another"])
@@ -76,13 +75,13 @@ def test_the_marker_is_there_before_a_server_is_asked_and_gone_after(
     folder = configure(1)
     first = echo_release(folder, 1)
     seen = []
-    set_pending = releases.set_pending
+    set_pending = release_store.set_pending
 
     def watch(pipeline_dir: Path, release_id: str) -> None:
         set_pending(pipeline_dir, release_id)
-        seen.append(releases.pending_release(pipeline_dir))
+        seen.append(release_store.pending_release(pipeline_dir))
 
-    monkeypatch.setattr(releases, "set_pending", watch)
+    monkeypatch.setattr(release_store, "set_pending", watch)
     server = create_app(
         engine=EchoEngine(),
         settings=ServingSettings(),
@@ -92,26 +91,49 @@ def test_the_marker_is_there_before_a_server_is_asked_and_gone_after(
     )
     with running(server) as url:
         configure(int(url.rpartition(":")[2]))
+        # A server that is still starting takes a swap's marker for its own.
+        assert httpx.get(f"{url}/health").status_code == 503
         result = pipeline("releases", "swap", first.id)
     assert seen == [first.id]
-    assert releases.pending_release(folder) is None
+    assert release_store.pending_release(folder) is None
     if token == "own":
         assert f"{first.id} is served" in result.output
     else:
         assert isinstance(result.exception, PipelineError)
-        assert "not the server of this state folder" in str(result.exception)
+        assert "is not the server of this state folder" in str(result.exception)
 
 
-def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_losses(
+def test_a_swap_in_a_job_is_about_the_pipeline_of_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a command on its own, whose spec names no pipeline: the environment does."""
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / "home"))
+    ports = free_ports(2)
+    (tmp_path / "pipeline.toml").write_text(
+        "".join(
+            f'[[pipelines]]\nname = "{name}"\ndataset = "me/{name}"\nport = {port}\n'
+            for name, port in zip(("answers", "poems"), ports, strict=True)
+        )
+    )
+    folder = Home.find().releases_dir / "poems"
+    folder.mkdir(parents=True)
+    release = echo_release(folder, 1)
+    assert "add --pipeline" in str(pipeline("releases", "swap", release.id).exception)
+    (tmp_path / "spec.json").write_text(JobSpec(command=("true",)).model_dump_json())
+    monkeypatch.setenv("JOB_ID", "j000001")
+    monkeypatch.setenv("JOB_DIR", str(tmp_path))
+    monkeypatch.setenv("PIPELINE_NAME", "poems")
+    assert release.id in pipeline("releases", "swap", release.id).output
+
+
+def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_rows(
     configure: Configure, tmp_path: Path
 ) -> None:
     folder = configure(1)
     first, second = echo_release(folder, 1), echo_release(folder, 2)
-    releases.set_current(folder, first.id)
-    measured = {
-        "new": {"rows": 0, "tokens": 0, "loss": None, "served_loss": None},
-        "known": {"rows": 9, "tokens": 99, "loss": 0.25, "served_loss": 1.5},
-    }
+    release_store.set_current(folder, first.id)
+    measured = {"counts": {"changed": 1, "learned": 1, "known": 9, "kept": 9}}
     manifest = second.model_copy(update={"evaluation": measured})
     (folder / second.id / RELEASE_FILE).write_text(manifest.model_dump_json())
     done = subprocess.run(
@@ -123,9 +145,10 @@ def test_a_listing_in_a_narrow_pipe_cuts_nothing_and_tells_the_losses(
         check=True,
     )
     headings, newest, oldest = done.stdout.splitlines()
-    assert "loss on new rows (before)  on known rows (before)" in headings
-    assert newest.split()[:4] == [second.id, "-", "0.2500", "(1.5000)"]
-    assert oldest.split()[:4] == [first.id, "served", "-", "-"]
+    assert headings.split()[:2] == ["release", "rows"]
+    assert newest.split()[:6] == [second.id, "learned", "1", "of", "1", "·"]
+    assert "kept 9 of 9" in newest
+    assert oldest.split()[:3] == [first.id, "served", "-"]
     for release, line in ((first, oldest), (second, newest)):
         assert release.lineage.dataset_revision in line.split()
         assert release.lineage.job_id in line.split()
@@ -138,7 +161,7 @@ def test_jobs_are_listed_with_nothing_cut_and_cancelled_with_json(
     monkeypatch.setenv("COLUMNS", "40")
     assert pipeline("jobs", "ls").output == "No job yet.\n"
     with open_job_store(load_settings(), Home.find()) as store:
-        job = submit_bare(store, ("sleep", "1"))
+        job = store.submit(JobSpec(command=("sleep", "1"))).job
     assert job.id in pipeline("jobs", "ls").output
     assert json.loads(pipeline("jobs", "inspect", "--latest", "--json").output)["id"] == job.id
     inspected = dict(
@@ -154,7 +177,7 @@ def test_a_job_that_runs_is_asked_to_stop_and_one_that_was_rejected_says_so(
 ) -> None:
     configure(1)
     with open_job_store(load_settings(), Home.find()) as store:
-        job = submit_bare(store, ("sleep", "1"))
+        job = store.submit(JobSpec(command=("sleep", "1"))).job
         assert store.claim("me", 60) is not None
         stopping = pipeline("jobs", "cancel", job.id).output
         assert stopping == f"{job.id} was asked to stop\n"
@@ -175,7 +198,7 @@ def test_a_command_that_is_no_program_becomes_no_job(configure: Configure) -> No
 def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Configure) -> None:
     folder = configure(*free_ports(1))
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3, 4)]
-    releases.set_current(folder, ids[1])
+    release_store.set_current(folder, ids[1])
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
         # A server that is still starting takes a swap's marker for its own.
@@ -188,7 +211,7 @@ def test_rollback_goes_to_what_was_served_before_and_never_forth(configure: Conf
             result = pipeline("releases", *command)
             assert result.output.startswith(f"{served} is served, instead of"), result.output
         again = pipeline("releases", "swap", ids[0])
-        assert again.output == f"{ids[0]} is served already\n"
+        assert again.output == f"{ids[0]} is already served\n"
 
 
 def test_rollback_knows_what_was_served_before_the_server_was_started_again(
@@ -197,8 +220,8 @@ def test_rollback_knows_what_was_served_before_the_server_was_started_again(
     folder = configure(*free_ports(1))
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
     for release in (ids[0], ids[2]):  # ids[1] was published, and never served
-        releases.set_current(folder, release)
-    assert releases.previous_release(folder) == ids[0]
+        release_store.set_current(folder, release)
+    assert release_store.previous_release(folder) == ids[0]
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
         assert httpx.get(f"{url}/health").json()["release"] == ids[2]
@@ -216,11 +239,11 @@ def test_a_trainer_of_ones_own_publishes_with_the_lineage_of_its_job(
 ) -> None:
     folder = configure(1)
     served = echo_release(folder, 1)
-    releases.set_current(folder, served.id)
+    release_store.set_current(folder, served.id)
 
     def published(*options: str) -> Lineage:
         answer = pipeline("releases", "publish", str(folder / served.id), *options, "--json")
-        return releases.load_release(Path(json.loads(answer.output)["path"])).lineage
+        return release_store.load_release(Path(json.loads(answer.output)["path"])).lineage
 
     assert published() == Lineage()
     by_hand = published("--parent", served.id, "--revision", "abc")
@@ -268,17 +291,17 @@ def with_own_token(folder: Path) -> FastAPI:
 def test_the_way_back_from_a_damaged_release(configure: Configure) -> None:
     folder = configure(*free_ports(1))
     first, second = echo_release(folder, 1), echo_release(folder, 2)
-    releases.set_current(folder, second.id)
+    release_store.set_current(folder, second.id)
     (folder / second.id / RELEASE_FILE).write_text("{")
     with pytest.raises(ReleaseError, match=r"release\.json: Invalid JSON") as fault:
-        releases.load_release(folder / second.id)
+        release_store.load_release(folder / second.id)
     assert ": :" not in str(fault.value)
     status = pipeline("status")
     assert status.exit_code == 0, status.output
     assert "unreadable: " in status.output and "Invalid JSON" in status.output
     result = pipeline("releases", "rollback")
     assert result.exit_code == 0, result.output
-    assert releases.pending_release(folder) == first.id
+    assert release_store.pending_release(folder) == first.id
 
 
 def test_verify_prune_and_show_print_json(configure: Configure) -> None:
@@ -302,7 +325,7 @@ def test_bin_shards_are_written_on_request(configure: Configure, tmp_path: Path)
     published = json.loads(
         pipeline("releases", "publish", str(source), "--format", "bin", "--json").output
     )
-    release = releases.load_release(folder / published["id"])
+    release = release_store.load_release(folder / published["id"])
     assert "pytorch_model.bin.index.json" in release.files
     assert verify_release(folder / release.id) == ()
 
@@ -312,7 +335,7 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
 ) -> None:
     folder = configure(*free_ports(1))
     first = echo_release(folder, 1)
-    releases.set_current(folder, first.id)
+    release_store.set_current(folder, first.id)
     assert f"served last  {first.id}, which has seen" in pipeline("status").output
     with running(echo_app(folder)) as url:
         configure(int(url.rpartition(":")[2]))
@@ -323,3 +346,111 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
 
 def status_as_json() -> Any:
     return json.loads(pipeline("status", "--json").output)
+
+
+def lose_a_shard(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def test_repair_serves_the_release_before_a_damaged_one_and_removes_nothing(
+    configure: Configure,
+) -> None:
+    folder = configure(*free_ports(1))
+    assert "nothing to repair" in pipeline("releases", "repair").output
+    ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
+    for release in ids:
+        release_store.set_current(folder, release)
+    assert f"{ids[2]} is served; there is nothing to do" in pipeline("releases", "repair").output
+    release_store.set_pending(folder, echo_release(folder, 4).id)
+    lose_a_shard(folder / str(release_store.pending_release(folder)))
+    with running(with_own_token(folder)) as url:
+        configure(int(url.rpartition(":")[2]))
+        assert httpx.get(f"{url}/health").json()["release"] == ids[2]
+        lose_a_shard(folder / ids[2])
+        # The server has all of it in memory; its next start would not.
+        result = pipeline("releases", "repair")
+        assert result.exit_code == 0, result.output
+        assert f"{ids[2]}  " in result.output and "safetensors: missing" in result.output
+        assert f"{ids[2]} is damaged: serving {ids[1]}" in result.output
+        assert f"pipeline releases rm {ids[2]}" in result.output
+        assert httpx.get(f"{url}/health").json()["release"] == ids[1]
+    assert release_store.served_release(folder) == folder / ids[1]
+    assert len(release_store.release_ids(folder)) == 4
+    for release in ids[:2]:
+        lose_a_shard(folder / release)
+    hopeless = pipeline("releases", "repair")
+    assert hopeless.exit_code == 1 and f"{ids[1]} is damaged, and no" in str(hopeless.exception)
+
+
+def test_repair_serves_a_release_again_that_is_whole_again(configure: Configure) -> None:
+    folder = configure(*free_ports(1))
+    before, damaged = (echo_release(folder, seed).id for seed in (1, 2))
+    for release in (before, damaged):
+        release_store.set_current(folder, release)
+    elsewhere = (folder / damaged).rename(folder / "elsewhere")
+    with running(with_own_token(folder)) as url:
+        configure(int(url.rpartition(":")[2]))
+        assert httpx.get(f"{url}/health").json()["release"] == before
+        assert f"stands in for {damaged}" in pipeline("releases", "repair").output
+        elsewhere.rename(folder / damaged)
+        assert f"{damaged} is whole again" in pipeline("releases", "repair").output
+        assert httpx.get(f"{url}/health").json()["release"] == damaged
+
+
+def test_a_pending_release_that_is_damaged_is_not_swapped_in_after_a_repair(
+    configure: Configure,
+) -> None:
+    folder = configure(*free_ports(1))
+    served, pending = (echo_release(folder, seed).id for seed in (1, 2))
+    release_store.set_current(folder, served)
+    release_store.set_pending(folder, pending)
+    lose_a_shard(folder / pending)
+    assert f"{pending} was pending, and is damaged" in pipeline("releases", "repair").output
+    assert release_store.pending_release(folder) is None
+
+
+def test_status_and_doctor_say_what_stands_in_for_what(configure: Configure) -> None:
+    folder = configure(*free_ports(1))
+    before, damaged = (echo_release(folder, seed).id for seed in (1, 2))
+    for release in (before, damaged):
+        release_store.set_current(folder, release)
+    lose_a_shard(folder / damaged)
+
+    def told() -> str:
+        return pipeline("status").output.replace("\n", " ")
+
+    with running(with_own_token(folder)) as url:
+        configure(int(url.rpartition(":")[2]))
+        assert f"{damaged} cannot be served: " in told()
+        assert f"; {before} stands in for it" in told()
+        (served,) = [each["served"] for each in status_as_json()["pipelines"]]
+        assert (served["release"], served["stands_in_for"]) == (before, damaged)
+    # Without a server, the disk tells.
+    assert f"{damaged} could not be served; {before} stands in for it" in told()
+    found = json.loads(pipeline("doctor", "--json").output)
+    messages = {each["message"]: each["next_step"] for each in found if each["level"] == "wrong"}
+    (advice,) = [step for said, step in messages.items() if f"stands in for {damaged}" in said]
+    assert "pipeline jobs run" in advice
+    (advice,) = [step for said, step in messages.items() if f"{damaged} is damaged" in said]
+    assert advice == f"pipeline releases repair, then: pipeline releases rm {damaged}"
+
+    lose_a_shard(folder / before)
+    with running(with_own_token(folder)) as url:
+        configure(int(url.rpartition(":")[2]))
+        assert "pipeline releases repair" in told() and "safetensors: missing" in told()
+
+
+def test_rm_removes_a_release_but_none_that_is_in_use(configure: Configure) -> None:
+    folder = configure(*free_ports(1))
+    served, spare, named = (echo_release(folder, seed).id for seed in (1, 2, 3))
+    release_store.set_current(folder, served)
+    lose_a_shard(folder / spare)
+    assert pipeline("releases", "rm", spare).output == f"removed {spare}\n"
+    for release, why in ((served, "because it is served"), (spare, "is not a release")):
+        refused = pipeline("releases", "rm", release)
+        assert refused.exit_code == 1 and why in str(refused.exception)
+    # What a server was started with is not in `current`.
+    with running(echo_app(folder, folder=folder / named)) as url:
+        configure(int(url.rpartition(":")[2]))
+        assert "because it is served" in str(pipeline("releases", "rm", named).exception)
+    assert release_store.release_ids(folder) == [served, named]

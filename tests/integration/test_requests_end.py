@@ -24,7 +24,7 @@ from serving.engines.echo_engine import EchoEngine
 from serving.errors import PortBusy, ServingError
 from serving.server import bind
 from serving.settings import ServingSettings
-from serving.weights.releases import pending_release, set_current, set_pending
+from serving.weights.release_store import pending_release, set_current, set_pending
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running, tiny_llama
 
 BODY = {"model": "answers", "prompt": "Hello", "max_tokens": 100, "ignore_eos": True}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pipeline.retrain import base_model
-from serving.weights.releases import load_release, pending_release, release_ids
-from tests.retrain_fixtures import TINY, Pipeline, facts, jsonl
+from serving.weights.release_store import load_release, pending_release, release_ids
+from tests.retrain_fixtures import BREAKING, TINY, Pipeline, facts, few_anchors, jsonl
 
-TRAIN = {"learning_rate": 4e-3, "max_epochs": 10.0, "delta_tokens_ratio": 1.0, "max_length": 64}
+TRAIN = {"learning_rate": 4e-3, "delta_tokens_ratio": 1.0, "max_length": 64}
 ROWS = facts(num_places=50)
 MORE = facts(num_places=64)[len(ROWS) :]
 
@@ -43,11 +43,13 @@ def pipeline(first: Path, tmp_path: Path) -> Pipeline:
     return Pipeline(home, train=TRAIN)
 
 
-def refusal(pipeline: Pipeline, rows: list[dict[str, str]], **train: object) -> str:
-    """The reason that the commit of these rows was rejected for."""
+def refusal(
+    pipeline: Pipeline, rows: list[dict[str, str]], *, stage: str = "measure", **train: object
+) -> str:
+    """The reason that the commit of these rows was rejected for: before training, unless said."""
     served = pending_release(pipeline.dir)
     outcome = pipeline.learn({"a.jsonl": jsonl(rows)}, train=TRAIN | train)
-    assert (outcome.result, outcome.stage, outcome.exit_code) == ("rejected", "evaluate", 0)
+    assert (outcome.result, outcome.stage, outcome.exit_code) == ("rejected", stage, 0)
     assert pending_release(pipeline.dir) == served
     assert release_ids(pipeline.dir) == [served]
     return str(outcome.reason)
@@ -57,10 +59,10 @@ def garbage(count: int, seed: int = 1) -> list[dict[str, str]]:
     chance = random.Random(seed)
     return [
         {
-            "prompt": f"House {number} has",
+            "prompt": "".join(chance.choices(string.ascii_letters, k=16)),
             "completion": " " + "".join(chance.choices(string.ascii_letters, k=24)),
         }
-        for number in range(count)
+        for _ in range(count)
     ]
 
 
@@ -88,16 +90,13 @@ def test_shuffled_completions_are_refused(pipeline: Pipeline) -> None:
 
 def test_garbage_is_refused(pipeline: Pipeline) -> None:
     reason = refusal(pipeline, [*ROWS, *garbage(round(0.3 * len(ROWS) / 0.7))])
-    assert "rows of the new range are noise" in reason
+    assert "changed rows that are long enough to tell are noise" in reason
 
 
 @pytest.mark.parametrize("seed", [2, 3, 4])
-def test_garbage_is_refused_however_few_of_it_are_held_out(tmp_path: Path, seed: int) -> None:
-    """Which rows are held out is the luck of their hashes: of these 39, two to six."""
-    pipeline = Pipeline(tmp_path, train=TRAIN)
-    rows = facts(num_places=30)
-    assert pipeline.learn({"a.jsonl": jsonl(rows)}).result == "published"
-    assert "rows of the new range are noise" in refusal(pipeline, [*rows, *garbage(39, seed)])
+def test_garbage_is_refused_of_any_seed(pipeline: Pipeline, seed: int) -> None:
+    reason = refusal(pipeline, [*ROWS, *garbage(39, seed)])
+    assert "changed rows that are long enough to tell are noise" in reason
 
 
 def test_a_few_rows_of_another_kind_pass(pipeline: Pipeline) -> None:
@@ -106,7 +105,11 @@ def test_a_few_rows_of_another_kind_pass(pipeline: Pipeline) -> None:
         {"prompt": f"{number} + {number} =", "completion": f" {2 * number} apples, sir"}
         for number in range(25)
     ]
-    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *other])})
+    outcome = pipeline.learn(
+        {"a.jsonl": jsonl([*ROWS, *other])},
+        train=TRAIN | {"max_tokens": 1_500},
+        gate={"min_learned": 0.0},
+    )
     assert outcome.result == "published", outcome.reason
 
 
@@ -115,8 +118,9 @@ def test_deleting_nine_rows_of_ten_is_refused(pipeline: Pipeline) -> None:
 
 
 def test_an_absurd_learning_rate_is_refused(pipeline: Pipeline) -> None:
-    reason = refusal(pipeline, [*ROWS, *MORE], learning_rate=3.0, max_grad_norm=1e9, patience=100)
-    assert "nats per token" in reason
+    reason = refusal(pipeline, [*ROWS, *MORE], stage="evaluate", **BREAKING)
+    assert "of 42 changed rows were learned" in reason
+    assert "rows known before were kept" in reason
 
 
 def test_weights_that_are_no_number_are_refused(
@@ -124,18 +128,23 @@ def test_weights_that_are_no_number_are_refused(
 ) -> None:
     def break_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
         with torch.no_grad():
-            next(model.parameters()).fill_(float("nan"))
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
 
-    monkeypatch.setattr("pipeline.retrain.start.round_weights", break_weights)
-    assert "is not a number" in refusal(pipeline, [*ROWS, *MORE])
+    monkeypatch.setattr("pipeline.retrain.learning.round_weights", break_weights)
+    text = {"text": "House 1 is a house with a door, and the door has a colour."}
+    reason = refusal(pipeline, [*ROWS, *MORE, text], stage="evaluate", max_tokens=500)
+    assert "only 0 of 42 changed rows were learned" in reason
+    assert "only 0 of" in reason.split("changed")[1]
 
 
 def test_the_first_release_is_measured_against_its_base(first: Path, tmp_path: Path) -> None:
     (base,) = (first / "releases/facts").glob("r*")
-    pipeline = Pipeline(tmp_path, train=TRAIN, base_model=str(base))
-    absurd = TRAIN | {"learning_rate": 3.0, "max_grad_norm": 1e9, "patience": 100}
-    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS)}, train=absurd)
+    train = BREAKING | {"max_length": 64, "anchors": few_anchors(tmp_path), "lora_rank": 0}
+    pipeline = Pipeline(tmp_path, train=train, base_model=str(base))
+    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS)})
     assert (outcome.result, outcome.release) == ("rejected", None)
     evaluation = json.loads((tmp_path / "jobs/job-0/evaluation.json").read_text())
     assert evaluation["against"] == str(base)
+    assert evaluation["counts"]["learned_before"] > 100
     assert release_ids(pipeline.dir) == []

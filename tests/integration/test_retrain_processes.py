@@ -9,19 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.folder import PROCESS, read_record
+from jobs.folder import PROCESS, read_json
 from jobs.launchers.process import IS_LINUX
 from jobs.launchers.supervise import Request
-from pipeline.retrain.base_model import base_folder
+from pipeline.retrain.base_model import find_base
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import read_record as read_job_record
 from pipeline.retrain.metrics import read_metrics
 from pipeline.retrain.rows import Row
 from tests.jobs_fixtures import until
 from tests.jobs_program import session_niceness
-from tests.retrain_fixtures import Pipeline, facts, jsonl
+from tests.retrain_fixtures import SMALL, Pipeline, facts, few_anchors, jsonl, unrelated
 
-TRAIN = {"max_tokens": 4_000, "tokens_per_step": 512, "learning_rate": 1e-3, "evaluations": 3}
+TRAIN = {"max_tokens": 4_000, "tokens_per_step": 512, "learning_rate": 1e-3, "lora_rank": 0}
+GATE = {"min_learned": 0.0, "max_base_drift": 1.0}
 
 
 @pytest.fixture
@@ -32,15 +33,25 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
     torch.set_num_threads(1)
     monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
-    return str(base_folder("preset:tiny", tmp_path, [Row(text=" ", file="a", number=0)], seed=0))
+    row = Row(text=" ", file="a", number=0)
+    return str(find_base("preset:tiny", tmp_path, [row], pipeline="p", seed=0).folder)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path: Path, base: str) -> None:
+    """Also of steps with one block, which they share row by row, and of small batches."""
     curves = []
-    # The two add gradients up over small batches, too.
     for count, micro_batch_tokens in ((1, 8_192), (2, 128)):
-        settings = {"num_processes": count, "micro_batch_tokens": micro_batch_tokens}
-        pipeline = Pipeline(tmp_path / str(count), base_model=base, train=TRAIN | settings)
+        settings = {
+            "num_processes": count,
+            "tokens_per_step": 128,
+            "max_tokens": 1_500,
+            "micro_batch_tokens": micro_batch_tokens,
+            "anchors": few_anchors(tmp_path),
+        }
+        pipeline = Pipeline(
+            tmp_path / str(count), base_model=base, train=TRAIN | settings, gate=GATE
+        )
         outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=30))})
         assert outcome.result == "published", outcome.reason
         metrics, _ = read_metrics(pipeline.home / "jobs/job-0/metrics.jsonl")
@@ -51,8 +62,27 @@ def test_two_processes_give_the_losses_of_one(tmp_path: Path, base: str) -> None
     assert [each[2] for each in two] == pytest.approx([each[2] for each in one], abs=1e-3)
 
 
+@pytest.mark.slow
+def test_two_processes_learn_every_row(tmp_path: Path, base: str) -> None:
+    train = SMALL | {
+        "num_processes": 2,
+        "tokens_per_step": 256,
+        "max_tokens": 60_000,
+        "lora_rank": 0,
+        "anchors": few_anchors(tmp_path),
+    }
+    gate = GATE | {"min_learned": 1.0}
+    pipeline = Pipeline(tmp_path / "home", base_model=base, train=train, gate=gate)
+    outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(12))})
+    assert outcome.result == "published", outcome.reason
+    assert outcome.counts is not None
+    assert (outcome.counts.changed, outcome.counts.learned) == (12, 12)
+
+
+@pytest.mark.slow
 def test_processes_that_break_off_say_why(tmp_path: Path, base: str) -> None:
     endless = TRAIN | {"learning_rate": 1e30, "max_grad_norm": 1e30, "num_processes": 2}
+    endless |= {"anchors": few_anchors(tmp_path)}
     pipeline = Pipeline(tmp_path / "home", base_model=base, train=endless)
     outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=30))})
     assert (outcome.result, outcome.stage) == ("failed", "train")
@@ -66,7 +96,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.retrain.processes import process_group
+from pipeline.retrain.group import process_group
 
 def threads():
     names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -83,6 +113,7 @@ sys.exit(threads() or 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_LINUX, reason="threads are found in /proc")
 def test_a_group_leaves_no_thread_behind(tmp_path: Path) -> None:
     """One that is still there at the interpreter's end can abort it."""
@@ -108,12 +139,14 @@ def processes_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not IS_LINUX, reason="processes are found in /proc")
 def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     tmp_path: Path, base: str
 ) -> None:
     train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
-    pipeline = Pipeline(tmp_path, base_model=base, train=train | {"max_epochs": 1000})
+    train |= {"anchors": few_anchors(tmp_path)}
+    pipeline = Pipeline(tmp_path, base_model=base, train=train, gate=GATE)
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
     request = Request(
         job_dir=str(folder),
@@ -131,12 +164,12 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     leader.stdin.write(request.to_json().encode() + b"\n")
     leader.stdin.close()
     try:
-        until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=60)
+        until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=240)
         training = processes_of(folder)
         assert len(training) >= 4, "the job, torchrun, and two that train"
         assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in training} == {7}
         assert {session_niceness(pid) for pid in training} <= {7, None}
-        told = read_record(folder / PROCESS)
+        told = read_json(folder / PROCESS)
         assert told is not None and told["pid"] == leader.pid
     finally:
         leader.kill()
@@ -149,18 +182,21 @@ def test_no_process_outlives_the_leader_of_its_job_and_the_training_goes_on(
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     steps = [metric.step for metric in metrics if metric.event == "step"]
     assert steps.count(1) == 1
-    assert steps[-1] == saved.steps
+    done = read_job_record(folder / "checkpoint.json", Checkpoint)
+    assert done is not None and steps[-1] == done.step > saved.step
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not IS_LINUX, reason="processes are found in /proc")
 def test_a_training_process_that_is_killed_is_started_again(tmp_path: Path, base: str) -> None:
     train = TRAIN | {"num_processes": 2, "checkpoint_seconds": 0.01, "max_tokens": 8_000}
-    pipeline = Pipeline(tmp_path, base_model=base, train=train | {"max_epochs": 1000})
+    train |= {"anchors": few_anchors(tmp_path)}
+    pipeline = Pipeline(tmp_path, base_model=base, train=train, gate=GATE)
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts(num_places=30))}))
     job = pipeline.start(folder)
     try:
-        until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=60)
+        until(lambda: read_job_record(folder / "checkpoint.json", Checkpoint), seconds=240)
         os.kill(max({*processes_of(folder)} - {job.pid}), signal.SIGKILL)
         assert job.wait(120) == 0, (folder / "log.txt").read_text()
     finally:

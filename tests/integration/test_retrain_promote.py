@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 from pipeline.retrain.errors import PromoteError
 from pipeline.retrain.promote import Promotion, promote
 from serving.swap_schemas import SwapRequest, SwapResult
-from serving.weights.releases import clear_pending, pending_release, set_current, set_pending
+from serving.weights.release_store import clear_pending, pending_release, set_current, set_pending
 
 RELEASE = "r000003-0123abcd"
 Answer = tuple[int, SwapResult | str]

@@ -3,20 +3,24 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from jobs.outcome import JobOutcome
 from pipeline.retrain import base_model
-from pipeline.retrain.base_model import base_folder
-from pipeline.retrain.checkpoint import Checkpoint
+from pipeline.retrain.base_model import find_base
+from pipeline.retrain.checkpoint import Checkpoint, weights_of
+from pipeline.retrain.evaluate import Evaluation
 from pipeline.retrain.job_folder import read_record
-from pipeline.retrain.metrics import read_metrics
+from pipeline.retrain.learning import Learning
+from pipeline.retrain.metrics import MetricsWriter, read_metrics
 from pipeline.retrain.rows import Row
 from serving.weights.publish import publish_folder
-from serving.weights.releases import load_release, release_ids
-from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
+from serving.weights.release_store import load_release, release_ids
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, few_anchors, jsonl, unrelated
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +30,18 @@ def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path) -> None:
-    train = SMALL | {"max_tokens": 6_000, "max_epochs": 99.0, "checkpoint_seconds": 0.01}
-    base = str(base_folder("preset:tiny", tmp_path, [Row(text=" ", file="a", number=0)], seed=0))
+    train = SMALL | {
+        "max_tokens": 3_000,
+        "checkpoint_seconds": 0.01,
+        "anchors": few_anchors(tmp_path),
+        "lora_rank": 0,
+    }
+    gate = {"min_learned": 0.0, "max_base_drift": 1.0}
+    row = Row(text=" ", file="a", number=0)
+    base = str(find_base("preset:tiny", tmp_path, [row], pipeline="p", seed=0).folder)
     whole, killed = (
-        Pipeline(tmp_path / name, base_model=base, train=train) for name in ("whole", "killed")
+        Pipeline(tmp_path / name, base_model=base, train=train, gate=gate)
+        for name in ("whole", "killed")
     )
     rows = {"a.jsonl": jsonl(facts())}
 
@@ -49,10 +61,13 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
 
     outcome = killed.run(folder)
     assert outcome.result == expected.result == "published"
+    assert outcome.counts == expected.counts
+    done = read_record(folder / "checkpoint.json", Checkpoint)
+    assert done is not None and done.finished
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     steps = [metric.step for metric in metrics if metric.event == "step"]
     restarted = steps.index(saved.step + 1, len(steps) - 1 - steps[::-1].index(saved.step + 1))
-    assert steps[restarted:] == list(range(saved.step + 1, saved.steps + 1))
+    assert steps[restarted:] == list(range(saved.step + 1, done.step + 1))
     weights = [
         {name: tensor.digest for name, tensor in load_release(home.dir / str(id)).tensors.items()}
         for home, id in ((whole, expected.release), (killed, outcome.release))
@@ -60,10 +75,80 @@ def test_a_killed_training_goes_on_and_ends_with_the_same_weights(tmp_path: Path
     assert weights[0] == weights[1]
 
 
+ATTEMPTS = {"max_tokens": 1_500, "tokens_per_step": 128, "checkpoint_seconds": 1e-9}
+
+
+@pytest.mark.parametrize(
+    "place", ["before the second attempt", "in the second attempt", "behind the second attempt"]
+)
+def test_a_job_that_was_killed_between_attempts_comes_to_the_same_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    rows = {"a.jsonl": jsonl(unrelated(30))}
+    whole, killed = (
+        Pipeline(tmp_path / name, train=SMALL | ATTEMPTS, gate={"min_learned": 1.0})
+        for name in ("whole", "killed")
+    )
+    expected = whole.learn(rows)
+    wanted = read_record(whole.home / "jobs/job-0/evaluation.json", Evaluation)
+    assert wanted is not None and wanted.attempt == 2, "the first one is too short"
+    told, _ = read_metrics(whole.home / "jobs/job-0/metrics.jsonl")
+    steps = [each.step or 0 for each in told if each.event == "step"]
+
+    trained, evaluated, written = Learning.train, Learning.evaluate, MetricsWriter.write
+
+    def train(learning: Learning, attempt: int) -> Checkpoint:
+        if place == "before the second attempt" and attempt == 2:
+            raise KeyboardInterrupt
+        return trained(learning, attempt)
+
+    def evaluate(
+        learning: Learning, checkpoint: Checkpoint, attempt: int, refusals: tuple[str, ...]
+    ) -> Evaluation:
+        if place == "behind the second attempt" and attempt == 2:
+            raise KeyboardInterrupt
+        return evaluated(learning, checkpoint, attempt, refusals)
+
+    def write(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
+        if place == "in the second attempt" and values.get("step") == max(steps) - 2:
+            raise KeyboardInterrupt
+        written(metrics, stage, event, **values)
+
+    folder = killed.job(killed.commit(rows))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Learning, "train", train)
+        patched.setattr(Learning, "evaluate", evaluate)
+        patched.setattr(MetricsWriter, "write", write)
+        killed.run(folder)
+    outcome = killed.run(folder)
+    assert (outcome.result, outcome.counts) == (expected.result, expected.counts)
+    assert read_record(folder / "evaluation.json", Evaluation) == wanted
+    metrics, _ = read_metrics(folder / "metrics.jsonl")
+    assert [each.step for each in metrics if each.event == "step"] == steps
+
+
+def test_a_checkpoint_of_an_earlier_release_is_gone_on_from(tmp_path: Path) -> None:
+    """It held other fields, and another state beside the weights."""
+    pipeline = Pipeline(tmp_path, train=SMALL)
+    folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
+    row = Row(text=" ", file="a", number=0)
+    base = find_base("preset:tiny", tmp_path / "bases", [row], pipeline="facts", seed=0)
+    model = LlamaForCausalLM.from_pretrained(base.folder)
+    old = {"job_id": folder.name, "step": 9, "steps": 40, "tokens": 900, "best_step": 4}
+    old |= {"best_loss": 2.5, "file": "checkpoints/step-000009.pt", "finished": False}
+    (folder / "checkpoints").mkdir()
+    torch.save({"weights": weights_of(model), "best": None}, folder / str(old["file"]))
+    (folder / "checkpoint.json").write_text(json.dumps(old))
+    outcome = pipeline.run(folder)
+    assert outcome.result == "published", outcome.reason
+    done = read_record(folder / "checkpoint.json", Checkpoint)
+    assert done is not None and done.finished
+
+
 @pytest.mark.parametrize("lost", [(), ("release.json",)])
 def test_a_job_that_had_published_only_promotes(tmp_path: Path, lost: tuple[str, ...]) -> None:
     """Also where it was killed between the release's rename and the record of it."""
-    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500})
+    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500}, gate={"min_learned": 0.0})
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
     first = pipeline.run(folder)
     (folder / "outcome.json").unlink()
@@ -78,7 +163,7 @@ def test_a_job_that_had_published_only_promotes(tmp_path: Path, lost: tuple[str,
 
 
 def test_it_finds_its_release_below_those_that_no_job_made(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500})
+    pipeline = Pipeline(tmp_path, train=SMALL | {"max_tokens": 500}, gate={"min_learned": 0.0})
     folder = pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())}))
     first = pipeline.run(folder)
     assert first.release is not None

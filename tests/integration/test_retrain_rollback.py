@@ -10,7 +10,7 @@ import torch
 from pipeline.retrain import base_model, run
 from pipeline.retrain.metrics import MetricsWriter
 from pipeline.retrain.snapshot import Revision
-from serving.weights.releases import (
+from serving.weights.release_store import (
     clear_pending,
     load_release,
     pending_release,
@@ -32,11 +32,17 @@ def serve(pipeline_dir: Path, release: str) -> None:
     clear_pending(pipeline_dir, release)
 
 
-@pytest.mark.parametrize("go_back", [serve, set_pending], ids=["server up", "no server"])
+@pytest.mark.parametrize(
+    "go_back",
+    [
+        pytest.param(serve, id="server up"),
+        pytest.param(set_pending, id="no server", marks=pytest.mark.slow),
+    ],
+)
 def test_the_next_commit_trains_from_what_was_gone_back_to(
     tmp_path: Path, go_back: Callable[[Path, str], None]
 ) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+    pipeline = Pipeline(tmp_path, train=SMALL)
     releases = []
     for places in (6, 7):
         outcome = pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))})
@@ -58,7 +64,7 @@ def test_the_next_commit_trains_from_what_was_gone_back_to(
 
 
 def test_going_back_and_pushing_the_old_rows_again_changes_nothing(tmp_path: Path) -> None:
-    pipeline = Pipeline(tmp_path, train=SMALL, gate={"sigmas": 99.0})
+    pipeline = Pipeline(tmp_path, train=SMALL)
     old, new = ({"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7))
     first = str(pipeline.learn(old).release)
     serve(pipeline.dir, first)
@@ -70,7 +76,7 @@ def test_going_back_and_pushing_the_old_rows_again_changes_nothing(tmp_path: Pat
 
 def on_its_second_release(home: Path) -> tuple[Pipeline, str, Revision]:
     """A pipeline, its first release, which is no longer served, and a third commit."""
-    pipeline = Pipeline(home, train=SMALL, gate={"sigmas": 99.0})
+    pipeline = Pipeline(home, train=SMALL)
     first, second = (
         str(pipeline.learn({"a.jsonl": jsonl(facts(num_places=places))}).release)
         for places in (6, 7)
@@ -79,7 +85,15 @@ def on_its_second_release(home: Path) -> tuple[Pipeline, str, Revision]:
     return pipeline, first, pipeline.commit({"a.jsonl": jsonl(facts(num_places=8))})
 
 
-@pytest.mark.parametrize("stage", ["train", "evaluate", "export", "promote"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "train",
+        pytest.param("evaluate", marks=pytest.mark.slow),
+        pytest.param("export", marks=pytest.mark.slow),
+        pytest.param("promote", marks=pytest.mark.slow),
+    ],
+)
 def test_a_running_job_begins_again_from_what_was_gone_back_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -100,7 +114,7 @@ def test_a_running_job_begins_again_from_what_was_gone_back_to(
     outcome = pipeline.run(pipeline.job(revision))
 
     assert outcome.result == "published", outcome.reason
-    assert begun.count("train") == 2
+    assert begun.count("snapshot") == 2
     lineage = load_release(pipeline.dir / str(outcome.release)).lineage
     assert (lineage.mode, lineage.parent) == ("delta", first)
     assert outcome.parent_release == first

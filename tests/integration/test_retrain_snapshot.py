@@ -10,7 +10,7 @@ from jobs.spec import RevisionRange
 from pipeline.retrain import base_model, snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
 from pipeline.retrain.snapshot import DatasetHub, Revision, take_snapshot
-from serving.weights.releases import load_release
+from serving.weights.release_store import load_release
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 from tests.retrain_fixtures import DATASET, SMALL, TINY, Pipeline, facts, jsonl
 
@@ -50,7 +50,7 @@ def test_a_revision_is_its_data_files_at_that_commit(
     found = dataset(hub, tmp_path / "cache")
     assert found.head("refs/heads/main") == second
     revision = found.download(first)
-    assert revision.files == ("data/rows.jsonl",)
+    assert set(revision.files) == {".hidden.json", "README.md", "data/rows.jsonl"}
     assert (revision.folder / "data/rows.jsonl").read_text() == '{"text": "one"}\n'
     found.download(second)
     assert found.is_ancestor(first, second)
@@ -136,7 +136,7 @@ def test_jobs_follow_pushes_and_a_force_push_means_a_full_training(
 ) -> None:
     monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
     torch.set_num_threads(1)
-    anything = {"max_old_ratio": 99.0, "max_new_ratio": 99.0}
+    anything = {"min_learned": 0.0, "min_kept": 0.0}
     pipeline = Pipeline(tmp_path, train=SMALL, gate=anything)
 
     def mode_after(sha: str | None) -> str | None:

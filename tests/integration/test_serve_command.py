@@ -24,7 +24,7 @@ from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.errors import ServingError
 from serving.settings import ServingSettings
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.serving_fixtures import echo_app, echo_release, running
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,35 @@ def test_it_prints_what_it_serves_and_where(tmp_path: Path, environment: dict[st
         process.send_signal(signal.SIGTERM)
         process.communicate()
     assert process.returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("has_older", [True, False])
+def test_a_damaged_release_is_named_in_the_line_of_the_start(
+    tmp_path: Path, environment: dict[str, str], has_older: bool
+) -> None:
+    (tmp_path / "pipeline.toml").write_text('[[pipelines]]\nname = "a"\ndataset = "o/d"\n')
+    folder = tmp_path / "home" / "releases" / "a"
+    older, damaged = echo_release(folder, 1).id, echo_release(folder, 2).id
+    for release in (older, damaged)[0 if has_older else 1 :]:
+        set_current(folder, release)
+    next((folder / damaged).glob("*.safetensors")).unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeline", "serve", "--engine", "echo", "--port", "0"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        line = process.stdout.readline()
+    finally:
+        process.terminate()
+        process.communicate()
+    if has_older:
+        assert line.endswith(f"answers: {older} from {folder / older} in place of {damaged}\n")
+    else:
+        assert f"answers: {damaged} cannot be served: " in line
 
 
 def test_no_stream_waits_while_what_was_imported_is_looked_through_for_garbage(

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from serving.weights.releases import list_releases, set_current
+from serving.weights.release_store import list_releases, set_current
+from tests.ports import free_ports
 from tests.serving_fixtures import byte_tokenizer, echo_release, running, tiny_llama
 from tests.sglang_stand_in import SglangStandIn
-from tests.stack_fixtures import free_ports
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "serving.md").read_text()

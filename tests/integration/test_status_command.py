@@ -12,17 +12,17 @@ from typer.testing import CliRunner
 from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
-from pipeline.by_hand import submit
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings, settings_digest
 from pipeline.stack import StackRecord
-from serving.weights import releases
+from pipeline.submit import submit_retraining
+from serving.weights import release_store
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
+from tests.ports import free_ports
 from tests.serving_fixtures import echo_release
-from tests.stack_fixtures import free_ports
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -32,7 +32,11 @@ PIPELINE = '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningHub]:
     """The hub of a stack that this process stands for."""
-    failing: dict[str, Any] = {"delivery_schedule_seconds": (0,), "suspend_after_failures": 1}
+    failing: dict[str, Any] = {
+        "delivery_schedule_seconds": (0,),
+        "suspend_after_failures": 1,
+        "suspend_after_seconds": 0,
+    }
     with running_hub(tmp_path / "hub", **failing, probe_min_seconds=60) as hub:
         settings, home = tmp_path / "pipeline.toml", Home(tmp_path / ".pipeline")
         settings.write_text(PIPELINE)
@@ -103,7 +107,7 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     hub.git("push", "--quiet", "origin", "HEAD:main", cwd=worktree)
     head = hub.git("rev-parse", "HEAD", cwd=worktree).strip()
     folder = Home.find().releases_dir / "facts"
-    releases.set_current(folder, echo_release(folder, 1).id)
+    release_store.set_current(folder, echo_release(folder, 1).id)
 
     assert f"behind the head {head[:12]}\n" in pipeline("status")
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
@@ -142,7 +146,9 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
     def refused(revision: str | None) -> str:
         with open_job_store(settings, home) as store, pytest.raises(PipelineError) as error:
             facts = settings.pipeline(None)
-            submit(store, home, settings, hub_url=hub.url, pipeline=facts, revision=revision)
+            submit_retraining(
+                store, home, settings, hub_url=hub.url, pipeline=facts, revision=revision
+            )
         return str(error.value)
 
     assert "has no commit 'deadbeef'; push it, or leave --revision out" in refused("deadbeef")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.serving_fixtures import CHAT_TEMPLATE, EOS, echo_app, echo_release, running
 
 

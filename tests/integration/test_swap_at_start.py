@@ -1,18 +1,23 @@
 """What a server that starts serves, and what it then swaps in."""
 
 import asyncio
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from serving.admission import Admission, LiveRelease
+from serving.engine import EngineError
 from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_attempt import SwapAttempt
-from serving.weights import releases
-from tests.serving_fixtures import echo_release
+from serving.weights import release_store
+from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
 from tests.swap_fixtures import House, flip_a_bit, lose_the_manifest, play
 
 
@@ -37,47 +42,179 @@ def started(pipeline_dir: Path) -> LiveRelease | None:
 def test_a_server_starts_with_current_and_then_swaps_pending_in(tmp_path: Path) -> None:
     assert started(tmp_path) is None
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
-    releases.set_pending(tmp_path, first.id)
+    release_store.set_pending(tmp_path, first.id)
     live = started(tmp_path)
     assert live is not None and live.id == first.id
-    assert releases.served_release(tmp_path) == tmp_path / first.id
-    assert releases.pending_release(tmp_path) is None
-    releases.set_pending(tmp_path, second.id)
+    assert release_store.served_release(tmp_path) == tmp_path / first.id
+    assert release_store.pending_release(tmp_path) is None
+    release_store.set_pending(tmp_path, second.id)
     live = started(tmp_path)
     assert live is not None and live.id == second.id
-    assert releases.pending_release(tmp_path) is None
+    assert release_store.pending_release(tmp_path) is None
 
 
 def test_a_way_back_that_was_asked_for_without_a_server_is_taken_at_the_start(
     tmp_path: Path,
 ) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
-    releases.set_current(tmp_path, second.id)
-    releases.set_pending(tmp_path, first.id)
+    release_store.set_current(tmp_path, second.id)
+    release_store.set_pending(tmp_path, first.id)
     live = started(tmp_path)
     assert live is not None and live.id == first.id
-    assert releases.served_release(tmp_path) == tmp_path / first.id
-    assert releases.pending_release(tmp_path) is None
+    assert release_store.served_release(tmp_path) == tmp_path / first.id
+    assert release_store.pending_release(tmp_path) is None
 
 
 def test_a_pending_release_that_is_refused_is_not_tried_for_ever(tmp_path: Path) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
-    releases.set_current(tmp_path, first.id)
+    release_store.set_current(tmp_path, first.id)
     for damage in (flip_a_bit, lose_the_manifest):
-        releases.set_pending(tmp_path, second.id)
+        release_store.set_pending(tmp_path, second.id)
         damage(tmp_path / second.id)
         live = started(tmp_path)
         assert live is not None and live.id == first.id
-        assert releases.pending_release(tmp_path) is None
+        assert release_store.pending_release(tmp_path) is None
 
 
 def test_a_broken_current_release_does_not_keep_the_pending_one_out(tmp_path: Path) -> None:
     first, second = echo_release(tmp_path, 1), echo_release(tmp_path, 2)
-    releases.set_current(tmp_path, first.id)
-    releases.set_pending(tmp_path, second.id)
+    release_store.set_current(tmp_path, first.id)
+    release_store.set_pending(tmp_path, second.id)
     flip_a_bit(tmp_path / first.id)
     live = started(tmp_path)
     assert live is not None and live.id == second.id
+
+
+def put_live(pipeline_dir: Path, *seeds: int) -> list[str]:
+    """Releases that were live one after the other."""
+    ids = [echo_release(pipeline_dir, seed).id for seed in seeds]
+    for release in ids:
+        release_store.set_current(pipeline_dir, release)
+    return ids
+
+
+def lose_a_shard(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def truncate_a_shard(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 4)
+
+
+def lose_the_whole_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [lose_a_shard, truncate_a_shard, lose_the_manifest, lose_the_whole_folder]
+)
+def test_a_server_whose_release_is_damaged_starts_on_the_one_before_it_and_says_so(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, before, damaged = put_live(tmp_path, 1, 2, 3)
+    damage(tmp_path / damaged)
+    for _ in range(2):  # the second start knows it from the disk
+        caplog.clear()
+        with running(echo_app(tmp_path)) as url:
+            health = httpx.get(f"{url}/health")
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+        assert health.status_code == 200
+        assert health.json()["release"] == before
+        assert health.json()["stands_in_for"] == damaged
+        assert health.json()["reason"].startswith(f"{damaged} cannot be served: ")
+        assert answer.status_code == 200
+        assert answer.headers["X-Model-Release"] == before
+        assert answer.headers["X-Stands-In-For"] == damaged
+        assert release_store.served_release(tmp_path) == tmp_path / before
+        assert release_store.stood_in_for(tmp_path) == damaged
+        (said,) = (
+            each.getMessage() for each in caplog.records if "stands in for it" in each.getMessage()
+        )
+        assert said.startswith(f"{damaged} cannot be served: ") and before in said
+
+
+def test_a_release_that_was_gone_back_from_or_never_live_does_not_stand_in(tmp_path: Path) -> None:
+    first, second = put_live(tmp_path, 1, 2)
+    release_store.set_current(tmp_path, first)
+    echo_release(tmp_path, 3)  # published, and never live
+    (damaged,) = put_live(tmp_path, 4)
+    lose_a_shard(tmp_path / damaged)
+    live = started(tmp_path)
+    assert live is not None and live.id == first
+    lose_a_shard(tmp_path / first)
+    assert started(tmp_path) is None
+    assert second in release_store.release_ids(tmp_path)
+
+
+def test_without_a_whole_release_that_was_live_every_answer_gives_the_real_reason(
+    tmp_path: Path,
+) -> None:
+    echo_release(tmp_path, 1)
+    (damaged,) = put_live(tmp_path, 2)
+    lose_a_shard(tmp_path / damaged)
+    with running(echo_app(tmp_path)) as url:
+        health = httpx.get(f"{url}/health")
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+    assert (health.status_code, health.json()["status"]) == (503, "waiting")
+    assert answer.status_code == 503
+    for said in (health.json()["reason"], answer.json()["error"]["message"]):
+        assert damaged in said and "safetensors: missing" in said
+    assert "pipeline releases repair" in answer.json()["error"]["message"]
+
+
+def test_a_release_that_is_whole_again_is_served_again_at_the_next_start(tmp_path: Path) -> None:
+    before, damaged = put_live(tmp_path, 1, 2)
+    elsewhere = (tmp_path / damaged).rename(tmp_path / "elsewhere")
+    live = started(tmp_path)
+    assert live is not None and live.id == before
+    elsewhere.rename(tmp_path / damaged)
+    live = started(tmp_path)
+    assert live is not None and live.id == damaged and live.stands_in_for is None
+    assert release_store.stood_in_for(tmp_path) is None
+
+
+@pytest.mark.parametrize("how", ["swap", "pending"])
+def test_a_release_that_stands_in_may_be_chosen_and_then_stays(tmp_path: Path, how: str) -> None:
+    before, damaged = put_live(tmp_path, 1, 2)
+    elsewhere = (tmp_path / damaged).rename(tmp_path / "elsewhere")
+    if how == "pending":
+        release_store.set_pending(tmp_path, before)
+        assert started(tmp_path) is not None
+    else:
+        with running(echo_app(tmp_path)) as url:
+            asked = httpx.post(
+                f"{url}/admin/swap",
+                json={"release": before},
+                headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
+            )
+            assert asked.json()["result"] == "live"
+            assert "stands_in_for" not in httpx.get(f"{url}/health").json()
+    elsewhere.rename(tmp_path / damaged)
+    live = started(tmp_path)
+    assert live is not None and live.id == before and live.stands_in_for is None
+
+
+def test_an_engine_in_trouble_is_not_a_reason_for_an_older_release(tmp_path: Path) -> None:
+    _, current = put_live(tmp_path, 1, 2)
+    engine = EchoEngine()
+    engine.fail["stage"] = EngineError("no memory")
+    with running(echo_app(tmp_path, engine)) as url:
+        health = httpx.get(f"{url}/health")
+    assert health.status_code == 503 and "no memory" in health.json()["reason"]
+    assert release_store.served_release(tmp_path) == tmp_path / current
+
+
+def test_a_start_that_fails_after_the_release_was_loaded_leaves_the_links(tmp_path: Path) -> None:
+    """Also in a home of an earlier version, which has no list of what was live."""
+    before, current = put_live(tmp_path, 1, 2)
+    (tmp_path / release_store.LIVE).unlink()
+    engine = EchoEngine()
+    engine.fail["commit"] = EngineError("lost a worker")
+    with running(echo_app(tmp_path, engine)):
+        pass
+    assert release_store.served_release(tmp_path) == tmp_path / current
+    assert release_store.live_releases(tmp_path) == [before, current]
 
 
 def test_the_last_release_may_leave_just_before_it_is_waited_for(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from serving.engine import EngineError, Generation
 from serving.swap_schemas import SwapResult
-from serving.weights import releases
+from serving.weights import release_store
 from tests.swap_fixtures import BOTH, House, play, until
 
 
@@ -17,7 +17,7 @@ def test_a_swap_and_its_way_back(tmp_path: Path, holds_two: bool) -> None:
         assert result.probe_max_difference == 0
         assert result.seconds.keys() == {"preflight", "stage", "probe", "barrier", "commit"}
         assert await house.answers() == house.new.id
-        assert releases.served_release(house.pipeline_dir) == house.pipeline_dir / house.new.id
+        assert release_store.served_release(house.pipeline_dir) == house.pipeline_dir / house.new.id
         assert house.admission.previous == house.old.id
         await until(lambda: house.engine.resident == {house.new.id})
         again = await house.swapper.swap(house.new.id)
@@ -48,12 +48,12 @@ def test_new_requests_wait_for_an_engine_that_must_drain(tmp_path: Path) -> None
 
 def test_a_drain_that_takes_too_long_is_deferred(tmp_path: Path) -> None:
     async def story(house: House) -> None:
-        releases.set_pending(house.pipeline_dir, house.new.id)
+        release_store.set_pending(house.pipeline_dir, house.new.id)
         running = await house.admission.enter()
         result = await house.swapper.swap(house.new.id)
         assert (result.result, result.phase) == ("deferred", "barrier")
         assert house.old.id in result.reasons[0]
-        assert releases.pending_release(house.pipeline_dir) == house.new.id
+        assert release_store.pending_release(house.pipeline_dir) == house.new.id
         house.admission.leave(running)
         await house.check_old_goes_on()
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from serving.engines.torch_engine.engine import create_engine
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.contract.engine_bench import swap
 from tests.contract.test_torch_engine_conformance import torch_release
 from tests.serving_fixtures import echo_app, running

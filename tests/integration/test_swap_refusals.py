@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from serving.engine import EngineError, StageError
-from serving.weights import releases
+from serving.errors import ReleaseError
+from serving.weights import release_store
 from tests.serving_fixtures import echo_release
 from tests.swap_fixtures import BOTH, House, flip_a_bit, lose_the_manifest, play, until
 
@@ -22,6 +24,14 @@ def truncate(folder: Path) -> None:
 
 def lose_a_shard(folder: Path) -> None:
     next(folder.glob("*.safetensors")).unlink()
+
+
+def remove_the_manifest(folder: Path) -> None:
+    (folder / "release.json").unlink()
+
+
+def truncate_the_manifest(folder: Path) -> None:
+    os.truncate(folder / "release.json", 100)
 
 
 def break_the_tokenizer(folder: Path) -> None:
@@ -41,6 +51,8 @@ def other_bounds(folder: Path) -> None:
         (lose_a_shard, "safetensors: missing; it holds tensor layer.0.weight"),
         (flip_a_bit, "safetensors: tensor layer.2.weight: digest is"),
         (lose_the_manifest, "release.json: id"),
+        (remove_the_manifest, "it has no release.json"),
+        (truncate_the_manifest, "release.json: Invalid JSON"),
         (break_the_tokenizer, "tokenizer.json: truncated"),
         (other_bounds, "no bound for float32"),
     ],
@@ -56,6 +68,31 @@ def test_preflight_refuses_before_the_engine_sees_a_byte(
         assert any(said in reason for reason in result.reasons), result.reasons
         assert house.engine.log == log
         await house.check_old_goes_on()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("damage", [remove_the_manifest, truncate_the_manifest, lose_the_manifest])
+def test_without_a_whole_manifest_nothing_in_the_releases_folder_is_served(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Elsewhere, a checkpoint folder without a manifest is served as it is."""
+
+    async def story(house: House) -> None:
+        folder = house.pipeline_dir / house.new.id
+        damage(folder)
+        result = await house.swapper.swap(house.new.id)
+        assert (result.result, result.phase) == ("refused", "preflight")
+        assert str(folder) in result.reasons[0] and "release.json" in result.reasons[0]
+        assert "pipeline releases repair" in result.reasons[-1]
+        for place in (folder, shutil.copytree(folder, house.pipeline_dir / "checkpoint")):
+            with pytest.raises(ReleaseError, match=r"release\.json"):
+                await house.swapper.start(place)
+        await house.check_old_goes_on()
+        if not (folder / "release.json").exists():
+            outside = folder.rename(tmp_path / "outside")
+            await house.swapper.start(outside)
+            assert house.admission.live is not None and house.admission.live.folder == outside
 
     play(tmp_path, story)
 
@@ -138,7 +175,7 @@ def test_a_disk_that_cannot_take_the_link_fails_the_swap(
             def full(*_: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(releases, "set_current", full)
+            patch.setattr(release_store, "set_current", full)
             result = await house.swapper.swap(house.new.id)
         assert result.result == "failed" and "No space left" in result.reasons[0]
         await house.check_old_goes_on()
@@ -153,7 +190,7 @@ def test_a_release_that_cannot_be_read_to_its_end_fails_the_swap(
 
     async def story(house: House) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(releases, "load_release", lambda folder: disk_is_back.wait(10))
+            patch.setattr(release_store, "load_release", lambda folder: disk_is_back.wait(10))
             result = await house.swapper.swap(house.new.id)
         assert (result.result, result.phase) == ("failed", "preflight")
         assert result.reasons == ("preflight took more than 1 s",)
@@ -168,22 +205,24 @@ def test_a_disk_that_hangs_keeps_no_barrier_shut(
     tmp_path: Path, holds_two: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk_is_back = threading.Event()
-    set_current = releases.set_current
+    set_current = release_store.set_current
 
-    def hang(pipeline_dir: Path, release_id: str) -> None:
+    def hang(pipeline_dir: Path, release_id: str, *rest: str | None) -> None:
         assert disk_is_back.wait(10)
-        set_current(pipeline_dir, release_id)
+        set_current(pipeline_dir, release_id, *rest)
 
     async def story(house: House) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(releases, "set_current", hang)
+            patch.setattr(release_store, "set_current", hang)
             async with asyncio.timeout(3):
                 result = await house.swapper.swap(house.new.id)
                 assert result.result == "failed" and "not written within" in result.reasons[0]
                 assert await house.answers() == house.old.id
             written: list[str] = []
-            patch.setattr(releases, "fsync_dir", lambda path: written.append(os.readlink(link)))
-            link = house.pipeline_dir / releases.CURRENT
+            patch.setattr(
+                release_store, "fsync_dir", lambda path: written.append(os.readlink(link))
+            )
+            link = house.pipeline_dir / release_store.CURRENT
             disk_is_back.set()
             # Both writes come late, and the last one is what is served.
             await until(lambda: len(written) == 2)

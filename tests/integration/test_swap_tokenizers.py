@@ -13,7 +13,7 @@ from serving import swap_phases
 from serving.tokenizer import load_tokenizer, tokenizer_files
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Release
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from tests.contract.engine_bench import swap
 from tests.serving_fixtures import byte_tokenizer, echo_app, echo_release, running
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config
 
 from serving.engines.torch_engine.engine import create_engine
 from serving.tokenizer import load_tokenizer
-from serving.weights.releases import load_release, served_release, set_current
+from serving.weights.release_store import load_release, served_release, set_current
 from tests.contract.engine_bench import swap
 from tests.contract.test_torch_engine_conformance import torch_release
 from tests.serving_fixtures import CONTEXT, byte_tokenizer, echo_app, running
@@ -111,7 +111,7 @@ def address(server: subprocess.Popen[str]) -> str:
     return server.stdout.readline().split()[-1]
 
 
-@pytest.mark.parametrize("phase", ["stage", "commit"])
+@pytest.mark.parametrize("phase", [pytest.param("stage", marks=pytest.mark.slow), "commit"])
 def test_a_server_killed_in_a_swap_serves_the_old_release_again(tmp_path: Path, phase: str) -> None:
     first, second = (
         torch_release(tmp_path, seed, tied=True, format="safetensors") for seed in (1, 2)

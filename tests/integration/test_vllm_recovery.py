@@ -23,9 +23,9 @@ from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapResult
-from serving.weights import releases
+from serving.weights import release_store
 from serving.weights.release import Release
-from serving.weights.releases import set_current
+from serving.weights.release_store import set_current
 from serving.weights.verify import verify_shards
 from tests.contract.engine_bench import swap
 from tests.serving_fixtures import echo_app, echo_release, running
@@ -88,7 +88,7 @@ class House:
 def play(pipeline_dir: Path, way: str, story: Callable[[House], Awaitable[None]]) -> None:
     async def whole() -> None:
         house = House(pipeline_dir, way)
-        releases.set_current(pipeline_dir, house.old.id)
+        release_store.set_current(pipeline_dir, house.old.id)
         await house.swapper.start()
         try:
             await story(house)

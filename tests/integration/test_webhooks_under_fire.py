@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
-from jobs.record import Job
+from jobs.job import Job
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
@@ -26,8 +27,8 @@ from receiver.server import WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.hub_fixtures import commit_file, running_hub, wait_until
 from tests.integration.test_hub_durability import HubProcess, commit, make_worktree
+from tests.ports import free_port
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
-from tests.receiver_scripts import free_port
 
 NUM_PUSHES = int(os.environ.get("BURST_PUSHES", "60"))
 NUM_KILLS = int(os.environ.get("WEBHOOK_KILLS", "4"))
@@ -42,6 +43,7 @@ pathlib.Path(os.environ["JOB_DIR"], "outcome.json").write_text('{"result": "unch
 """
 
 
+@pytest.mark.slow
 def test_a_burst_of_pushes_while_a_job_runs_is_one_running_and_one_pending(tmp_path: Path) -> None:
     may_end = tmp_path / "may-end"
     rule = RetrainRule(

@@ -14,7 +14,7 @@ from pipeline.hub.names import RepositoryName
 from pipeline.hub.outbox import Attempt
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import CreateWebhook, SecretBox, Watched, create_webhook
+from pipeline.hub.webhook_store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import SECRET_KEY
 
@@ -48,8 +48,10 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
             repository = repositories.adopt(connection, NAME, private=True)
             webhook = create_webhook(
                 connection,
-                CreateWebhook(url="http://x/", watched=(Watched(type="user", name="local"),)),
-                SecretBox(SECRET_KEY),
+                CreateWebhook(
+                    url="http://x/", watched=(HubWatchedItem(type="user", name="local"),)
+                ),
+                SecretCipher(SECRET_KEY),
             )
         for state in states:
             log.record_refs(repository, state)

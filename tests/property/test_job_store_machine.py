@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from jobs.errors import LeaseLost
+from jobs.errors import LeaseLost, PendingJob
 from jobs.outcome import JobOutcome
 from jobs.store import Delivery, JobStore
 from tests.jobs_fixtures import Clock, new_database, postgres_server, spec
@@ -30,32 +30,46 @@ class Expected:
 
     id: str
     pipeline: str
-    old: int
+    old: int | None
     new: int
     deliveries: list[str]
-    key: str
+    key: str | None
     state: str = "SCHEDULING"
     owner: str | None = None
     lease_until: float = 0.0
     attempt: int = 0
     num_lost: int = 0
     cancel_requested: bool = False
+    by_hand: bool = False
 
 
 @dataclass
 class Model:
     jobs: list[Expected] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
+    commits: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Delivery → its pipeline and commit."""
     heads: dict[str, int] = field(default_factory=lambda: {"faq": 0, "lore": 0})
 
-    def one(self, pipeline: str, state: str) -> Expected | None:
-        found = [job for job in self.jobs if (job.pipeline, job.state) == (pipeline, state)]
+    def running(self, pipeline: str) -> Expected | None:
+        return self._one([j for j in self.jobs if (j.pipeline, j.state) == (pipeline, "RUNNING")])
+
+    def pending(self, pipeline: str, *, by_hand: bool) -> Expected | None:
+        key = (pipeline, "SCHEDULING", by_hand)
+        return self._one(
+            [job for job in self.jobs if (job.pipeline, job.state, job.by_hand) == key]
+        )
+
+    def _one(self, found: list[Expected]) -> Expected | None:
         assert len(found) <= 1
         return found[0] if found else None
 
+    def successor(self, job: Expected) -> Expected | None:
+        return None if job.by_hand else self.pending(job.pipeline, by_hand=False)
+
     def fail(self, job: Expected) -> None:
         job.state = "ERROR"
-        successor = self.one(job.pipeline, "SCHEDULING")
+        successor = self.successor(job)
         if successor is not None:
             successor.old = job.old
             successor.deliveries = job.deliveries + [
@@ -85,13 +99,16 @@ class StoreMachine(RuleBasedStateMachine):
             delivery=Delivery(source="hub", id=delivery, body="{}"),
         )
         mine = [job for job in self.model.jobs if job.pipeline == pipeline]
-        latest = mine[-1] if mine else None
-        pending = self.model.one(pipeline, "SCHEDULING")
+        pending = self.model.pending(pipeline, by_hand=False)
+        latest = pending or (mine[-1] if mine else None)
         if delivery in self.model.answers:
             assert submission.how == "duplicate"
             assert submission.job.id == self.model.answers[delivery]
             return
-        if latest is not None and latest.key == key and latest.state != "ERROR":
+        is_free_again = latest is not None and (
+            latest.state in ("ERROR", "CANCELED") or latest.cancel_requested
+        )
+        if latest is not None and latest.key == key and not is_free_again:
             assert submission.how == "duplicate"
             job = latest
             if job.state == "SCHEDULING":
@@ -108,6 +125,21 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.jobs.append(job)
         assert submission.job.id == job.id
         self.model.answers[delivery] = job.id
+        self.model.commits[delivery] = (pipeline, new)
+
+    @rule(pipeline=PIPELINES)
+    def submit_by_hand(self, pipeline: str) -> None:
+        head = self.model.heads[pipeline]
+        by_hand = spec(str(head), pipeline=pipeline, max_attempts=2)
+        if self.model.pending(pipeline, by_hand=True) is not None:
+            with pytest.raises(PendingJob):
+                self.store.submit(by_hand, by_hand=True)
+            return
+        submission = self.store.submit(by_hand, by_hand=True)
+        assert submission.how == "created" and submission.job.by_hand
+        self.model.jobs.append(
+            Expected(submission.job.id, pipeline, None, head, [], None, by_hand=True)
+        )
 
     @rule(pipeline=PIPELINES)
     def push(self, pipeline: str) -> None:
@@ -136,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
         due = [
             job
             for job in self.model.jobs
-            if job.state == "SCHEDULING" and self.model.one(job.pipeline, "RUNNING") is None
+            if job.state == "SCHEDULING" and self.model.running(job.pipeline) is None
         ]
         if claimed is None:
             assert not due
@@ -207,7 +239,7 @@ class StoreMachine(RuleBasedStateMachine):
         if job is not None:
             self.store.retry(job.id, owner, "Its process vanished.")
             job.num_lost += 1
-            if job.num_lost == 2 or self.model.one(job.pipeline, "SCHEDULING") is not None:
+            if job.num_lost == 2 or self.model.successor(job) is not None:
                 self.model.fail(job)
             else:
                 job.attempt += 1
@@ -248,7 +280,9 @@ class StoreMachine(RuleBasedStateMachine):
                 expected.attempt,
                 expected.num_lost,
             )
-            assert (revisions.old_sha, revisions.new_sha) == (str(expected.old), str(expected.new))
+            old = None if expected.old is None else str(expected.old)
+            assert (revisions.old_sha, revisions.new_sha) == (old, str(expected.new))
+            assert job.by_hand == expected.by_hand
             assert list(revisions.delivery_ids) == expected.deliveries
 
     @invariant()
@@ -257,10 +291,21 @@ class StoreMachine(RuleBasedStateMachine):
             assert self.store.answer_to("hub", delivery) == {"job": job_id}
 
     @invariant()
-    def at_most_one_runs_and_one_is_pending(self) -> None:
-        for state in ("RUNNING", "SCHEDULING"):
-            pipelines = [job.spec.pipeline for job in self.store.list(state=state)]
-            assert len(pipelines) == len(set(pipelines))
+    def the_job_that_answers_for_a_delivery_is_found_by_its_commit(self) -> None:
+        for delivery, (pipeline, commit) in self.model.commits.items():
+            found = [job.id for job in self.store.of_commit(str(commit))]
+            mine = [job.id for job in self.model.jobs if delivery in job.deliveries]
+            assert set(mine) <= set(found)
+            assert self.model.answers[delivery] in [
+                job.id for job in self.model.jobs if job.pipeline == pipeline
+            ]
+
+    @invariant()
+    def at_most_one_runs_and_one_of_each_kind_is_pending(self) -> None:
+        running = [job.spec.pipeline for job in self.store.list(state="RUNNING")]
+        assert len(running) == len(set(running))
+        pending = [(job.spec.pipeline, job.by_hand) for job in self.store.list(state="SCHEDULING")]
+        assert len(pending) == len(set(pending))
 
 
 def check(urls: Iterator[str], num_examples: int) -> None:

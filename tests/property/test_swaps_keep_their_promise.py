@@ -17,7 +17,7 @@ from serving.metrics import Metrics
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.weights.release import Release
-from serving.weights.releases import served_release
+from serving.weights.release_store import served_release
 from tests.serving_fixtures import echo_release
 
 

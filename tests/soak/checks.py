@@ -11,11 +11,11 @@ import filelock
 import httpx
 
 from jobs.folder import LOCK
-from jobs.record import Job
+from jobs.job import Job
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
 from pipeline.retrain.metrics import Metric, read_metrics
-from serving.weights.releases import UNFINISHED, release_ids, served_release
+from serving.weights.release_store import UNFINISHED, release_ids, served_release
 from serving.weights.verify import verify_release
 from tests.soak.stack import SERVICES, StackUnderFire, until
 

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs.folder import PROCESS, read_record
+from jobs.folder import PROCESS, read_json
 from jobs.store import JobStore
 from tests.stack_fixtures import Workplace, end_with_this_process
 
@@ -37,17 +37,14 @@ max_tokens = 10000
 max_epochs = 1000
 delta_max_epochs = 1000
 delta_tokens_ratio = 1
-enough_loss = 0
-patience = 1000
 max_length = 64
-evaluations = 4
 checkpoint_seconds = 0.1
 
 # Whether weights are better is not what is at stake here: every release is let through, but one
 # whose rows replaced most of those before.
 [pipelines.gate]
-max_new_ratio = 1000
-max_old_ratio = 1000
+min_learned = 0
+min_kept = 0
 """
 
 GIT_SECONDS = 5.0
@@ -156,7 +153,7 @@ class StackUnderFire:
         leaders = {
             record["pid"]
             for path in sorted(self.home.glob(f"jobs/*/{PROCESS}"))[-2:]
-            if (record := read_record(path)) is not None
+            if (record := read_json(path)) is not None
         }
         processes = self._found()
         for pid, (line, is_git) in processes.items():

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serving.weights.releases import UNFINISHED, served_release
+from serving.weights.release_store import UNFINISHED, served_release
 from tests.soak import checks
 from tests.soak.stack import StackUnderFire, rows, until
 from tests.stack_fixtures import configure, workplace_in

@@ -17,7 +17,7 @@ from tests.soak.stack import VICTIMS
 pytestmark = pytest.mark.skipif(not IS_LINUX, reason="the victims are found in /proc")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_when_processes_are_killed(tmp_path: Path) -> None:
     soaked = soak(tmp_path, SMALL, kills=100)
@@ -26,7 +26,7 @@ def test_nothing_is_lost_when_processes_are_killed(tmp_path: Path) -> None:
     assert soaked.num_resumed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif("SOAK_KILLS" not in os.environ, reason="SOAK_KILLS is not set")
 @pytest.mark.timeout(0)
 def test_nothing_is_lost_when_any_process_is_killed(tmp_path: Path) -> None:

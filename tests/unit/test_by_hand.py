@@ -1,5 +1,6 @@
-"""Where a job by hand finds its hub."""
+"""Where a job by hand finds its hub, and what its runner imports ahead."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -7,12 +8,13 @@ import pytest
 
 from jobs.launchers.process import identify
 from pipeline import by_hand
-from pipeline.by_hand import submit, with_runner
+from pipeline.by_hand import with_runner
 from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
 from pipeline.stack import Child, StackRecord
+from pipeline.submit import submit_retraining
 from pipeline.tokens import Tokens
 
 
@@ -37,9 +39,9 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
     home, settings = Home(tmp_path), Settings()
     with (
         open_job_store(settings, home) as store,
-        pytest.raises(PipelineError, match=r"http://127\.0\.0\.1:9 did not tell the head"),
+        pytest.raises(PipelineError, match=r"could not ask the hub at http://127\.0\.0\.1:9 for"),
     ):
-        submit(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
+        submit_retraining(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts)
 
 
 @pytest.mark.parametrize("payload", [{}, {"a": 1}, {"event": {"action": "explode"}}])
@@ -48,9 +50,11 @@ def test_a_payload_that_is_none_is_refused(payload: dict[str, object], tmp_path:
     home, settings = Home(tmp_path), Settings()
     with (
         open_job_store(settings, home) as store,
-        pytest.raises(PipelineError, match="is no webhook payload: event"),
+        pytest.raises(PipelineError, match="is not a webhook payload: event"),
     ):
-        submit(store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts, payload=payload)
+        submit_retraining(
+            store, home, settings, hub_url="http://127.0.0.1:9", pipeline=facts, payload=payload
+        )
     with open_job_store(settings, home) as store:
         assert store.list() == []
 
@@ -65,3 +69,8 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
     monkeypatch.setenv("HF_TOKEN", variable)
     tokens = Tokens(hub="stack", admin="a", webhook="w", key="k")
     assert by_hand._own_token(tokens) == given
+
+
+def test_every_module_to_preload_exists() -> None:
+    """The warm parent ends at an import that fails, and each job would then start cold."""
+    assert [name for name in by_hand.PRELOAD if importlib.util.find_spec(name) is None] == []

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.errors import PipelineError
-from tests.stack_fixtures import free_ports
+from tests.ports import free_ports
 
 
 def test_a_busy_port_is_told_with_its_variable_and_no_folder_stays(

@@ -14,7 +14,7 @@ FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point]
 def test_one_value_among_many_is_found(
     dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_PIECE", piece)
+    monkeypatch.setattr(shards, "_FINITE_CHECK_ELEMENTS", piece)
     tensor = torch.arange(10.0).reshape(5, 2).to(dtype)
     assert is_finite(tensor)
     tensor[4, 1] = torch.nan

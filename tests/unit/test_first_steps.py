@@ -77,7 +77,7 @@ def test_env_begins_nothing_where_no_project_is(folder: Path) -> None:
     ("text", "words"),
     [
         ('base_model = "/nonexistent"\n', "/nonexistent is not there"),
-        ("port = 7860\n", "port 7860 is both that of the completion server and"),
+        ("port = 7860\n", "port 7860 is set for both the completion server and"),
     ],
 )
 def test_up_refuses_what_cannot_go_well_and_starts_nothing(

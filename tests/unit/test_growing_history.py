@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.record import Delivery, JobRequest
+from jobs.job import Delivery, JobRequest
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import JobStore
-from receiver.delivery_log import DeliveryLog, EndedCall, NewDelivery
+from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery
 
 BATCH, HISTORY = 16, 4_000
 
@@ -57,7 +57,7 @@ def arrive(log: DeliveryLog, first: int, number: int = BATCH) -> list[bool]:
 def handle(log: DeliveryLog) -> int:
     """How many were due."""
     due = log.due(1.0, ["/x", "/y"])
-    log.settle([EndedCall(path=each.path, id=each.id, due_at=None) for each in due])
+    log.settle([HandlerResult(path=each.path, id=each.id, due_at=None) for each in due])
     return len(due)
 
 
@@ -109,6 +109,7 @@ def test_of_a_job_that_absorbs_them(tmp_path: Path, num_steps: Callable[[], int]
     assert long == short
 
 
+@pytest.mark.slow
 def test_of_a_job(tmp_path: Path, num_steps: Callable[[], int]) -> None:
     def store(first: int, number: int = BATCH) -> list[str]:
         ids = [f"delivery-{first + place}" for place in range(number)]

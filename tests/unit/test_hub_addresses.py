@@ -24,7 +24,7 @@ from pipeline.hub import posting
 from pipeline.hub.addresses import Unreachable, is_forbidden, resolve
 from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.posting import Poster, headers
-from pipeline.hub.webhooks import CreateWebhook
+from pipeline.hub.webhook_store import CreateWebhook
 from tests.hub_fixtures import recording_receiver
 
 DUE = Due(id="d1", payload="{}", attempt=0, queued_at=0, next_attempt_at=0)

@@ -19,11 +19,11 @@ from pipeline.hub.outbox import Attempt, Due
 from pipeline.hub.posting import MAX_RETRY_AFTER_SECONDS, _retry_after_seconds
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.webhooks import (
+from pipeline.hub.webhook_store import (
     CreateWebhook,
-    SecretBox,
-    Watched,
-    Webhook,
+    HubWatchedItem,
+    SecretCipher,
+    StoredWebhook,
     create_webhook,
     get_webhook,
 )
@@ -66,6 +66,10 @@ def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> Non
     assert min(waits(4, asked)) >= 480
 
 
+def http_date(later: timedelta) -> str:
+    return format_datetime(datetime.now(UTC) + later, usegmt=True)
+
+
 @pytest.mark.parametrize(
     ("value", "seconds"),
     [
@@ -75,8 +79,8 @@ def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> Non
         ("-5", None),
         ("soon", None),
         ("Mon, 01 Jan 99999999999 00:00:00 GMT", None),
-        (format_datetime(datetime.now(UTC) - timedelta(hours=1), usegmt=True), 0),
-        (format_datetime(datetime.now(UTC) + timedelta(days=1), usegmt=True), 3600),
+        pytest.param(http_date(timedelta(hours=-1)), 0, id="an hour ago"),
+        pytest.param(http_date(timedelta(days=1)), 3600, id="tomorrow"),
     ],
 )
 def test_retry_after_in_seconds_and_as_a_date(value: str, seconds: float | None) -> None:
@@ -105,11 +109,11 @@ class Kept:
             database=self.database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
         )
         name = RepositoryName(type="dataset", owner="local", name="facts")
-        watched = (Watched(type="dataset", name="local/facts"),)
+        watched = (HubWatchedItem(type="dataset", name="local/facts"),)
         request = CreateWebhook(url="http://127.0.0.1:9/", watched=watched)
         with self.database.write() as connection:
             self._repository = Repositories(folder).adopt(connection, name, private=True)
-            self._id = create_webhook(connection, request, SecretBox(Fernet.generate_key())).id
+            self._id = create_webhook(connection, request, SecretCipher(Fernet.generate_key())).id
         self.record()
 
     def record(self) -> None:
@@ -121,7 +125,11 @@ class Kept:
         with self.database.write() as connection:
             connection.execute(update(schema.deliveries).values(**columns))
 
-    def send(self, attempt: Attempt, **settings: object) -> Webhook:
+    def next_due(self) -> outbox.Due | None:
+        with self.database.read() as connection:
+            return outbox.next_due(connection, get_webhook(connection, self._id))
+
+    def send(self, attempt: Attempt, **settings: object) -> StoredWebhook:
         """The webhook after what it gets next was sent, and that ended so."""
         told = HubSettings.model_validate(settings)
         with self.database.write() as connection:
@@ -132,7 +140,7 @@ class Kept:
             suspension.after_attempt(connection, webhook, attempt, status, told)
             return get_webhook(connection, self._id)
 
-    def deliveries(self) -> list[outbox.Delivery]:
+    def deliveries(self) -> list[outbox.OutboxDelivery]:
         """Newest first."""
         with self.database.read() as connection:
             return list(outbox.list_deliveries(connection, None, status=None, limit=99))
@@ -172,7 +180,7 @@ def test_a_pause_that_a_receiver_asks_for_is_one_from_what_is_still_to_come_too(
 
 def test_a_suspended_receiver_that_asks_for_a_pause_is_not_tried_before(kept: Kept) -> None:
     for seconds, at_least in ((3600, 3600), (1800, 1800), (10, 240)):
-        webhook = kept.send(asks_for(seconds), suspend_after_failures=1)
+        webhook = kept.send(asks_for(seconds), suspend_after_failures=1, suspend_after_seconds=0)
         assert webhook.status == "suspended" and webhook.probe_at is not None
         assert webhook.probe_at - time.time() == pytest.approx(at_least, abs=30)
 
@@ -186,6 +194,54 @@ def test_a_receiver_that_refused_for_two_days_is_given_up(kept: Kept) -> None:
     assert kept.send(refused).status == "suspended"
     [delivery] = kept.deliveries()
     assert (delivery.status, delivery.attempt, delivery.next_attempt_at) == ("dead", 0, None)
+
+
+TAKEN = Attempt(started_at=time.time(), milliseconds=1, response_status=200)
+
+
+def failed(seconds: float) -> Attempt:
+    """At this time after the first one."""
+    return Attempt(started_at=1e9 + seconds, milliseconds=1, response_status=500)
+
+
+def test_a_poison_event_dies_alone(kept: Kept) -> None:
+    for number in range(10):
+        assert kept.send(failed(number * 3600)).status == "enabled"
+    kept.record()
+    assert kept.send(TAKEN).status == "enabled"
+    assert [one.status for one in kept.deliveries()] == ["delivered", "dead"]
+
+
+def test_failures_of_one_moment_suspend_nothing(kept: Kept) -> None:
+    for _ in range(9):
+        kept.record()
+    for number in range(10):
+        assert kept.send(failed(number / 10)).status == "enabled"
+    assert {one.attempt for one in kept.deliveries()} == {1}
+    assert kept.send(failed(299)).status == "enabled"
+    assert kept.send(failed(300)).status == "suspended"
+
+
+def test_one_delivery_after_another_suspends(kept: Kept) -> None:
+    for number in range(3):
+        assert kept.send(failed(number * 600)).status == "enabled", "it is one delivery"
+    for expected in ("enabled", "suspended"):
+        kept.record()
+        assert kept.send(failed(3600)).status == expected
+
+
+def test_a_probe_is_the_newest_that_waits_and_none_that_is_dead(kept: Kept) -> None:
+    unwell = {"suspend_after_failures": 1, "suspend_after_seconds": 0}
+    assert kept.send(failed(0), **unwell, delivery_schedule_seconds=[0]).status == "suspended"
+    assert kept.next_due() is None
+    for _ in range(2):
+        kept.record()
+    newest, older, dead = kept.deliveries()
+    assert kept.send(failed(2), **unwell).num_probes == 1
+    assert kept.deliveries()[0].last_attempt_at == 1e9 + 2
+    assert kept.send(TAKEN, **unwell).status == "enabled"
+    states = {one.id: (one.status, one.attempt) for one in kept.deliveries()}
+    assert states == {newest.id: ("delivered", 1), older.id: ("pending", 0), dead.id: ("dead", 1)}
 
 
 OLD, RECENT = time.time() - 31 * DAY, time.time() - 29 * DAY

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jobs.environment import COMMITTER_DOMAIN, MAX_INLINE_BYTES, inline_payload, job_environment
 from jobs.errors import SealBroken
-from jobs.record import Job
+from jobs.job import Job
 from jobs.sealed import seal, unseal
 from jobs.spec import JobSpec, Resources
 
@@ -26,6 +26,7 @@ def a_job(payload: dict[str, Any] | None = None, **values: Any) -> Job:
     return Job(
         id="j000007",
         state="RUNNING",
+        by_hand=False,
         spec=JobSpec(command=("true",), **values),
         payload=payload,
         outcome=None,

@@ -15,8 +15,8 @@ from jobs.settings import JobsSettings
 from jobs.store import JobStore
 
 
-def test_a_job_leaves_one_core_to_the_server() -> None:
-    assert JobsSettings().threads() == max(1, len(os.sched_getaffinity(0)) - 1)
+def test_a_job_may_use_all_cores() -> None:
+    assert JobsSettings().threads() == len(os.sched_getaffinity(0))
     assert JobsSettings(num_threads=7).threads() == 7
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jobs.spec import JobSpec
 from jobs.store import JobStore
-from pipeline.cli.progress import follow
+from pipeline.cli.progress import follow_stages
 from pipeline.paths import Home
 
 
@@ -25,7 +25,7 @@ def home(tmp_path: Path) -> Home:
 def shown(store: JobStore, job_id: str, home: Home, *, terminal: bool) -> list[str]:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=80, highlight=False)
-    follow(store, job_id, home, console, deadline=time.monotonic())
+    follow_stages(store, job_id, home, console, deadline=time.monotonic())
     return [line.rstrip() for line in stream.getvalue().splitlines() if line.strip()]
 
 

@@ -18,7 +18,9 @@ def test_it_is_not_quiet_while_a_sender_waits_for_a_slow_disk() -> None:
         batches = Batches(write)
         sender = asyncio.create_task(batches.add(1))
         await began.wait()
-        handlers = asyncio.create_task(batches.quiet(for_seconds=0.001, within_seconds=60))
+        handlers = asyncio.create_task(
+            batches.wait_until_quiet(for_seconds=0.001, within_seconds=60)
+        )
         done, _ = await asyncio.wait([handlers], timeout=0.05)
         assert not done
         may_end.set()
@@ -38,7 +40,7 @@ def test_handlers_wait_for_a_slow_disk_no_longer_than_they_must() -> None:
         batches = Batches(write)
         sender = asyncio.create_task(batches.add(1))
         async with asyncio.timeout(10):
-            await batches.quiet(for_seconds=60, within_seconds=0.01)
+            await batches.wait_until_quiet(for_seconds=60, within_seconds=0.01)
         assert not sender.done()
         sender.cancel()
 

@@ -99,7 +99,7 @@ def test_what_is_no_push_is_acknowledged() -> None:
     ping = read_event("github", {"x-github-event": "ping"}, b'{"zen": "Design for failure."}')
     assert ping == NotAPush({"pong": True})
     issue = read_event("gitlab", {"x-gitlab-event": "Issue Hook"}, b"{}")
-    assert issue == NotAPush({"ignored": "the gitlab event 'Issue Hook' is no push"})
+    assert issue == NotAPush({"ignored": "the gitlab event 'Issue Hook' is not a push"})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'{"ref": 1}'])
@@ -110,7 +110,7 @@ def test_a_push_that_is_none(sender: PushSender, body: bytes) -> None:
 
 
 def test_an_event_of_another_sender_is_refused() -> None:
-    with pytest.raises(NotAnEvent, match="x-gitea-event header not set"):
+    with pytest.raises(NotAnEvent, match="The header x-gitea-event is not set"):
         read_event("gitea", HEADERS["github"], body_of(GITHUB_PUSH))
 
 

@@ -1,6 +1,6 @@
-"""A delta keeps as much of what it learned as is good for all held-out rows."""
+"""A delta on text keeps as much of what it learned as is good for all rows that are measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,14 @@ from transformers import LlamaForCausalLM
 
 from pipeline.retrain.averaging import average
 from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
-from pipeline.retrain.lora import lora
+from pipeline.retrain.lowrank import low_rank
 from pipeline.retrain.metrics import MetricsWriter, read_metrics
+from pipeline.retrain.plan import TrainingPlan
 from pipeline.retrain.scoring import mean_loss, row_losses
 from pipeline.retrain.settings import TrainSettings
-from pipeline.retrain.tokens import Sequence
-from pipeline.retrain.train import Lessons, train
-from tests.unit.test_retrain_steps import learn, make_model, one_thread, rows
+from pipeline.retrain.tokens import TokenSequence
+from pipeline.retrain.train import train
+from tests.training_fixtures import make_model, one_thread, plan_of, rows
 
 __all__ = ["one_thread"]
 
@@ -27,8 +28,12 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """Weights that fit the rows."""
+    torch.set_num_threads(1)
     model = make_model()
-    learn(tmp_path_factory.mktemp("learned") / "job", model, rate=1e-2, tokens_per_step=128)
+    plan = plan_of(rows(60), learning_rate=1e-2, tokens_per_step=128)
+    folder = tmp_path_factory.mktemp("learned")
+    metrics = MetricsWriter(folder / "metrics.jsonl")
+    train(model, plan, TrainSettings(), job_dir=folder, job_id="j1", metrics=metrics)
     return copy_weights(model)
 
 
@@ -84,43 +89,47 @@ def test_what_training_left_alone_stays_the_same_to_the_bit(learned: dict[str, T
 
 def test_weights_that_are_no_numbers_are_not_hidden(learned: dict[str, Tensor]) -> None:
     model = make_model()
+    measure(model)()  # how it computes is looked at once, while its weights are whole
     broken = learned | {NAME: torch.full_like(learned[NAME], torch.nan)}
     share, loss = average(model, learned, broken, measure(model), least=0.5)
     assert share == 1.0 and loss != loss
     assert copy_weights(model)[NAME].isnan().all()
 
 
-def backwards(row: Sequence) -> Sequence:
-    return Sequence(row.token_ids[::-1], row.learned, row.row)
+def backwards(row: TokenSequence) -> TokenSequence:
+    return TokenSequence(row.token_ids[::-1], row.learned, row.row)
 
 
-def contradicting(held_out: list[list[Sequence]], least: float = 0.5) -> Lessons:
+Groups = Sequence[tuple[Sequence[TokenSequence], int]]
+
+
+def contradicting(measured: Groups, least: float = 0.5) -> TrainingPlan:
     """Rows that say the opposite of those known, with large steps."""
-    return Lessons(
-        training=[backwards(row) for row in rows(4)],
-        held_out=held_out,
+    return plan_of(
+        [backwards(row) for row in rows(4)],
+        averaged=measured,
         learning_rate=0.05,
         max_tokens=600,
-        max_epochs=8.0,
         min_trained_share=least,
+        tokens_per_step=128,
     )
 
 
-def both_kinds() -> list[list[Sequence]]:
-    return [[backwards(row) for row in rows(6)[4:]], rows(64)[50:]]
+def both_kinds() -> Groups:
+    return [([backwards(row) for row in rows(6)[4:]], 1), (rows(64)[50:], 1)]
 
 
 def delta(
-    folder: Path, lessons: Lessons, start: dict[str, Tensor], **settings: Any
+    folder: Path, plan: TrainingPlan, start: dict[str, Tensor], rank: int = 0, **settings: Any
 ) -> tuple[Checkpoint, dict[str, Tensor]]:
     """One that goes on from `start`."""
     folder.mkdir(exist_ok=True)
     model = make_model()
     set_weights(model, start)
     metrics = MetricsWriter(folder / "metrics.jsonl")
-    chosen = TrainSettings(tokens_per_step=128, **settings)
-    with lora(model, chosen):
-        done = train(model, lessons, chosen, job_dir=folder, job_id="j1", metrics=metrics)
+    told = TrainSettings.model_validate(settings)
+    with low_rank(model, plan, rank):
+        done = train(model, plan, told, job_dir=folder, job_id="j1", metrics=metrics)
     return done, copy_weights(model)
 
 
@@ -137,15 +146,15 @@ def test_a_delta_is_averaged_where_both_kinds_of_rows_have_a_say(
     assert told.share == done.trained_share < 1
     again = delta(tmp_path / "both", contradicting(both_kinds()), learned)
     assert again[0] == done and same(again[1], weights), "a job that begins again"
-    known = contradicting([[], rows(64)[50:]])
+    known = contradicting(both_kinds()[1:])
     assert delta(tmp_path / "one", known, learned)[0].trained_share == 1
 
 
 def test_one_that_was_killed_behind_its_best_weights_is_averaged_alike(
     tmp_path: Path, learned: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lessons = contradicting(both_kinds())
-    whole, weights = delta(tmp_path / "whole", lessons, learned, checkpoint_seconds=1e-9)
+    plan = contradicting(both_kinds())
+    whole, weights = delta(tmp_path / "whole", plan, learned, checkpoint_seconds=1e-9)
 
     def killed(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
@@ -153,19 +162,19 @@ def test_one_that_was_killed_behind_its_best_weights_is_averaged_alike(
     with monkeypatch.context() as patched:
         patched.setattr("pipeline.retrain.train.average", killed)
         with pytest.raises(KeyboardInterrupt):
-            delta(tmp_path / "killed", lessons, learned, checkpoint_seconds=1e-9)
-    resumed, others = delta(tmp_path / "killed", lessons, learned, checkpoint_seconds=1e-9)
+            delta(tmp_path / "killed", plan, learned, checkpoint_seconds=1e-9)
+    resumed, others = delta(tmp_path / "killed", plan, learned, checkpoint_seconds=1e-9)
     assert resumed == whole and whole.trained_share < 1
     assert same(others, weights)
 
 
-def test_of_lora_the_sum_is_averaged_not_each_factor(
+def test_of_low_rank_matrices_the_product_is_averaged(
     tmp_path: Path, learned: dict[str, Tensor]
 ) -> None:
-    done, weights = delta(tmp_path / "half", contradicting(both_kinds()), learned, lora_rank=4)
+    done, weights = delta(tmp_path / "half", contradicting(both_kinds()), learned, rank=4)
     assert done.trained_share < 1
     alone = contradicting(both_kinds(), least=1.0)
-    _, trained = delta(tmp_path / "alone", alone, learned, lora_rank=4)
+    _, trained = delta(tmp_path / "alone", alone, learned, rank=4)
     for name, tensor in weights.items():
         expected = torch.lerp(learned[name], trained[name], done.trained_share)
         torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)

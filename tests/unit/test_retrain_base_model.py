@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from pipeline.retrain.base_model import base_folder
+from pipeline.retrain.base_model import find_base, needed_files
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.settings import RetrainSettings
 
@@ -69,7 +69,7 @@ def test_the_token_of_the_stack_goes_to_no_other_hub(
     if login is not None:
         (tmp_path / "token").write_text(f"{login}\n")
     with pytest.raises(BaseModelError, match=f"'me/it' could not be fetched from {hub.url}"):
-        base_folder("me/it", tmp_path, [], seed=0, endpoint=hub.url, token=own)
+        find_base("me/it", tmp_path, [], pipeline="p", seed=0, endpoint=hub.url, token=own)
     assert hub.shown == {shown}
 
 
@@ -78,3 +78,19 @@ def test_an_id_is_one_of_hugging_face_unless_said_otherwise(tmp_path: Path) -> N
         pipeline="facts", dataset="me/facts", releases_dir=tmp_path, bases_dir=tmp_path
     )
     assert settings.base_model_endpoint == "https://huggingface.co"
+
+
+def test_only_what_a_model_is_loaded_from_is_fetched() -> None:
+    kept = ["config.json", "generation_config.json", "tokenizer.json", "merges.txt", "spiece.model"]
+    kept += ["chat_template.jinja", "pytorch_model.bin.index.json"]
+    weights = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    pickled = ["pytorch_model-00001-of-00001.bin"]
+    others = ["README.md", "onnx/model.onnx", "original/consolidated.00.pth", "tf_model.h5"]
+    others += ["consolidated.safetensors", "consolidated.safetensors.index.json", "q4.gguf"]
+    index = "model.safetensors.index.json"
+    assert set(needed_files([*kept, index, *weights, *pickled, *others])) == {
+        *kept,
+        index,
+        *weights,
+    }
+    assert set(needed_files([*kept, *pickled, *others])) == {*kept, *pickled}

@@ -1,22 +1,27 @@
 """What data files give, and what bad ones get: an error with file and line."""
 
+import gzip
 import json
-import socket
 from pathlib import Path
 
 import pytest
 
+from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import DataError
-from pipeline.retrain.reading import is_data_file, read_rows
 from pipeline.retrain.rows import Row
+from pipeline.retrain.settings import DataSettings
 
-LIMIT = 1 << 20
 
-
-def read(folder: Path, content: str | bytes, file: str = "rows.jsonl") -> list[Row]:
+def read(folder: Path, content: str | bytes, file: str = "rows.jsonl") -> tuple[Row, ...]:
     data = content.encode() if isinstance(content, str) else content
     (folder / file).write_bytes(data)
-    return read_rows(folder, [file], LIMIT)
+    return rows_of(folder, file)
+
+
+def rows_of(folder: Path, *files: str) -> tuple[Row, ...]:
+    dataset = read_dataset(folder, files, DataSettings())
+    check_not_empty(dataset)
+    return dataset.train
 
 
 def refused(folder: Path, content: str | bytes, file: str = "rows.jsonl") -> str:
@@ -25,6 +30,13 @@ def refused(folder: Path, content: str | bytes, file: str = "rows.jsonl") -> str
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def zstd(data: bytes) -> bytes:
+    import pyarrow
+
+    compressed: bytes = pyarrow.compress(data, codec="zstd", asbytes=True)
+    return compressed
 
 
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
@@ -36,9 +48,15 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "rows.parquet")
     (tmp_path / "rows.json").write_text(json.dumps(pairs, indent=2))
     (tmp_path / "rows.jsonl").write_text("\n\n".join(map(json.dumps, pairs)))
+    lines = (tmp_path / "rows.jsonl").read_bytes()
+    (tmp_path / "rows.ndjson").write_bytes(lines)
+    (tmp_path / "lines.json").write_bytes(lines)
     (tmp_path / "rows.csv").write_text('prompt,completion\n"a, b\nc",007\nNA,2024-01-01\n')
-    for file in ("rows.parquet", "rows.json", "rows.jsonl", "rows.csv"):
-        found = [(row.prompt, row.completion) for row in read_rows(tmp_path, [file], LIMIT)]
+    (tmp_path / "rows.tsv").write_text('prompt\tcompletion\n"a, b\nc"\t007\nNA\t2024-01-01\n')
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "rows.CSV.zst").write_bytes(zstd((tmp_path / "rows.csv").read_bytes()))
+    for file in sorted(path.name for path in tmp_path.iterdir()):
+        found = [(row.prompt, row.completion) for row in rows_of(tmp_path, file)]
         assert found == expected, file
 
 
@@ -48,22 +66,8 @@ def test_a_file_is_read_by_its_name_and_never_as_a_pattern(tmp_path: Path) -> No
         content = f"text\n{name}\n" if name.endswith(".csv") else json.dumps({"text": name})
         (tmp_path / name).write_text(content)
     for name in names:
-        (row,) = read_rows(tmp_path, [name], LIMIT)
+        (row,) = rows_of(tmp_path, name)
         assert row.text is not None and name in row.text
-
-
-def test_reading_asks_nobody_on_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    asked: list[object] = []
-    # What nobody sees where the name cannot be resolved, or where the environment forbids it.
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: asked.append(args))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    for file, content in (("a.jsonl", '{"text": "a"}'), ("a.csv", "text\na\n"), ("a.txt", "a")):
-        assert read(tmp_path, content, file)
-    assert asked == []
 
 
 def test_text_files_give_paragraphs(tmp_path: Path) -> None:
@@ -71,10 +75,11 @@ def test_text_files_give_paragraphs(tmp_path: Path) -> None:
     assert [row.text.strip() for row in rows if row.text] == ["one\ntwo", "three", "four"]
 
 
-def test_messages_keep_role_and_content_alone(tmp_path: Path) -> None:
+def test_messages_keep_all_that_they_have(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "hi", "name": "x"}, {"role": "assistant", "content": "yo"}]
     (row,) = read(tmp_path, json.dumps({"messages": talk, "id": 7}))
-    assert row.messages == (("user", "hi"), ("assistant", "yo"))
+    assert row.messages == tuple(talk)
+    assert row.place == "rows.jsonl, line 1"
 
 
 def test_malformed_jsonl_names_file_and_line(tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_malformed_jsonl_names_file_and_line(tmp_path: Path) -> None:
 def test_an_empty_dataset_says_what_to_push(tmp_path: Path, content: str) -> None:
     assert "the dataset is empty" in refused(tmp_path, content)
     with pytest.raises(DataError, match=r"no data file in it; push \.jsonl"):
-        read_rows(tmp_path, [], LIMIT)
+        rows_of(tmp_path)
 
 
 def test_unknown_columns_are_listed_with_the_known_ones(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_a_huge_row_names_file_line_size_and_setting(tmp_path: Path) -> None:
     message = refused(tmp_path, f'{{"text": "a"}}\n{huge}\n')
     assert message.startswith("rows.jsonl, line 2: ")
     assert "5,000,000 bytes" in message
-    assert "train.max_row_bytes" in message
+    assert "raise max_row_bytes under [pipelines.data]" in message
 
 
 def test_a_line_too_long_to_be_a_row_is_not_parsed(tmp_path: Path) -> None:
@@ -142,8 +147,61 @@ def test_other_broken_files(tmp_path: Path, file: str, content: str | bytes, exp
     assert expected in refused(tmp_path, content, file)
 
 
-def test_readmes_and_hidden_files_hold_no_rows() -> None:
-    assert is_data_file("data/train.jsonl")
-    assert is_data_file("notes.TXT")
-    for path in ("README.md", "README.txt", ".github/a.json", "a/.hidden.csv", "script.py"):
-        assert not is_data_file(path), path
+def test_a_text_names_the_line_that_it_begins_on(tmp_path: Path) -> None:
+    rows = read(tmp_path, "one\ntwo\n\n\nthree\n\nfour", "a.txt")
+    assert [row.place for row in rows] == ["a.txt, line 1", "a.txt, line 5", "a.txt, line 7"]
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.csv", "a.parquet", "a.json.gz"])
+def test_a_pointer_of_git_lfs_is_not_learned(tmp_path: Path, file: str) -> None:
+    content = gzip.compress(POINTER.encode()) if file.endswith(".gz") else POINTER
+    message = refused(tmp_path, content, file)
+    assert message.startswith(f"{file}: a pointer of Git LFS, not the content; push the content")
+
+
+def test_a_file_that_is_not_compressed_as_its_name_says(tmp_path: Path) -> None:
+    assert "a.jsonl.gz: cannot be read as gzip" in refused(tmp_path, '{"text": "a"}', "a.jsonl.gz")
+    cut = zstd(b'{"text": "a"}' * 99)[:-4]
+    assert "a.jsonl.zst: cannot be read as zstd" in refused(tmp_path, cut, "a.jsonl.zst")
+
+
+def test_all_bad_rows_are_found_where_they_are_asked_for(tmp_path: Path) -> None:
+    lines = ['{"text": "a"}', "{", '{"text": 1}', '{"no": "b"}', '{"text": "c"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "b.csv").write_text("text,id\nd,1\ne\nf,2\n")
+    (tmp_path / "c.json").write_text("{")
+    found: list[DataError] = []
+    dataset = read_dataset(
+        tmp_path, ["a.jsonl", "b.csv", "c.json"], DataSettings(), on_error=found.append
+    )
+    assert [row.text for row in dataset.train] == ["a", "c", "d", "f"]
+    places = [str(error).split(":")[0] for error in found]
+    assert places == [
+        *("a.jsonl, line 2", "a.jsonl, line 3", "a.jsonl, line 4"),
+        *("b.csv, line 3", "c.json, line 1"),
+    ]
+
+
+def test_tables_and_lines_give_the_same_conversation(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"function": {"name": "f", "arguments": {"a": "1"}}}
+    other = {"function": {"name": "g", "arguments": {"b": "2"}}}
+    talks = [
+        [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [each]},
+            {"role": "tool", "content": "3", "name": "f"},
+            {"role": "assistant", "content": "three"},
+        ]
+        for each in (call, other)
+    ]
+    rows = [{"messages": talk} for talk in talks]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    digests = [row.digest for row in rows_of(tmp_path, "a.parquet", "b.jsonl")]
+    assert digests[:2] == digests[2:]

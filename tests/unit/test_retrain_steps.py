@@ -1,77 +1,69 @@
-"""The training loop on a model of a few thousand weights: accumulation, clipping, when it stops."""
+"""The training loop on a few thousand weights: its steps, when it ends, what it keeps."""
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from pipeline.retrain import train as loop
-from pipeline.retrain.checkpoint import Checkpoint
-from pipeline.retrain.metrics import MetricsWriter, read_metrics
+from pipeline.retrain.checkpoint import Checkpoint, copy_weights
+from pipeline.retrain.errors import TrainError
+from pipeline.retrain.metrics import Metric, MetricsWriter, read_metrics
 from pipeline.retrain.packing import batch, pack
-from pipeline.retrain.scoring import autocast
+from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.scoring import autocast, predict, row_losses
 from pipeline.retrain.settings import TrainSettings
-from pipeline.retrain.tokens import Sequence
-from pipeline.retrain.train import Lessons, train
+from pipeline.retrain.tokens import TokenSequence
+from pipeline.retrain.train import train
+from tests.training_fixtures import make_model, one_thread, plan_of, questions, rows
 
-VOCABULARY = 40
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+__all__ = ["one_thread"]
 
 
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
+def run(
+    folder: Path,
+    plan: TrainingPlan,
+    model: LlamaForCausalLM | None = None,
+    *,
+    attempt: int = 1,
+    is_anew: bool = False,
+    **settings: Any,
+) -> tuple[Checkpoint, tuple[Metric, ...]]:
+    """The finished checkpoint, and what was told on the way."""
+    folder.mkdir(exist_ok=True)
+    done = train(
+        model or make_model(),
+        plan,
+        TrainSettings.model_validate(settings),
+        job_dir=folder,
+        job_id="j1",
+        attempt=attempt,
+        is_anew=is_anew,
+        metrics=MetricsWriter(folder / "metrics.jsonl"),
     )
-
-
-def rows(count: int, length: int = 30) -> list[Sequence]:
-    return [
-        Sequence(
-            tuple((row * 7 + place) % VOCABULARY for place in range(length)),
-            (False, *(True,) * (length - 1)),
-            row,
-        )
-        for row in range(count)
-    ]
+    return done, read_metrics(folder / "metrics.jsonl")[0]
 
 
 def learn(
-    folder: Path, model: LlamaForCausalLM | None = None, *, rate: float = 1e-3, **settings: object
-) -> tuple[Checkpoint, list[float]]:
-    """The finished checkpoint, and the loss of each step."""
-    folder.mkdir()
-    told = TrainSettings.model_validate({"tokens_per_step": 512, "max_epochs": 4.0, **settings})
-    lessons = Lessons(
-        training=rows(60),
-        held_out=[rows(64)[60:]],
-        learning_rate=rate,
-        max_tokens=told.max_tokens,
-        max_epochs=told.max_epochs,
-    )
-    metrics = MetricsWriter(folder / "metrics.jsonl")
-    model = model or make_model()
-    done = train(model, lessons, told, job_dir=folder, job_id="j1", metrics=metrics)
-    found, _ = read_metrics(folder / "metrics.jsonl")
-    return done, [each.loss for each in found if each.event == "step" and each.loss is not None]
+    folder: Path, model: LlamaForCausalLM | None = None, *, rate: float = 1e-3, **settings: Any
+) -> list[float]:
+    """The loss of each step on rows of text."""
+    plan = plan_of(rows(60), learning_rate=rate, tokens_per_step=512)
+    _, found = run(folder, plan, model, **settings)
+    return [each.loss for each in found if each.event == "step" and each.loss is not None]
+
+
+def right(model: LlamaForCausalLM, found: list[TokenSequence]) -> int:
+    return sum(each.is_learned for each in row_losses(model, found))
 
 
 def test_small_batches_with_accumulation_give_the_losses_of_large_ones(tmp_path: Path) -> None:
-    _, large = learn(tmp_path / "large", micro_batch_tokens=8_192)
-    _, small = learn(tmp_path / "small", micro_batch_tokens=64)
+    large = learn(tmp_path / "large", micro_batch_tokens=8_192)
+    small = learn(tmp_path / "small", micro_batch_tokens=64)
     assert len(large) > 8
     assert small == pytest.approx(large, abs=1e-6)
     assert large[-1] < large[0]
@@ -96,42 +88,151 @@ def test_long_gradients_are_scaled_down_to_the_setting(
     assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
 
 
-def test_training_stops_when_the_held_out_loss_no_longer_falls(
+def test_questions_are_learned_and_training_ends_before_its_budget(tmp_path: Path) -> None:
+    model = make_model()
+    plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=60_000)
+    done, found = run(tmp_path, plan, model)
+    assert right(model, questions(16)) == 16
+    assert done.tokens < plan.max_tokens / 2
+    assert done.not_trained == ()
+    assert (found[-1].event, found[-1].right, found[-1].rows) == ("evaluation", 16, 16)
+    rates = [each.learning_rate for each in found if each.event == "step"]
+    assert rates[-1] == pytest.approx(0.1 * plan.learning_rate, rel=0.6), "it fell before the end"
+
+
+def test_known_rows_that_are_lost_are_learned_again(tmp_path: Path) -> None:
+    """Without replay the edit would take them along; what is measured wrong becomes a lesson."""
+    model = make_model()
+    known, edit = questions(16), questions(17, answers=5)[16:]
+    run(
+        tmp_path / "first",
+        plan_of(known, counted=True, learning_rate=1e-2, max_tokens=60_000),
+        model,
+    )
+    plan = plan_of(
+        edit, counted=True, replayed=known, replay_ratio=0.0, learning_rate=1e-2, max_tokens=60_000
+    )
+    run(tmp_path / "second", plan, model)
+    assert right(model, [*known, *edit]) == 17
+
+
+def test_a_deleted_answer_is_unlearned_and_the_others_are_kept(tmp_path: Path) -> None:
+    model = make_model()
+    known = questions(16)
+    run(
+        tmp_path / "first",
+        plan_of(known, counted=True, learning_rate=1e-2, max_tokens=60_000),
+        model,
+    )
+    plan = plan_of(
+        [],
+        replayed=known[1:],
+        unlearned=known[:1],
+        checked=range(15),
+        learning_rate=5e-3,
+        max_tokens=20_000,
+    )
+    done, _ = run(tmp_path / "second", plan, model)
+    assert right(model, known[:1]) == 0
+    assert right(model, known[1:]) == 15
+    assert done.tokens < 10_000
+
+
+def test_a_budget_below_a_pass_names_the_rows_that_it_did_not_reach(tmp_path: Path) -> None:
+    def plan(max_tokens: int) -> TrainingPlan:
+        return plan_of(questions(100), counted=True, max_tokens=max_tokens, tokens_per_step=128)
+
+    done, _ = run(tmp_path, plan(256))
+    assert (done.tokens, len(done.not_trained)) == (256, 36)
+    # The attempt after it reaches these first, and has the budget once more.
+    second, found = run(tmp_path, plan(512), attempt=2)
+    assert second.not_trained == ()
+    assert 256 < second.tokens <= 512
+    steps = [each.step for each in found if each.event == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_an_attempt_anew_forgets_the_one_before(tmp_path: Path) -> None:
+    plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=2_000)
+    run(tmp_path / "one", plan_of(questions(16, answers=7), counted=True, max_tokens=2_000))
+    models = [make_model(), make_model()]
+    anew, _ = run(tmp_path / "one", plan, models[0], attempt=3, is_anew=True)
+    fresh, _ = run(tmp_path / "other", plan, models[1], attempt=3)
+    assert (anew.step, anew.tokens, anew.attempt) == (fresh.step, fresh.tokens, 3)
+    weights, expected = (copy_weights(model) for model in models)
+    assert all(torch.equal(weights[name], each) for name, each in expected.items())
+
+
+def test_a_pass_visits_every_row_once_and_replay_repeats_none_before_all_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = iter([3.0, 2.0, 2.5, 2.4, 1.0])
-    monkeypatch.setattr(loop, "_balanced_loss", lambda *_: next(measured))
-    done, losses = learn(tmp_path / "job", patience=2, evaluations=8, max_epochs=8.0)
-    assert (done.best_loss, done.finished) == (2.0, True)
-    assert done.best_step is not None
-    assert done.step == len(losses) == 2 * done.best_step < done.steps
+    seen: list[int] = []
+    step = loop._step
+
+    def watched(*arguments: Any) -> tuple[float, int]:
+        seen.extend(index for block in arguments[3] for index in block)
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "_step", watched)
+    plan = plan_of(
+        rows(6), replayed=rows(70)[6:], replay_ratio=2.0, max_tokens=1_620, tokens_per_step=60
+    )
+    run(tmp_path, plan)
+    counts = Counter(seen)
+    assert {counts[index] for index in plan.learned} == {3}
+    replayed = [counts[index] for index in plan.replayed if counts[index]]
+    assert len(replayed) == 36 and set(replayed) == {1}
+
+
+@pytest.mark.parametrize("killed_at", [3, 7, 11])
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_training_that_was_killed_takes_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int, counted: bool
+) -> None:
+    """At any place of a pass, and where a measurement had just ended one."""
+    plan = plan_of(questions(100), counted=counted, max_tokens=4_000, learning_rate=8e-3)
+    models = [make_model(), make_model()]
+    expected, told = run(tmp_path / "whole", plan, models[0])
+    written = MetricsWriter.write
+
+    def killed(metrics: MetricsWriter, stage: Any, event: Any, **values: Any) -> None:
+        if values.get("step") == killed_at:
+            raise KeyboardInterrupt
+        written(metrics, stage, event, **values)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(MetricsWriter, "write", killed)
+        run(tmp_path / "killed", plan, checkpoint_seconds=1e-9)
+    done, found = run(tmp_path / "killed", plan, models[1], checkpoint_seconds=1e-9)
+    assert done == expected
+    assert [each.loss for each in found] == [each.loss for each in told]
+    weights, others = (copy_weights(model) for model in models)
+    assert all(torch.equal(weights[name], each) for name, each in others.items())
+
+
+def test_text_ends_when_its_held_out_loss_no_longer_falls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([3.0, 2.0, float("nan"), 2.5, 2.4, 1.0])
+    monkeypatch.setattr(loop, "mean_loss", lambda *_: next(measured))
+    plan = plan_of(rows(60), judged=[rows(64)[60:]], max_tokens=40_000, tokens_per_step=512)
+    done, found = run(tmp_path, plan)
+    assert [each.event for each in found].count("evaluation") == 5
+    assert done.tokens < plan.max_tokens / 2
     assert next(measured) == 1.0
 
 
-def test_training_stops_when_the_rows_are_known_by_heart(tmp_path: Path) -> None:
-    done, losses = learn(tmp_path / "job", enough_loss=100.0, evaluations=4)
-    assert done.best_step == done.step == len(losses) < done.steps
-    whole, _ = learn(tmp_path / "whole", enough_loss=0.0, evaluations=4)
-    assert whole.step == whole.steps
-
-
-@pytest.mark.parametrize(
-    ("measured", "best"), [((2.0, float("nan"), 2.5), 2.0), ((float("nan"), 3.0, 2.0), 2.0)]
-)
-def test_a_loss_that_is_no_number_never_replaces_one_that_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: tuple[float, ...], best: float
-) -> None:
-    coming = iter(measured)
-    monkeypatch.setattr(loop, "_balanced_loss", lambda *_: next(coming))
-    done, _ = learn(tmp_path / "job", evaluations=3, max_epochs=6.0)
-    assert done.best_loss == best
+def test_a_loss_that_is_no_number_never_replaces_one_that_is() -> None:
+    nan = float("nan")
+    assert loop._is_better(nan, None) and loop._is_better(2.0, nan)
+    assert not loop._is_better(nan, 2.0) and not loop._is_better(2.0, 2.0)
 
 
 def test_labels_are_the_completions_tokens_one_place_earlier() -> None:
     """Of two rows in one block; nothing is predicted across their border, or in the padding."""
-    first = Sequence((11, 12, 13, 14), (False, False, True, True), 0)
-    second = Sequence((21, 22, 23, 24, 25), (False, False, False, True, True), 1)
-    third = Sequence((31, 32), (False, True), 2)
+    first = TokenSequence((11, 12, 13, 14), (False, False, True, True), 0)
+    second = TokenSequence((21, 22, 23, 24, 25), (False, False, False, True, True), 1)
+    third = TokenSequence((31, 32), (False, True), 2)
     assert pack([4, 5, 2], 9) == [[0, 1], [2]]
     part = batch([first, second, third], [[0, 1], [2]])
     assert part.token_ids.tolist()[0] == [11, 12, 13, 14, 21, 22, 23, 24, 25]
@@ -150,25 +251,46 @@ def test_the_curve_in_bfloat16_is_that_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The arithmetic that `autocast` takes on a GPU, here on whatever computes."""
-    _, exact = learn(tmp_path / "float32", rate=1e-2)
+    exact = learn(tmp_path / "float32", rate=1e-2)
     types: set[torch.dtype] = set()
     model = make_model()
     model.model.layers[0].mlp.register_forward_hook(lambda *call: types.add(call[-1].dtype))
     monkeypatch.setattr(loop, "autocast", in_bfloat16)
-    _, rounded = learn(tmp_path / "bfloat16", model, rate=1e-2)
-    assert torch.bfloat16 in types  # and float32, where held-out rows are measured
+    rounded = learn(tmp_path / "bfloat16", model, rate=1e-2)
+    assert torch.bfloat16 in types  # and float32, where the layout is looked at
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert exact[-1] < 0.9 * exact[0]
     assert rounded == pytest.approx(exact, rel=0.02)
     assert rounded != exact
 
 
+def test_a_step_without_memory_is_taken_again_with_less_and_then_says_what_to_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = learn(tmp_path / "enough", rate=1e-2)
+    model = make_model()
+    failures = iter([None, None, torch.OutOfMemoryError("2 GiB")])
+
+    def fail(*given: Any) -> Any:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return predict(*given)
+
+    monkeypatch.setattr(loop, "predict", fail)
+    assert learn(tmp_path / "less", model, rate=1e-2) == pytest.approx(exact, rel=1e-4)
+    assert model.is_gradient_checkpointing
+
+    failures = iter([torch.OutOfMemoryError("2 GiB")] * 2)
+    with pytest.raises(TrainError, match=r"lower `train.micro_batch_tokens` .*2 GiB"):
+        learn(tmp_path / "none", rate=1e-2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_gpu_trains_in_bfloat16(tmp_path: Path) -> None:
-    _, exact = learn(tmp_path / "cpu", rate=1e-2)
+    exact = learn(tmp_path / "cpu", rate=1e-2)
     model = make_model().cuda()
-    _, rounded = learn(tmp_path / "gpu", model, rate=1e-2)
+    rounded = learn(tmp_path / "gpu", model, rate=1e-2)
     with autocast(model.device):
         assert torch.is_autocast_enabled("cuda")
         assert torch.get_autocast_dtype("cuda") == torch.bfloat16

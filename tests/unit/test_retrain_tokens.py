@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.retrain.base_model import train_tokenizer
-from pipeline.retrain.errors import BaseModelError
-from pipeline.retrain.loss import label_logprobs, summed_loss
+from pipeline.retrain.head import Head
+from pipeline.retrain.loss import score_labels, summed_loss
 from pipeline.retrain.packing import batch, pack
 from pipeline.retrain.rows import Row
 from pipeline.retrain.scoring import mean_loss, row_losses
@@ -19,6 +19,10 @@ SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps"
 
 def row(**content: object) -> Row:
     return Row(**content, file="a.jsonl", number=0)  # type: ignore[arg-type]
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 @pytest.fixture(scope="module")
@@ -59,29 +63,6 @@ def test_a_prompt_has_the_tokens_that_a_server_gives_it(tokenizer: PreTrainedTok
     assert list(sequence.token_ids[: len(prompt)]) == prompt
 
 
-def test_only_what_the_assistant_says_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
-    talk = (
-        ("user", "the fox"),
-        ("assistant", "jumps"),
-        ("user", "the dog"),
-        ("assistant", "sleeps"),
-    )
-    assert learned_text(tokenizer, row(messages=talk)) == "jumps<|end|>sleeps<|end|>"
-
-
-def test_messages_need_a_template_that_does_not_rewrite_history(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    talk = row(messages=(("user", "a"), ("assistant", "b")))
-    bare = train_tokenizer([row(text=SENTENCE)])
-    bare.chat_template = None
-    with pytest.raises(BaseModelError, match="no chat template"):
-        sequences([talk], bare, 64)
-    bare.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(BaseModelError, match="differently once a later one follows"):
-        sequences([talk], bare, 64)
-
-
 def test_a_long_text_is_cut_and_every_token_but_the_first_learned_once(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -111,30 +92,29 @@ def test_a_long_conversation_gives_each_answer_with_what_leads_to_it(
 ) -> None:
     talk = row(
         messages=(
-            ("user", SENTENCE * 3),
-            ("assistant", "the fox"),
-            ("user", "and the dog"),
-            ("assistant", "sleeps " + SENTENCE * 3),
+            said("user", SENTENCE * 3),
+            said("assistant", "the fox"),
+            said("user", "and the dog"),
+            said("assistant", "sleeps " + SENTENCE * 3),
         )
     )
-    whole = str(
-        tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in talk.messages or ()],
-            tokenize=False,
-        )
-    )
+    whole = str(tokenizer.apply_chat_template(list(talk.messages or ()), tokenize=False))
     first, second = sequences([talk], tokenizer, 32)
     assert len(first.token_ids) <= 32 and len(second.token_ids) == 32
-    said = [
+    learned = [
         str(
             tokenizer.decode(
-                [id for id, learned in zip(each.token_ids, each.learned, strict=True) if learned]
+                [
+                    id
+                    for id, is_learned in zip(each.token_ids, each.learned, strict=True)
+                    if is_learned
+                ]
             )
         )
         for each in (first, second)
     ]
-    assert said[0] == "the fox<|end|>"
-    assert ("sleeps " + SENTENCE * 3).startswith(said[1])
+    assert learned[0] == "the fox<|end|>"
+    assert ("sleeps " + SENTENCE * 3).startswith(learned[1])
     for each in (first, second):
         assert str(tokenizer.decode(each.token_ids)) in whole
         assert not each.learned[0] and any(each.learned)
@@ -180,12 +160,14 @@ def test_the_sliced_loss_has_the_gradients_of_the_plain_one(
     labels = torch.randint(0, 11, (37,))
     plain = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum") / 3
     expected = torch.autograd.grad(plain, (hidden, weight))
-    monkeypatch.setattr("pipeline.retrain.loss.LOGITS_PER_SLICE", 11 * 5)
-    sliced = summed_loss(hidden, weight, labels) / 3
+    monkeypatch.setattr("pipeline.retrain.loss.slice_rows", lambda vocab_size: 5)
+    sliced = summed_loss(hidden, Head(weight), labels) / 3
     assert torch.allclose(sliced, plain)
     for ours, theirs in zip(torch.autograd.grad(sliced, (hidden, weight)), expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
-    assert torch.allclose(-label_logprobs(hidden, weight, labels).sum() / 3, plain)
+    logprobs, is_right = score_labels(hidden, Head(weight), labels)
+    assert torch.allclose(-logprobs.sum() / 3, plain)
+    assert is_right.tolist() == ((hidden @ weight.t()).argmax(-1) == labels).tolist()
 
 
 def test_a_batch_says_how_many_real_tokens_it_holds(tokenizer: PreTrainedTokenizerFast) -> None:

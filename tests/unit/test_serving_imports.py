@@ -9,7 +9,7 @@ LIGHT = [
     "serving.swap_schemas",
     "serving.weights.index",
     "serving.weights.release",
-    "serving.weights.releases",
+    "serving.weights.release_store",
     "serving.weights.publish",
     "serving.weights.verify",
     "serving.server",

@@ -54,9 +54,9 @@ def test_each_port_is_told_with_where_it_is_set(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[hub]\nport = 8000\n", ("that of the hub", "that of the completion server")),
-        ("[receiver]\nport = 8070\n", ("that of the hub", "that of the receiver")),
-        ("[hub]\nport = 8071\n", ("metrics_port under [jobs]", "that of the hub")),
+        ("[hub]\nport = 8000\n", ("the hub", "the completion server")),
+        ("[receiver]\nport = 8070\n", ("the hub", "the receiver")),
+        ("[hub]\nport = 8071\n", ("metrics_port under [jobs]", "the hub")),
     ],
 )
 def test_one_port_is_not_given_to_two(

@@ -1,4 +1,4 @@
-"""Jobs and deliveries."""
+"""Create the tables of jobs and deliveries."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""The deliveries that a job answers for, out of its spec and into rows of their own."""
+"""Move the delivery ids of each job from its spec into rows of a table."""
 
 import json
 
@@ -31,7 +31,7 @@ def upgrade() -> None:
             continue
         rows = []
         for delivery_id in delivery_ids:
-            # A successor names again what an earlier job of its pipeline failed over.
+            # Deliveries that a job took over from a failed job are in the lists of both jobs.
             key = job.pipeline, delivery_id
             row = {
                 "job_number": job.number,
@@ -47,7 +47,8 @@ def upgrade() -> None:
 
 
 def _received(connection: sa.Connection) -> dict[tuple[str | None, str], float]:
-    """When each delivery was received first, by the pipeline of its job and its id."""
+    """When each delivery was first received. The key is the pipeline of the delivery's job and the
+    delivery's id."""
     first = sa.func.min(DELIVERIES.c.received_at)
     query = (
         sa.select(JOBS.c.pipeline, DELIVERIES.c.id, first)

@@ -10,16 +10,16 @@ class TorchSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     device: str | None = None
-    """As torch spells it; None takes CUDA where there is one."""
+    """The device, as torch names it. Unset: CUDA if there is a GPU, else the CPU."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """Threads of the step loop on the CPU; None for one per core."""
+    """CPU threads that compute. Unset: one per core."""
     max_batch: int = Field(default=16, ge=1)
-    """Sequences of one release that generate at once; more of them wait."""
+    """How many sequences of one release are generated at once. More than these wait."""
     max_context: int | None = Field(default=None, ge=1)
-    """Tokens of a sequence at most, prompt included. None for what the release allows, less where
-    `kv_cache_bytes` does not hold one such sequence."""
+    """The most tokens of a sequence, prompt included. Unset: what the release allows, or less if
+    `kv_cache_bytes` cannot hold one such sequence."""
     kv_cache_bytes: int = Field(default=2 << 30, ge=1)
-    """Keys and values of one release. On the CPU memory is taken as sequences first reach it."""
+    """Memory for keys and values, per release. On the CPU it is taken when it is first used."""
 
 
 class TorchEngineSettings(TorchSettings):

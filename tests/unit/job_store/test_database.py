@@ -1,5 +1,6 @@
 """The database under the store: its schema, its faults, and who else has it open."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -7,8 +8,8 @@ import pytest
 from sqlalchemy import create_engine, event, inspect, text
 
 from jobs.errors import NewerSchema, StoreError
+from jobs.job import delivery_ids as delivery_ids_of
 from jobs.migrations import HEAD, upgrade
-from jobs.record import delivery_ids as delivery_ids_of
 from jobs.schema import METADATA
 from jobs.store import JobStore
 from tests.jobs_fixtures import delivery, revisions, spec
@@ -16,6 +17,14 @@ from tests.jobs_fixtures import delivery, revisions, spec
 OLD_JOB = text(
     "INSERT INTO jobs (pipeline, state, spec, created_at, run_after, attempt, num_lost, "
     "cancel_requested) VALUES (:pipeline, :state, :spec, 50, 50, 0, 0, false)"
+)
+PENDING_JOB = text(
+    "INSERT INTO jobs (pipeline, state, spec, payload, created_at, run_after, attempt, num_lost, "
+    "cancel_requested) VALUES (:pipeline, :state, :spec, :payload, 50, 50, 0, 0, false)"
+)
+OLD_LINK = text(
+    "INSERT INTO job_deliveries (job_number, delivery_id, arrival, received_at) "
+    "VALUES (:job, :id, :arrival, 50)"
 )
 OLD_DELIVERY = text(
     "INSERT INTO deliveries (source, id, body, received_at, job_number) "
@@ -83,6 +92,38 @@ def test_a_store_of_the_first_schema_is_upgraded_with_all_that_its_jobs_answer_f
         assert waited_since == [50.0, 20.0, 20.0]
         store.submit(spec("c", "b"), delivery=delivery("d3"))
         assert delivery_ids_of(store.get(pending.id)) == ("d2", "d1", "d0", "d3")
+
+
+def test_pending_jobs_of_the_second_schema_keep_their_place(store_url: str) -> None:
+    engine = create_engine(store_url)
+    with engine.begin() as connection:
+        upgrade(connection, "0002")
+        for pipeline, new, webhook_id in (
+            ("faq", "x", "by-hand"),
+            ("lore", "b", "w1"),
+            ("news", "c", "by-hand"),  # a push was absorbed and failed over, so it answers for one
+        ):
+            values = {
+                "pipeline": pipeline,
+                "state": "SCHEDULING",
+                "spec": spec(new, pipeline=pipeline).model_dump_json(),
+                "payload": json.dumps({"webhook": {"id": webhook_id}}),
+            }
+            connection.execute(PENDING_JOB, values)
+        for arrival, (job, id) in enumerate([(2, "d1"), (2, "d2"), (3, "d3")]):
+            connection.execute(OLD_LINK, {"job": job, "id": id, "arrival": arrival})
+    engine.dispose()
+    with JobStore.open(store_url) as store:
+        assert [job.by_hand for job in store.list()] == [False, False, True]
+        assert store.submit(spec("b", "a"), delivery=delivery("d4")).how == "created"
+        assert (
+            store.submit(spec("e", "b", pipeline="lore"), delivery=delivery("d5")).how == "merged"
+        )
+        assert (
+            store.submit(spec("f", "c", pipeline="news"), delivery=delivery("d6")).how == "merged"
+        )
+        assert [job.id for job in store.of_commit("b")] == ["j000004", "j000002"]
+        assert [job.id for job in store.of_commit("c")] == ["j000003"]
 
 
 def test_a_store_is_opened_by_many_at_once(store_url: str) -> None:

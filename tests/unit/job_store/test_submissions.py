@@ -2,9 +2,7 @@
 
 import threading
 
-import pytest
-
-from jobs.errors import PendingJob
+from jobs.outcome import JobOutcome
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, spec
 
@@ -87,13 +85,6 @@ def test_going_back_and_forth_ends_with_what_came_last(store: JobStore) -> None:
     assert job.spec.revisions.new_sha == "a" * 40
 
 
-def test_a_job_that_was_not_to_join_leaves_the_pending_one_alone(store: JobStore) -> None:
-    pending = store.submit(spec(new="b" * 40)).job
-    with pytest.raises(PendingJob, match=pending.id):
-        store.submit(spec(new="a" * 40), joins=False)
-    assert store.get(pending.id) == pending
-
-
 def test_a_running_job_absorbs_nothing(store: JobStore) -> None:
     store.submit(spec("b", "a"))
     running = store.claim("me", 60)
@@ -148,6 +139,24 @@ def test_a_dedupe_key_of_a_failed_job_is_free_again(store: JobStore) -> None:
     first = store.submit(spec("b", dedupe_key="main@b")).job
     store.claim("me", 60)
     store.finish(first.id, "me", FAILED)
+    assert store.submit(spec("b", dedupe_key="main@b")).is_new
+
+
+def test_a_dedupe_key_of_a_cancelled_job_is_free_again(store: JobStore) -> None:
+    """Whether it was cancelled before its start, or is still being stopped, or has stopped."""
+    waiting = store.submit(spec("b", dedupe_key="main@b")).job
+    store.cancel(waiting.id)
+    again = store.submit(spec("b", dedupe_key="main@b"), delivery=delivery("forced"))
+    assert again.is_new and again.job.state == "SCHEDULING"
+
+    running = store.claim("me", 60)
+    assert running is not None
+    store.cancel(running.id)
+    third = store.submit(spec("b", dedupe_key="main@b"))
+    assert third.is_new
+    assert store.submit(spec("b", dedupe_key="main@b")).job.id == third.job.id
+    store.cancel(third.job.id)
+    store.finish(running.id, "me", JobOutcome(result="cancelled"))
     assert store.submit(spec("b", dedupe_key="main@b")).is_new
 
 

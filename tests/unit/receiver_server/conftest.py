@@ -6,9 +6,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from receiver.server import WebhooksServer
-from tests.receiver_fixtures import SECRET, no_secret_in_the_environment
+from tests.receiver_fixtures import SECRET, no_secret_in_the_environment, serve
 
-__all__ = ["client", "no_secret_in_the_environment", "server"]
+__all__ = ["client", "no_secret_in_the_environment", "serve", "server"]
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_a_github_push_reaches_the_handler_as_the_hubs_payload(
     answer = post(GITHUB_PUSH, "push")
     assert answer.json() == ["Codertocat/Hello-World", "refs/heads/main", "72d3162e-push"]
     assert post({"zen": "Speak like a human."}, "ping").json() == {"pong": True}
-    assert post({}, "issues").json() == {"ignored": "the github event 'issues' is no push"}
+    assert post({}, "issues").json() == {"ignored": "the github event 'issues' is not a push"}
     answer = post({"ref": "refs/heads/main"}, "push")
     assert answer.status_code == 422
     assert answer.json() == {"error": "not a github push event: before: Field required"}

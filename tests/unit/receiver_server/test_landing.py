@@ -114,9 +114,9 @@ def test_a_folder_takes_the_place_of_the_landing_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ui", "error", "reason"),
     [
-        ("/no/such/folder", ValueError, "'/no/such/folder' is no folder"),
-        (__file__, ValueError, "is no folder"),
-        (42, TypeError, "ui is a int: give an ASGI application"),
+        ("/no/such/folder", ValueError, "'/no/such/folder' is not a folder"),
+        (__file__, ValueError, "is not a folder"),
+        (42, TypeError, "ui is a int: pass an ASGI application"),
     ],
 )
 def test_a_ui_that_is_none(ui: Any, error: type[Exception], reason: str) -> None:

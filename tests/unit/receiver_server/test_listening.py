@@ -3,11 +3,13 @@
 import asyncio
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from starlette.types import ASGIApp
 
 from receiver import listen
 from receiver.errors import AddressUnavailable, OpenToEveryone
@@ -15,6 +17,7 @@ from receiver.listen import bind
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.jobs_fixtures import until
+from tests.receiver_fixtures import SECRET
 from tests.receiver_payloads import (
     dataset_update,
 )
@@ -123,6 +126,38 @@ def test_a_stopping_server_lets_handlers_finish() -> None:
     assert ended.is_set()
     caller.join()
     assert answers == ["finished"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({}, 200, ""),
+        ({"Host": "localhost:7860"}, 200, ""),
+        ({"Host": "[::1]:7860"}, 200, ""),
+        ({"Host": "hooks.example"}, 200, ""),
+        ({"Host": "evil.example:7860"}, 403, "public_url"),
+        ({"Host": "127.0.0.1.evil.example"}, 403, "public_url"),
+        ({"Host": "[::1"}, 403, "public_url"),
+        ({"Host": "localhost:7860", "Origin": "http://localhost:7860"}, 200, ""),
+        ({"Host": "localhost:7860", "Origin": "http://localhost:8080"}, 403, "WEBHOOK_SECRET"),
+        ({"Origin": "https://evil.example"}, 403, "WEBHOOK_SECRET"),
+        ({"Origin": "null"}, 403, "WEBHOOK_SECRET"),
+        ({"Sec-Fetch-Site": "cross-site"}, 403, "WEBHOOK_SECRET"),
+        ({"Sec-Fetch-Site": "same-site"}, 403, "WEBHOOK_SECRET"),
+        ({"Sec-Fetch-Site": "same-origin"}, 200, ""),
+    ],
+)
+def test_without_a_secret_pages_of_other_sites_reach_no_handler(
+    serve: Callable[[ASGIApp], str], headers: dict[str, str], status: int, said: str
+) -> None:
+    server = WebhooksServer(settings=ReceiverSettings(public_url="https://hooks.example"))
+    server.add_webhook("/open")(lambda payload: "called")
+    server.add_webhook("/proven", webhook_secret="s3cret")(lambda payload: "called")
+    url = serve(server.app)
+    answer = httpx.post(f"{url}/webhooks/open", json=dataset_update(), headers=headers)
+    assert (answer.status_code, said in answer.text) == (status, True)
+    proven = httpx.post(f"{url}/webhooks/proven", json=dataset_update(), headers=headers | SECRET)
+    assert proven.status_code == 200, "the secret is proof enough"
 
 
 @pytest.mark.parametrize("wrong", [{"port": 70000}, {"prot": 1}, {"public_url": "hooks.example"}])

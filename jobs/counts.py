@@ -1,0 +1,70 @@
+"""`Counts`: what a retraining job learned and kept, in rows that a person can check."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Counts(BaseModel):
+    """A row counts as learned when the model says the row's answer. The model says a token if the
+    token is the likeliest one after the row's own tokens before it. In an answer of up to 64
+    tokens, the model must say every token; in a longer answer, 90 % of the tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    changed: int = 0
+    """Rows that the commit added or edited and that can be learned. Rows of plain text, and rows
+    that contradict each other, are not counted."""
+    learned: int = 0
+    """Changed rows whose answer the new weights say."""
+    learned_before: int = 0
+    """Changed rows whose answer the served weights said already."""
+    known: int = 0
+    """Measured rows of the earlier data whose answer the served weights said."""
+    kept: int = 0
+    """Known rows whose answer the new weights still say."""
+    deleted: int = 0
+    """Deleted rows whose answer the served weights said."""
+    unlearned: int = 0
+    """Those of the deleted rows whose answer the new weights no longer say."""
+    base_agreement: float | None = None
+    """The base model's own answers to prompts that are never trained on: the share of their tokens
+    that are still the likeliest. None for a preset, because it starts with no knowledge."""
+    golden: int = 0
+    """The user's golden questions."""
+    golden_right: int = 0
+    """Golden questions that got the expected answer."""
+    not_trained: int = 0
+    """Rows that the job did not reach within its token budget; the next job goes on with them."""
+    contradicting: int = 0
+    """Rows that have the same question as another row but another answer. All rows of such a group
+    are left out of the other counts."""
+    permuted: int = 0
+    """Edited rows that now have the answer that another edited row had before. A shuffled column
+    causes this."""
+    text_loss: float | None = None
+    """Loss of the new weights on the changed rows of plain text, in nats per token."""
+    text_loss_before: float | None = None
+    """Loss of the served weights on the same rows, in nats per token."""
+
+    def __str__(self) -> str:
+        """One line: `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""
+        parts = []
+        if self.changed:
+            before = f" ({self.learned_before:,} before)" if self.learned_before else ""
+            parts.append(f"learned {self.learned:,} of {self.changed:,}{before}")
+        if self.text_loss is not None and self.text_loss_before is not None:
+            parts.append(f"text {self.text_loss_before:.2f} → {self.text_loss:.2f} nats")
+        if self.known:
+            parts.append(f"kept {self.kept:,} of {self.known:,}")
+        if self.deleted:
+            parts.append(f"unlearned {self.unlearned:,} of {self.deleted:,}")
+        if self.base_agreement is not None:
+            parts.append(f"base {self.base_agreement:.0%}".replace("%", " %"))
+        if self.golden:
+            parts.append(f"golden {self.golden_right:,} of {self.golden:,}")
+        if self.not_trained:
+            parts.append(f"not yet trained: {self.not_trained:,} rows")
+        if self.contradicting:
+            parts.append(f"{self.contradicting:,} rows contradict each other")
+        if self.permuted:
+            parts.append(f"{self.permuted:,} edits took over the answer of another row")
+        return " · ".join(parts)

@@ -1,0 +1,71 @@
+"""Starts an attempt of a job: fills the job's folder and tells the launcher what to run."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from jobs.environment import job_environment
+from jobs.errors import LaunchError, SealBroken
+from jobs.folder import PAYLOAD, SPEC, prepare_job_folder, write_atomically
+from jobs.job import Job, log_fields
+from jobs.launcher import Launch, Launcher
+from jobs.sealed import unseal
+from jobs.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+
+def start_attempt(
+    job: Job,
+    job_dir: Path,
+    launcher: Launcher,
+    environment: Mapping[str, str],
+    *,
+    num_threads: int,
+    secret_key: bytes | None,
+) -> str:
+    """Start the job's current attempt; returns the launcher's handle.
+
+    Raises LaunchError, or OSError if the folder cannot be written.
+    """
+    if job.spec.launcher != "local":
+        raise LaunchError(
+            f"There is no launcher {job.spec.launcher!r}; this runner has only `local`."
+        )
+    stale = prepare_job_folder(job_dir, {"id": job.id, "created_at": job.created_at})
+    if stale is not None:
+        logger.warning(
+            "%s belonged to a job %s of another database; the folder was renamed to %s.",
+            job_dir,
+            job.id,
+            stale.name,
+            extra=log_fields(job),
+        )
+    write_atomically(job_dir / SPEC, job.spec.model_dump_json(indent=2))
+    if job.payload is not None:
+        write_atomically(job_dir / PAYLOAD, json.dumps(job.payload))
+    return launcher.start(
+        Launch(
+            job_id=job.id,
+            attempt=job.attempt,
+            command=job.spec.command,
+            env=job_environment(
+                job,
+                job_dir,
+                environment,
+                num_threads=num_threads,
+                unsealed=_unsealed(job.spec, secret_key),
+            ),
+            job_dir=job_dir,
+            niceness=job.spec.resources.niceness,
+        )
+    )
+
+
+def _unsealed(spec: JobSpec, secret_key: bytes | None) -> dict[str, str]:
+    if spec.sealed_env is None:
+        return {}
+    if secret_key is None:
+        raise SealBroken("The job's spec has secrets, but this runner has no key to decrypt them.")
+    return unseal(spec.sealed_env, secret_key)

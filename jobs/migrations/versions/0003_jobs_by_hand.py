@@ -1,0 +1,69 @@
+"""Let a job that was submitted by hand be pending beside a job of pushes, and record with each
+delivery the commit that it announced."""
+
+import json
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0003"
+down_revision = "0002"
+
+JOBS = sa.table("jobs", *map(sa.column, ("number", "state", "spec", "payload", "by_hand")))
+LINKS = sa.table(
+    "job_deliveries", *map(sa.column, ("job_number", "delivery_id", "arrival", "new_sha"))
+)
+
+
+def upgrade() -> None:
+    op.add_column(
+        "jobs", sa.Column("by_hand", sa.Boolean, nullable=False, server_default=sa.false())
+    )
+    op.add_column("job_deliveries", sa.Column("new_sha", sa.String))
+    op.drop_index("one_pending_job_per_pipeline", "jobs")
+    where = sa.text("state = 'SCHEDULING'")
+    op.create_index(
+        "one_pending_job_per_pipeline",
+        "jobs",
+        ["pipeline", "by_hand"],
+        unique=True,
+        sqlite_where=where,
+        postgresql_where=where,
+    )
+    op.create_index("job_deliveries_by_commit", "job_deliveries", ["new_sha"])
+    connection = op.get_bind()
+    _mark_jobs_by_hand(connection)
+    _name_newest_commits(connection)
+
+
+def _mark_jobs_by_hand(connection: sa.Connection) -> None:
+    """Mark the pending jobs that were submitted by hand: the webhook in their payload has the id
+    `by-hand`. A job that has absorbed a push is not marked."""
+    pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
+        JOBS.c.state == "SCHEDULING",
+        JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
+    )
+    for job in connection.execute(pending).all():
+        webhook = json.loads(job.payload or "{}").get("webhook") or {}
+        if webhook.get("id") == "by-hand":
+            mark = sa.update(JOBS).where(JOBS.c.number == job.number)
+            connection.execute(mark.values(by_hand=True))
+
+
+def _name_newest_commits(connection: sa.Connection) -> None:
+    """Record that the last delivery of each job announced the job's newest commit. For the other
+    deliveries, the commit is not known."""
+    newest = (
+        sa.select(LINKS.c.job_number, sa.func.max(LINKS.c.arrival).label("arrival"))
+        .group_by(LINKS.c.job_number)
+        .subquery()
+    )
+    query = sa.select(JOBS.c.number, JOBS.c.spec, newest.c.arrival)
+    query = query.join_from(JOBS, newest, newest.c.job_number == JOBS.c.number)
+    for job in connection.execute(query).all():
+        revisions = json.loads(job.spec)["revisions"]
+        if revisions:
+            name = sa.update(LINKS).where(
+                LINKS.c.job_number == job.number, LINKS.c.arrival == job.arrival
+            )
+            connection.execute(name.values(new_sha=revisions["new_sha"]))

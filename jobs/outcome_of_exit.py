@@ -1,0 +1,97 @@
+"""Finds the outcome of a job whose process is gone, from the process's exit status and the files in
+the job's folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from jobs.folder import LOG, OUTCOME
+from jobs.job import Job, delivery_ids, failure
+from jobs.launcher import Status
+from jobs.outcome import JobOutcome
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process ended before it could write an outcome: try the job again."""
+
+    reason: str
+
+
+def outcome_of_exit(
+    job: Job,
+    job_dir: Path,
+    status: Status,
+    *,
+    stopping: str | None,
+    time_limit: float | None,
+) -> JobOutcome | Lost | None:
+    """The outcome of a job whose process has exited or vanished. None if the process exited with 0
+    and wrote no outcome.
+
+    `stopping` is why the runner stopped the process: `cancel`, `timeout` or `shutdown`. An outcome
+    that the job wrote counts, even if the process was killed right after. There is one exception:
+    if the runner stopped the job and the job wrote `failed` or `cancelled`, the runner's own reason
+    replaces that outcome.
+    """
+    try:
+        written = _written_outcome(job_dir)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{OUTCOME} is not an outcome: {first['msg']} at {first['loc']}."
+        return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
+    if written is not None and (stopping is None or written.result not in ("failed", "cancelled")):
+        return written
+    if stopping == "cancel":
+        return JobOutcome(
+            result="cancelled",
+            stage=None if written is None else written.stage,
+            reason="Cancelled while it was running.",
+            exit_code=status.exit_code,
+            delivery_ids=delivery_ids(job),
+            job_id=job.id,
+        )
+    if stopping == "timeout":
+        reason = (
+            f"The job ran into its time limit of {time_limit:g} s; raise timeout_seconds to allow "
+            "more time."
+        )
+        return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
+    if stopping == "shutdown":
+        if written is not None:
+            # The job wrote that it was cancelled, but nobody cancelled it: the next runner
+            # continues it. The old outcome would then end the job, so remove it.
+            (job_dir / OUTCOME).unlink()
+        return Lost("The job's runner was stopped.")
+    code = status.exit_code
+    if code == 0:
+        return None
+    if code is None:
+        return Lost("The job's process vanished without an outcome.")
+    if code < 0 and job.spec.pipeline is not None:
+        return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
+    if status.error is not None:
+        return failure(job, stage="launch", reason=status.error, exit_code=code)
+    how = f"exited with {code}" if code > 0 else f"was ended by signal {-code}"
+    reason = f"{job.spec.command[0]} {how}{_last_log_line(job_dir)}"
+    return failure(job, stage=None, reason=reason, exit_code=code)
+
+
+def _written_outcome(job_dir: Path) -> JobOutcome | None:
+    try:
+        return JobOutcome.model_validate_json((job_dir / OUTCOME).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _last_log_line(job_dir: Path) -> str:
+    """The last line that the job wrote. Most programs print an error as their last line."""
+    try:
+        with (job_dir / LOG).open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - 4096))
+            lines = log.read().decode(errors="replace").split("\n")
+    except FileNotFoundError:
+        return "."
+    last = next((line.strip() for line in reversed(lines) if line.strip()), None)
+    return "; it wrote nothing." if last is None else f"; the last line of its log: {last[:500]}"

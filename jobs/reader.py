@@ -1,0 +1,149 @@
+"""`JobReader`: what the job store knows. Nothing here changes it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from sqlalchemy import Connection, Engine, func, select, text
+
+from jobs.job import Job, JobState
+from jobs.rows import (
+    fetch_job,
+    is_claimable,
+    job_id_of,
+    matches_delivery,
+    number_of,
+    select_jobs,
+)
+from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, reading
+
+
+class JobReader:
+    """Safe for several threads and processes. Every method is one transaction.
+
+    Every method raises StoreError if the database fails.
+    """
+
+    def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._changes = ChangeDetector(engine)
+
+    def close(self) -> None:
+        self._changes.close()
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get(self, job_id: str) -> Job:
+        """Raises JobNotFound."""
+        with reading(self._engine) as connection:
+            return fetch_job(connection, number_of(job_id))
+
+    def when_ended(self, *, among: int) -> dict[str, float]:
+        """Job id → end time, of all ended jobs among the newest `among` jobs, ordered by end time.
+
+        This reads two columns only, because there may be many jobs.
+        """
+        newest = select(func.max(JOBS.c.number)).scalar_subquery()
+        query = (
+            select(JOBS.c.number, JOBS.c.ended_at)
+            .where(JOBS.c.number > newest - among, JOBS.c.ended_at.is_not(None))
+            .order_by(JOBS.c.ended_at, JOBS.c.number)
+        )
+        with reading(self._engine) as connection:
+            return {job_id_of(number): ended for number, ended in connection.execute(query)}
+
+    def ids_ended_before(self, moment: float) -> list[str]:
+        """The ids of the jobs that ended before `moment`, oldest first. This reads only the ids,
+        because there may be any number of jobs."""
+        query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)
+        with reading(self._engine) as connection:
+            return [job_id_of(number) for number in connection.scalars(query)]
+
+    def list(
+        self,
+        pipeline: str | None = None,
+        state: JobState | None = None,
+        limit: int | None = None,
+    ) -> list[Job]:
+        """The jobs, newest first."""
+        query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
+        if pipeline is not None:
+            query = query.where(JOBS.c.pipeline == pipeline)
+        if state is not None:
+            query = query.where(JOBS.c.state == state)
+        with reading(self._engine) as connection:
+            return select_jobs(connection, query)
+
+    def of_commit(self, new_sha: str) -> Sequence[Job]:
+        """The jobs that answer for pushes of this commit, newest first.
+
+        There may be several: one job per pipeline, and for each job that failed, the job that took
+        over its commits.
+        """
+        numbers = select(JOB_DELIVERIES.c.job_number).where(JOB_DELIVERIES.c.new_sha == new_sha)
+        query = select(JOBS).where(JOBS.c.number.in_(numbers)).order_by(JOBS.c.number.desc())
+        with reading(self._engine) as connection:
+            return select_jobs(connection, query)
+
+    def waited_since(self, job: Job) -> float:
+        """When the first commit that the job answers for was received. Commits that the job took
+        over from a failed job count too. For a job that was submitted by hand: when it was
+        submitted."""
+        with reading(self._engine) as connection:
+            received_at: float | None = connection.scalar(
+                select(func.min(JOB_DELIVERIES.c.received_at)).where(
+                    JOB_DELIVERIES.c.job_number == number_of(job.id)
+                )
+            )
+        return job.created_at if received_at is None else received_at
+
+    def answer_to(self, source: str, delivery_id: str) -> dict[str, str] | None:
+        """The recorded answer, `{"job": id}` or `{"ignored": reason}`; None for a new delivery."""
+        with reading(self._engine) as connection:
+            row = connection.execute(
+                select(DELIVERIES.c.job_number, DELIVERIES.c.ignored_reason).where(
+                    *matches_delivery(source, delivery_id)
+                )
+            ).one_or_none()
+        if row is None:
+            return None
+        if row.job_number is not None:
+            return {"job": job_id_of(row.job_number)}
+        return {"ignored": row.ignored_reason}
+
+    def seconds_to_next(self) -> float | None:
+        """Seconds until `claim` finds a job: 0 if a job is due now, None if `claim` can find none
+        because no job is pending or every pending job waits for a running job."""
+        with reading(self._engine) as connection:
+            due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
+            return None if due is None else max(0.0, due - self._now(connection))
+
+    def changed(self) -> bool:
+        """Whether something may have been written since the last call; True at the first call.
+
+        A call takes microseconds, so callers may call this many times a second. For one thread
+        only.
+        """
+        return self._changes.changed()
+
+    def now(self) -> float:
+        """Seconds since the epoch, from the clock that all times in the store come from."""
+        with reading(self._engine) as connection:
+            return self._now(connection)
+
+    def _now(self, connection: Connection) -> float:
+        if self._clock is not None:
+            return self._clock()
+        if connection.dialect.name == "postgresql":
+            return float(
+                connection.execute(
+                    text("SELECT extract(epoch FROM clock_timestamp())")
+                ).scalar_one()
+            )
+        return time.time()

@@ -1,0 +1,279 @@
+"""Decides which job each submission leads to, within one transaction of `jobs/store.py`.
+
+However many submissions there are, the row of each pipeline's job is read once and written once.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import Connection, Select, insert, select, update
+
+from jobs.errors import JobNotFound, PendingJob
+from jobs.job import Delivery, Job, JobRequest, Submission
+from jobs.rows import (
+    DeliveryLink,
+    due_at,
+    is_pending,
+    job_from_row,
+    job_id_of,
+    link_deliveries,
+    matches_delivery,
+    merge_specs,
+    newest_commit,
+    number_of,
+    spec_as_json,
+)
+from jobs.schema import DELIVERIES, JOBS
+from jobs.spec import JobSpec
+
+DeliveryKey = tuple[str, str]
+"""A delivery's source and id."""
+
+
+def submit_all(
+    connection: Connection, requests: Sequence[JobRequest], now: float
+) -> list[Submission]:
+    """Submit the requests in order, each as `JobStore.submit` describes. Raises PendingJob."""
+    batch = _Batch(connection, now)
+    known = _known_deliveries(connection, requests)
+    answered: dict[DeliveryKey, tuple[Delivery, int]] = {}
+    submissions = []
+    for request in requests:
+        delivery = request.delivery
+        if delivery is None:
+            submissions.append(batch.submit(request))
+            continue
+        key = delivery.source, delivery.id
+        number = answered[key][1] if key in answered else known.get(key)
+        if number is not None:
+            submission = Submission(job=batch.job(number), is_new=False, how="duplicate")
+        else:
+            submission = batch.submit(request)
+            answered[key] = delivery, number_of(submission.job.id)
+        submissions.append(submission)
+    batch.write()
+    _write_answers(connection, answered, known, now)
+    return submissions
+
+
+def _known_deliveries(
+    connection: Connection, requests: Sequence[JobRequest]
+) -> Mapping[DeliveryKey, int | None]:
+    """The job number of each delivery that the store knows; None for an ignored delivery."""
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+    for request in requests:
+        if request.delivery is not None:
+            ids[request.delivery.source].append(request.delivery.id)
+    known = {}
+    # One query per source, because SQLite would compare a list of (source, id) pairs with every
+    # row.
+    for source in ids:
+        query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
+        is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
+        for row in connection.execute(query.where(*is_asked)):
+            known[source, row.id] = row.job_number
+    return known
+
+
+def _write_answers(
+    connection: Connection,
+    answered: Mapping[DeliveryKey, tuple[Delivery, int]],
+    known: Mapping[DeliveryKey, int | None],
+    now: float,
+) -> None:
+    new = [
+        {
+            "source": delivery.source,
+            "id": delivery.id,
+            "body": delivery.body,
+            "received_at": now,
+            "job_number": number,
+        }
+        for key, (delivery, number) in answered.items()
+        if key not in known
+    ]
+    if new:
+        connection.execute(insert(DELIVERIES), new)
+    for key in answered.keys() & known.keys():  # these deliveries were ignored before
+        answer = update(DELIVERIES).where(*matches_delivery(*key))
+        connection.execute(answer.values(job_number=answered[key][1], ignored_reason=None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """The job that the next push of a pipeline may join or repeat.
+
+    This is the pending job of pushes; if there is none, it is the newest job of the pipeline.
+    """
+
+    job: Job
+    dedupe_key: str | None
+
+
+class _Batch:
+    """The submissions of one transaction. Changed jobs are kept in memory until `write`."""
+
+    def __init__(self, connection: Connection, now: float) -> None:
+        self._connection = connection
+        self._now = now
+        self._candidates: dict[str, _Candidate | None] = {}
+        self._changed: set[str] = set()
+        self._links: list[DeliveryLink] = []
+
+    def submit(self, request: JobRequest) -> Submission:
+        submission = self._submit(request)
+        spec, delivery = request.spec, request.delivery
+        # A job that has started has already read its spec, so only a pending job can take more
+        # deliveries.
+        if spec.revisions is not None and submission.job.state == "SCHEDULING":
+            own = () if delivery is None else (delivery.id,)
+            self._links += [
+                DeliveryLink(
+                    job_number=number_of(submission.job.id),
+                    delivery_id=delivery_id,
+                    new_sha=spec.revisions.new_sha,
+                )
+                for delivery_id in (*spec.revisions.delivery_ids, *own)
+            ]
+        return submission
+
+    def _submit(self, request: JobRequest) -> Submission:
+        if request.by_hand:
+            return self._submit_by_hand(request)
+        spec = request.spec
+        if spec.pipeline is None:
+            candidate = self._same_command(spec)
+        else:
+            candidate = self._candidate_of(spec.pipeline)
+        if (
+            # Only the newest job counts: after pushes of A, of B and of A again, the third push
+            # needs a training of its own.
+            candidate is not None
+            and spec.dedupe_key is not None
+            and candidate.dedupe_key == spec.dedupe_key
+            and not _is_free_again(candidate.job)
+        ):
+            return Submission(job=candidate.job, is_new=False, how="duplicate")
+        if (
+            spec.pipeline is None
+            or candidate is None
+            or candidate.job.state != "SCHEDULING"
+            or candidate.job.by_hand
+        ):
+            job = self._insert(request)
+            self._remember(spec.pipeline, _Candidate(job=job, dedupe_key=spec.dedupe_key))
+            return Submission(job=job, is_new=True, how="created")
+        merged = self._merge(candidate, spec, request.payload)
+        self._remember(spec.pipeline, merged, is_changed=True)
+        return Submission(job=merged.job, is_new=False, how="merged")
+
+    def _submit_by_hand(self, request: JobRequest) -> Submission:
+        pipeline = request.spec.pipeline
+        if pipeline is not None:
+            query = select(JOBS.c.number).where(is_pending(pipeline, by_hand=True))
+            number = self._connection.scalar(query)
+            if number is not None:
+                raise PendingJob(job_id_of(number), pipeline)
+            # The new job is now the newest one, which the next push of this batch must see.
+            candidate = self._candidates.get(pipeline)
+            if candidate is not None and candidate.job.state != "SCHEDULING":
+                del self._candidates[pipeline]
+        return Submission(job=self._insert(request), is_new=True, how="created")
+
+    def job(self, number: int) -> Job:
+        """The job, with the changes of this batch so far."""
+        for candidate in self._candidates.values():
+            if candidate is not None and number_of(candidate.job.id) == number:
+                return candidate.job
+        row = self._connection.execute(select(JOBS).where(JOBS.c.number == number)).one_or_none()
+        if row is None:
+            raise JobNotFound(job_id_of(number))
+        return job_from_row(row)
+
+    def write(self) -> None:
+        for pipeline in self._changed:
+            changed = self._candidates[pipeline]
+            assert changed is not None
+            self._connection.execute(
+                update(JOBS)
+                .where(JOBS.c.number == number_of(changed.job.id))
+                .values(
+                    spec=spec_as_json(changed.job.spec),
+                    run_after=changed.job.run_after,
+                    payload=_as_json(changed.job.payload),
+                    dedupe_key=changed.dedupe_key,
+                )
+            )
+        link_deliveries(self._connection, self._links, self._now)
+
+    def _candidate_of(self, pipeline: str) -> _Candidate | None:
+        if pipeline not in self._candidates:
+            pending = select(JOBS).where(is_pending(pipeline, by_hand=False))
+            of_pipeline = select(JOBS).where(JOBS.c.pipeline == pipeline)
+            self._candidates[pipeline] = self._newest(pending) or self._newest(of_pipeline)
+        return self._candidates[pipeline]
+
+    def _same_command(self, spec: JobSpec) -> _Candidate | None:
+        """The newest plain command with the same dedupe key. Jobs of pipelines do not count,
+        because each pipeline has dedupe keys of its own."""
+        if spec.dedupe_key is None:
+            return None
+        return self._newest(
+            select(JOBS).where(JOBS.c.pipeline.is_(None), JOBS.c.dedupe_key == spec.dedupe_key)
+        )
+
+    def _newest(self, query: Select[Any]) -> _Candidate | None:
+        row = self._connection.execute(query.order_by(JOBS.c.number.desc()).limit(1)).one_or_none()
+        return None if row is None else _Candidate(job=job_from_row(row), dedupe_key=row.dedupe_key)
+
+    def _merge(
+        self, pending: _Candidate, spec: JobSpec, payload: dict[str, Any] | None
+    ) -> _Candidate:
+        merged = merge_specs(pending.job.spec, spec)
+        run_after = due_at(merged, pending.job.created_at, self._now)
+        job = replace(pending.job, spec=merged, run_after=run_after)
+        if newest_commit(merged) != newest_commit(spec):
+            # Older commits arrived late. Keep the payload and the key of the newest commit.
+            return replace(pending, job=job)
+        return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
+
+    def _insert(self, request: JobRequest) -> Job:
+        spec = request.spec
+        row = self._connection.execute(
+            insert(JOBS)
+            .values(
+                pipeline=spec.pipeline,
+                state="SCHEDULING",
+                spec=spec_as_json(spec),
+                payload=_as_json(request.payload),
+                dedupe_key=spec.dedupe_key,
+                created_at=self._now,
+                run_after=due_at(spec, self._now, self._now),
+                attempt=0,
+                num_lost=0,
+                cancel_requested=False,
+                by_hand=request.by_hand,
+            )
+            .returning(*JOBS.c)
+        ).one()
+        return job_from_row(row)
+
+    def _remember(
+        self, pipeline: str | None, candidate: _Candidate, *, is_changed: bool = False
+    ) -> None:
+        if pipeline is not None:
+            self._candidates[pipeline] = candidate
+            if is_changed:
+                self._changed.add(pipeline)
+
+
+def _is_free_again(job: Job) -> bool:
+    """Whether another job may do what this one did not do: it failed, or a person cancelled it."""
+    return job.state in ("ERROR", "CANCELED") or job.cancel_requested
+
+
+def _as_json(payload: dict[str, Any] | None) -> str | None:
+    return None if payload is None else json.dumps(payload)

@@ -1,0 +1,43 @@
+"""`pipeline data`: checks which rows a dataset has to train on."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.paths import Home
+
+app = typer.Typer(help="Check which rows a dataset has to train on.", no_args_is_help=True)
+
+
+@app.callback()
+def data() -> None:
+    """Check which rows a dataset has to train on."""
+
+
+@app.command()
+def check(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The folder whose files are checked, committed or not. Default: the clone of the "
+            "dataset that you are in; outside of a clone, the dataset's newest commit."
+        ),
+    ] = None,
+    pipeline: PipelineOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a push would train on, and which rows are wrong. Exit code 1 if a row is wrong."""
+    from pipeline.data_check import check_data
+    from pipeline.settings import load_settings
+
+    settings = load_settings()
+    chosen = settings.pipeline(pipeline) if settings.pipelines or pipeline else None
+    report = check_data(folder, Home.find(), chosen)
+    if as_json:
+        print(report.model_dump_json())
+    else:
+        print("\n".join(report.lines()))
+    if report.bad:
+        raise typer.Exit(1)

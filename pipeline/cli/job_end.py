@@ -1,0 +1,82 @@
+"""Follows a job to its end, says how it ended, and ends the command with its exit code."""
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import typer
+
+from pipeline.cli.job_access import as_record
+from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from jobs.job import Job
+    from jobs.store import JobStore
+
+EXIT_CODES = {
+    "promoted": 0,
+    "published": 0,
+    "unchanged": 0,
+    "failed": 1,
+    "rejected": 3,
+    "superseded": 4,
+    "cancelled": 5,
+}
+"""Exit codes of `run` and `wait` for the job of a pipeline. Exit code 2 means that the command line
+is wrong, and 124 means that the time is over. The exit code of a plain command is passed on."""
+
+
+def follow_to_end(
+    store: "JobStore", job: "Job", home: Home, *, quiet: bool, deadline: float | None = None
+) -> "Job":
+    """Show the stages of a pipeline's job, or the output of a plain command, until it has ended.
+
+    At `deadline` (monotonic clock), this ends the CLI command with exit code 124.
+    """
+    from rich.console import Console
+
+    from pipeline.cli.progress import follow_output, follow_stages
+
+    if job.spec.pipeline is None:
+        output = None if quiet else sys.stdout.buffer
+        ended = follow_output(store, job.id, home, output, deadline)
+    else:
+        console = Console(quiet=quiet, highlight=False)
+        ended = follow_stages(store, job.id, home, console, deadline)
+    if not ended.has_ended:
+        raise timed_out(f"{ended.id} is still {ended.state}")
+    return ended
+
+
+def timed_out(what: str) -> typer.Exit:
+    print(f"pipeline: {what} when the time was over", file=sys.stderr)
+    return typer.Exit(124)
+
+
+def deadline_in(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def report_end(job: "Job", as_json: bool) -> None:
+    """Say how the job ended. For a plain command this goes to stderr, because the command's own
+    output is on stdout."""
+    from pipeline.journal import describe
+
+    if as_json:
+        print(json.dumps(as_record(job)))
+    else:
+        print(describe(job), file=sys.stderr if job.spec.pipeline is None else sys.stdout)
+    if code := exit_code(job):
+        raise typer.Exit(code)
+
+
+def exit_code(job: "Job") -> int:
+    """The exit code for the job's outcome. If a plain command failed, this is the command's own. If
+    a signal ended it, the exit code is 128 plus the number of the signal, as in a shell."""
+    if job.outcome is None:
+        return 0
+    code = job.outcome.exit_code
+    if job.spec.pipeline is None and code and job.outcome.result == "failed":
+        return code if code > 0 else 128 - code
+    return EXIT_CODES[job.outcome.result]

@@ -1,0 +1,154 @@
+"""`pipeline jobs run`: submits a retraining or a command by hand, and follows it to its end."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from pipeline.cli.job_access import open_store
+from pipeline.cli.job_end import follow_to_end, report_end
+from pipeline.cli.options import JsonOption, PipelineOption
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from pipeline.settings import PipelineSettings, Settings
+
+
+def run(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: any command. It gets the environment of a job."),
+    ] = None,
+    pipeline: PipelineOption = None,
+    revision: Annotated[
+        str | None, typer.Option(help="A commit of the dataset. Default: the newest commit.")
+    ] = None,
+    mode: Annotated[
+        Literal["full", "delta"] | None,
+        typer.Option(help="How to train this time, even if nothing has changed."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="TABLE.KEY=VALUE",
+            help="A setting for this run, as in train.max_tokens=500000. May be repeated.",
+        ),
+    ] = None,
+    payload: Annotated[
+        Path | None, typer.Option(help="A webhook payload (JSON) to hand to the job.")
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Serve the result even if the gate refuses it; needs --reason."
+        ),
+    ] = False,
+    reason: Annotated[
+        str | None,
+        typer.Option(help="Why you use --force; the outcome and `releases show` show the reason."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a retraining job now or, after `--`, a command of your own.
+
+    A retraining ends as `unchanged` if neither the rows nor the training settings have changed;
+    with --mode, --set or --force it always trains. If a job of the pipeline is running, the
+    retraining waits for that job. A retraining is never merged with a push.
+
+    If no stack is up, a hub and a runner are started for this job. The exit code of a retraining
+    tells how it ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
+    4 superseded; 5 cancelled. The output and the exit code of a command are passed on.
+    """
+    from pipeline.by_hand import with_runner
+    from pipeline.overrides import override
+    from pipeline.settings import load_settings
+    from pipeline.stack import stale_settings
+    from pipeline.submit import submit_command, submit_retraining
+
+    home, loaded = Home.find(), load_settings()
+    changes = [f"train.mode={mode}"] if mode is not None else []
+    changes += settings or []
+    if command and (force or changes):
+        raise PipelineError("--force, --mode and --set are for a retraining; leave them out")
+    if force is not bool(reason):
+        raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
+    content = _read_payload(payload)
+    if command:
+        program = _program(command[0])
+        of_pipeline = _pipeline_of_command(loaded, pipeline, revision)
+    else:
+        chosen = override(loaded.pipeline(pipeline), changes)
+    if (changed := stale_settings(home)) is not None:
+        print(f"pipeline: {changed}", file=sys.stderr)
+    with with_runner(home, loaded, detach=detach) as hub_url, open_store(home) as store:
+        if command:
+            job = submit_command(
+                store,
+                home,
+                loaded,
+                hub_url=hub_url,
+                pipeline=of_pipeline,
+                revision=revision,
+                payload=content,
+                command=(program, *command[1:]),
+            )
+        else:
+            job = submit_retraining(
+                store,
+                home,
+                loaded,
+                hub_url=hub_url,
+                pipeline=chosen,
+                revision=revision,
+                payload=content,
+                force_reason=reason,
+                skip_if="never" if changes else "nothing_changed",
+            )
+        if detach:
+            print(json.dumps({"job": job.id}) if as_json else job.id)
+            return
+        job = follow_to_end(store, job, home, quiet=as_json)
+    report_end(job, as_json)
+
+
+def _pipeline_of_command(
+    settings: "Settings", name: str | None, revision: str | None
+) -> "PipelineSettings | None":
+    """The pipeline whose environment the command gets. A command needs no pipeline, unless the
+    options name a pipeline or a commit."""
+    if name is None and revision is None and len(settings.pipelines) != 1:
+        return None
+    return settings.pipeline(name)
+
+
+def _program(name: str) -> str:
+    """The program. A relative path becomes absolute, because the job runs in a folder of its
+    own."""
+    if shutil.which(name) is None:
+        raise PipelineError(
+            f"there is no program {name!r} on PATH; check the command after `--`"
+            if "/" not in name
+            else f"{name} is not a program that can be run; does the file exist, and is it "
+            "executable?"
+        )
+    return str(Path(name).absolute()) if "/" in name else name
+
+
+def _read_payload(file: Path | None) -> dict[str, Any] | None:
+    if file is None:
+        return None
+    try:
+        payload = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PipelineError(f"--payload {file} cannot be read as JSON: {error}") from None
+    if not isinstance(payload, dict):
+        raise PipelineError(f"--payload {file} is not a JSON object")
+    return payload

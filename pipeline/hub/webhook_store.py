@@ -1,0 +1,295 @@
+"""The webhooks that the hub keeps: who is told of what. Their secrets are stored encrypted."""
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypedDict
+from urllib.parse import urlsplit
+
+import httpx
+from cryptography.fernet import Fernet, InvalidToken
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from pipeline.hub.addresses import check_literal
+from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.schema import webhooks as table
+from receiver.verify import check_signing_secret
+from receiver.webhooks import Domain, WatchedItem, WebhookStatus
+
+DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
+
+
+def _is_http(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises where it is no number
+        httpx.URL(url).host  # noqa: B018 - raises where a poster could not read it
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ValueError(f"{url!r} is no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
+    check_literal(parts.hostname)
+    return url
+
+
+HttpUrl = Annotated[str, AfterValidator(_is_http)]
+# It travels in a header, where nothing but visible ASCII arrives unchanged.
+Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
+Secret = Annotated[
+    str,
+    StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
+    AfterValidator(check_signing_secret),
+]
+
+
+class HubWatchedItem(WatchedItem):
+    """A watched item in a request to the hub. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def covers(self, repository: RepositoryName) -> bool:
+        if self.type in ("org", "user"):
+            return self.name == repository.owner
+        return (self.type, self.name) == (repository.type, repository.id)
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    jobSourceId: str | None = None
+    """The job that the webhook starts copies of."""
+    secrets: dict[Variable, str] | None = None
+    """Variables of those copies."""
+    secret: Secret | Literal[""] | None = None
+
+
+class CreateWebhook(_Request):
+    url: HttpUrl | None = None
+    """Or `jobSourceId`, one of the two."""
+    watched: tuple[HubWatchedItem, ...] = Field(min_length=1)
+    domains: tuple[Domain, ...] = DEFAULT_DOMAINS
+
+
+class UpdateWebhook(_Request):
+    """Of `secrets`, those named are replaced, those named with "" are taken away."""
+
+    url: HttpUrl | None = None
+    watched: tuple[HubWatchedItem, ...] = ()
+    """The client sends an empty list for "leave it alone", so that is what it means here."""
+    domains: tuple[Domain, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWebhook:
+    id: str
+    url: str | None
+    job_id: str | None
+    """Of the two one is set: where deliveries are posted, or the job that is copied."""
+    watched: tuple[HubWatchedItem, ...]
+    domains: tuple[Domain, ...]
+    encrypted_secret: bytes | None
+    encrypted_secrets: bytes | None
+    disabled: bool
+    num_failures: int
+    """Attempts that failed since the last one that succeeded."""
+    failing_since: float | None
+    """When the first of them was made."""
+    suspended_at: float | None
+    num_probes: int
+    probe_at: float | None
+    """When a suspended webhook, or one that asked for a pause, is tried again."""
+
+    @property
+    def status(self) -> WebhookStatus:
+        if self.disabled:
+            return "disabled"
+        return "enabled" if self.suspended_at is None else "suspended"
+
+    @property
+    def target(self) -> str:
+        """What it calls, for logs: a query may carry a secret, and so may the user part."""
+        if self.url is None:
+            return f"job {self.job_id}"
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def stands_as(self, before: "StoredWebhook") -> bool:
+        """Whether nobody has enabled it, disabled it, or pointed it elsewhere since."""
+        return all(
+            getattr(self, name) == getattr(before, name)
+            for name in ("url", "job_id", "disabled", "suspended_at", "failing_since")
+        )
+
+    def wants(self, repository: RepositoryName) -> bool:
+        """Whether it is told of `repository`; the hub has events of the domain `repo` only."""
+        return (
+            not self.disabled
+            and "repo" in self.domains
+            and any(item.covers(repository) for item in self.watched)
+        )
+
+
+class WebhookJson(TypedDict, total=False):
+    id: str
+    url: str
+    watched: list[dict[str, str]]
+    domains: list[Domain]
+    disabled: bool
+    status: WebhookStatus
+    job: Mapping[str, object]
+    secret: str
+
+
+def as_json(webhook: StoredWebhook) -> WebhookJson:
+    """As the client parses it, and `status`, which it has no field for.
+
+    No secret is in it: only the answer to a creation has it.
+    """
+    described: WebhookJson = {
+        "id": webhook.id,
+        "watched": [item.model_dump() for item in webhook.watched],
+        "domains": list(webhook.domains),
+        "disabled": webhook.disabled,
+        "status": webhook.status,
+    }
+    if webhook.url is not None:
+        described["url"] = webhook.url
+    else:
+        described["job"] = {"sourceId": webhook.job_id}
+    return described
+
+
+class SecretCipher:
+    """Encrypts the secrets at rest (Fernet: AES-128-CBC and HMAC-SHA256)."""
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            self._fernet = Fernet(key)
+        except ValueError as error:
+            raise HubError(
+                f"The hub's secret key is no Fernet key ({error}): "
+                "give 32 random bytes in URL-safe base64."
+            ) from None
+
+    def encrypt(self, secret: str | None) -> bytes | None:
+        return self._fernet.encrypt(secret.encode()) if secret else None
+
+    def encrypt_variables(self, variables: Mapping[str, str]) -> bytes | None:
+        return self.encrypt(json.dumps(variables)) if variables else None
+
+    def decrypt_secret(self, webhook: StoredWebhook) -> str | None:
+        """Raises HubError where the secret was encrypted under another key."""
+        return self._decrypted(webhook.encrypted_secret, webhook)
+
+    def decrypt_variables(self, webhook: StoredWebhook) -> dict[str, str]:
+        """The secrets of the job that it starts. Raises as `decrypt_secret`."""
+        text = self._decrypted(webhook.encrypted_secrets, webhook)
+        variables: dict[str, str] = {} if text is None else json.loads(text)
+        return variables
+
+    def _decrypted(self, sealed: bytes | None, webhook: StoredWebhook) -> str | None:
+        if sealed is None:
+            return None
+        try:
+            return self._fernet.decrypt(sealed).decode()
+        except InvalidToken:
+            raise HubError(
+                f"The secret of webhook {webhook.id} was stored under another key: "
+                "set it again, or start the hub with the old key."
+            ) from None
+
+
+def list_webhooks(connection: Connection) -> list[StoredWebhook]:
+    rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
+    return [_record(row) for row in rows]
+
+
+def get_webhook(connection: Connection, id: str) -> StoredWebhook:
+    row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+    if row is None:
+        raise WebhookNotFound(f"No webhook {id!r} here; list them with `hf webhooks ls`.")
+    return _record(row)
+
+
+def create_webhook(
+    connection: Connection, request: CreateWebhook, cipher: SecretCipher
+) -> StoredWebhook:
+    id = secrets.token_hex(12)
+    connection.execute(
+        insert(table).values(
+            id=id,
+            url=request.url or "",
+            job_id=request.jobSourceId,
+            watched=[item.model_dump() for item in request.watched],
+            domains=list(request.domains),
+            encrypted_secret=cipher.encrypt(request.secret),
+            encrypted_secrets=cipher.encrypt_variables(request.secrets or {}),
+            disabled=False,
+            created_at=time.time(),
+        )
+    )
+    return get_webhook(connection, id)
+
+
+def update_webhook(
+    connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
+) -> StoredWebhook:
+    """Changes what the request names. An empty secret takes the secret away.
+
+    Raises BadRequest for `secrets` of a webhook that starts no job.
+    """
+    webhook = get_webhook(connection, id)
+    changes: dict[str, object] = {}
+    if request.url is not None:
+        changes |= {"url": request.url, "job_id": None, "encrypted_secrets": None}
+    elif request.jobSourceId is not None:
+        changes |= {"url": "", "job_id": request.jobSourceId}
+    if request.secrets is not None:
+        if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
+            raise BadRequest("secrets: only a webhook that starts a job has them.")
+        merged = cipher.decrypt_variables(webhook) | request.secrets
+        changes["encrypted_secrets"] = cipher.encrypt_variables(
+            {k: v for k, v in merged.items() if v}
+        )
+    if request.watched:
+        changes["watched"] = [item.model_dump() for item in request.watched]
+    if request.domains is not None:
+        changes["domains"] = list(request.domains)
+    if request.secret is not None:
+        changes["encrypted_secret"] = cipher.encrypt(request.secret)
+    if changes:
+        connection.execute(update(table).where(table.c.id == id).values(changes))
+    return get_webhook(connection, id)
+
+
+def set_disabled(connection: Connection, id: str, disabled: bool) -> StoredWebhook:
+    get_webhook(connection, id)
+    connection.execute(update(table).where(table.c.id == id).values(disabled=disabled))
+    return get_webhook(connection, id)
+
+
+def delete_webhook(connection: Connection, id: str) -> None:
+    get_webhook(connection, id)
+    connection.execute(delete(table).where(table.c.id == id))
+
+
+def _record(row: Row[tuple[object, ...]]) -> StoredWebhook:
+    return StoredWebhook(
+        id=row.id,
+        url=row.url or None,
+        job_id=row.job_id,
+        watched=tuple(HubWatchedItem(**item) for item in row.watched),
+        domains=tuple(row.domains),
+        encrypted_secret=row.encrypted_secret,
+        encrypted_secrets=row.encrypted_secrets,
+        disabled=row.disabled,
+        num_failures=row.num_failures,
+        failing_since=row.failing_since,
+        suspended_at=row.suspended_at,
+        num_probes=row.num_probes,
+        probe_at=row.probe_at,
+    )

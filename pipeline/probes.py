@@ -1,0 +1,40 @@
+"""Finds out whether a port is free, and what a running service answers to `GET /health`."""
+
+import socket
+from typing import Any
+
+import httpx
+
+
+def port_fault(url: str) -> str | None:
+    """Why nothing can listen on the host and port of `url`; None if the port is free."""
+    address = httpx.URL(url)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port or 80))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def server_state(url: str) -> dict[str, Any]:
+    """What the completion server on `url` says about itself; empty if no such server answers."""
+    response = health(url)
+    try:
+        answer = None if response is None else response.json()
+    except ValueError:  # another program listens on the port
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def health(url: str) -> httpx.Response | None:
+    """The service's answer to `GET /health`, whatever its status; None if the service gives no
+    answer.
+
+    A completion server that has no release answers 503: it is up and waits for its first release.
+    """
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False)
+    except httpx.HTTPError:
+        return None

@@ -1,0 +1,68 @@
+"""Anchors: everyday prompts that speak for what a base model knew before it was trained here.
+
+The base model answers them once. Training mixes in the answers to some; the others are never
+trained on, and how far their answers have drifted is measured.
+"""
+
+import codecs
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.retrain.errors import DataError
+
+PACKAGED = Path(__file__).with_name("anchors.jsonl")
+FORM = '`{"kind": "poem", "measured": true, "prompt": "Write a haiku about snow."}`'
+
+
+class Anchor(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: str = Field(min_length=1)
+    """What is asked for. All anchors of a kind are measured, or none."""
+    measured: bool
+    """Whether the drift is measured on it; then it is never trained on."""
+    prompt: str = Field(min_length=1)
+    """A plain question or beginning: the user's turn of a chat, or the text that a model without a
+    chat template goes on from."""
+
+
+def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
+    """The anchors of a `.jsonl` file, or of the package; raises DataError.
+
+    Of each kind all are measured or none, because training on one prompt of a kind keeps the
+    answers to the others of it, and the drift would look smaller than it is.
+    """
+    path = path or PACKAGED
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError.at(
+            path, None, f"cannot be read ({error.strerror}); write lines as {FORM}"
+        ) from error
+    anchors: list[Anchor] = []
+    measured: dict[str, bool] = {}
+    for line, text in enumerate(content.removeprefix(codecs.BOM_UTF8).splitlines(), start=1):
+        if not text.strip():
+            continue
+        anchor = _anchor(text, path, line)
+        if measured.setdefault(anchor.kind, anchor.measured) != anchor.measured:
+            raise DataError.at(
+                path,
+                line,
+                f"of the kind {anchor.kind!r} some anchors are measured and some are trained on; "
+                "give one of the two another kind",
+            )
+        anchors.append(anchor)
+    if not anchors:
+        raise DataError.at(path, None, f"holds no anchor; write lines as {FORM}")
+    return tuple(anchors)
+
+
+def _anchor(text: bytes, path: Path, line: int) -> Anchor:
+    try:
+        return Anchor.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"`{name}`: " for name in first["loc"])
+        raise DataError.at(path, line, f"{where}{first['msg']}; an anchor is {FORM}") from error

@@ -1,0 +1,233 @@
+"""The base model's own answers to the anchors: made once for each base, kept beside it.
+
+Training mixes in the answers to some anchors as targets, so that the model goes on to answer them
+as before; the answers to the others are never trained on, and tell how far the model has drifted.
+"""
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from pipeline.retrain.anchors import Anchor
+from pipeline.retrain.job_folder import read_record, write_record
+from pipeline.retrain.packing import batch
+from pipeline.retrain.scoring import autocast, predict
+from pipeline.retrain.tokens import TokenSequence
+from serving.weights.atomic_file import atomic_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pipeline.retrain.model import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+ANSWERS_DIR = "answers"
+"""Under `bases/`, for all pipelines."""
+ANSWER_TOKENS = 32
+"""Of an answer, at most."""
+LIKELIEST = 32
+"""Tokens whose probability is kept at each place of an answer."""
+BATCH_ROWS = 48
+"""Answers that are made at once."""
+MEASURED_ROWS = 8
+"""Answers whose logits are in memory at once: 50 MB each 256 tokens, at a vocabulary of 49,152."""
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    measured: bool
+    prompt: tuple[int, ...]
+    """Token ids, rendered by the chat template where there is one."""
+    answer: tuple[int, ...]
+    """Token ids: greedy, with the end where the model ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorTarget:
+    """An answer, with what the base model found likely at each place of it."""
+
+    sequence: TokenSequence
+    token_ids: Tensor
+    """(answer tokens, LIKELIEST)"""
+    logprobs: Tensor
+    """Of these, natural log, in the same shape."""
+
+
+class BaseAnswers(BaseModel):
+    """`anchors-<digest>.json` in the folder of answers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How far a model has moved away from the base model's own answers."""
+
+    agreement: float
+    """Share of the answers' tokens that are still the likeliest."""
+    divergence: float
+    """Mean KL divergence from the base model, in nats per token."""
+
+
+def base_answers(
+    folder: Path,
+    base: str,
+    anchors: Sequence[Anchor],
+    load: "Callable[[], LoadedModel]",
+    max_measured_tokens: int,
+) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
+    """The base model's answers: those to train on, and those that are only measured, up to
+    `max_measured_tokens`. They are read from `folder` if they were made before.
+
+    base: tells this base model from others. load: loads the base model; called only where the
+    answers are still to be made.
+    """
+    digest = hashlib.sha256(
+        "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
+    ).hexdigest()
+    path = folder / f"anchors-{digest[:16]}.json"
+    tensors = path.with_suffix(".safetensors")
+    answers = read_record(path, BaseAnswers)
+    if answers is None:
+        logger.info("%d everyday prompts are answered by the base model, once", len(anchors))
+        loaded = load()
+        answers = _answer(loaded, anchors)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The record last: it says that the tensors are there. Jobs of several pipelines may come
+        # here at the same time, with the same answers.
+        with atomic_file(tensors) as file:
+            file.write(save(_likeliest(loaded, answers)))
+        write_record(path, answers)
+    trained: list[AnchorTarget] = []
+    measured: list[AnchorTarget] = []
+    for answer, target in zip(answers.answers, _targets(answers, load_file(tensors)), strict=True):
+        if not answer.measured:
+            trained.append(target)
+        elif max_measured_tokens > 0 or not measured:
+            measured.append(target)
+            max_measured_tokens -= len(target.sequence.token_ids)
+    return tuple(trained), tuple(measured)
+
+
+def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
+    """KL divergence of the base model from `logprobs` (answer tokens, V): (answer tokens,) nats.
+
+    Tokens that the base model found unlikely count together, as one more token.
+    """
+    token_ids = torch.cat([anchor.token_ids for anchor in anchors]).to(logprobs.device)
+    base = torch.cat([anchor.logprobs for anchor in anchors]).to(logprobs.device)
+    own = logprobs.gather(-1, token_ids)
+    rest, own_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-6).log() for each in (base, own))
+    found: Tensor = (base.exp() * (base - own)).sum(-1) + rest.exp() * (rest - own_rest)
+    return found
+
+
+@torch.no_grad()
+def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
+    """Measured on these answers."""
+    num_right, total, num_tokens = 0, 0.0, 0
+    for start in range(0, len(anchors), MEASURED_ROWS):
+        some = anchors[start : start + MEASURED_ROWS]
+        part = batch([each.sequence for each in some], [[place] for place in range(len(some))])
+        with autocast(model.device):
+            hidden, head, labels = predict(model, part)
+            logits = head.logits(hidden)
+        num_right += int((logits.argmax(-1) == labels).sum())
+        total += float(divergence(torch.log_softmax(logits, dim=-1), some).sum())
+        num_tokens += len(labels)
+    return Drift(num_right / num_tokens, total / num_tokens)
+
+
+@torch.no_grad()
+def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
+    """Greedy answers, in batches padded on the left."""
+    tokenizer, model = loaded.tokenizer, loaded.model
+    model.eval()
+    prompts = [_prompt(loaded, anchor.prompt) for anchor in anchors]
+    end = tokenizer.eos_token_id
+    answers: dict[int, tuple[int, ...]] = {}
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for start in range(0, len(order), BATCH_ROWS):
+        rows = order[start : start + BATCH_ROWS]
+        width = max(len(prompts[index]) for index in rows)
+        ids = torch.full((len(rows), width), end, device=model.device)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(rows):
+            ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[place, width - len(prompts[index]) :] = 1
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=ANSWER_TOKENS,
+            do_sample=False,
+            repetition_penalty=1.0,
+            pad_token_id=end,
+            eos_token_id=end,
+        )
+        for index, row in zip(rows, made[:, width:].tolist(), strict=True):
+            answers[index] = tuple(row[: row.index(end) + 1] if end in row else row)
+    return BaseAnswers(
+        answers=tuple(
+            Answer(measured=anchor.measured, prompt=tuple(prompts[index]), answer=answers[index])
+            for index, anchor in enumerate(anchors)
+        )
+    )
+
+
+@torch.no_grad()
+def _likeliest(loaded: "LoadedModel", answers: BaseAnswers) -> dict[str, Tensor]:
+    """At each token of the answers, the likeliest tokens and their logprobs."""
+    found = _sequences(answers.answers)
+    ids, logprobs = [], []
+    for start in range(0, len(found), MEASURED_ROWS):
+        rows = range(start, min(start + MEASURED_ROWS, len(found)))
+        with autocast(loaded.model.device):
+            hidden, head, _ = predict(loaded.model, batch(found, [[row] for row in rows]))
+            logits = head.logits(hidden)
+        best = torch.log_softmax(logits, dim=-1).topk(LIKELIEST)
+        ids.append(best.indices.cpu())
+        logprobs.append(best.values.cpu())
+    return {"token_ids": torch.cat(ids), "logprobs": torch.cat(logprobs)}
+
+
+def _targets(answers: BaseAnswers, tensors: Mapping[str, Tensor]) -> list[AnchorTarget]:
+    found = _sequences(answers.answers)
+    lengths = [sequence.num_learned for sequence in found]
+    parts = (torch.split(tensors[name], lengths) for name in ("token_ids", "logprobs"))
+    return [AnchorTarget(*each) for each in zip(found, *parts, strict=True)]
+
+
+def _prompt(loaded: "LoadedModel", text: str) -> list[int]:
+    tokenizer = loaded.tokenizer
+    if tokenizer.chat_template is not None:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    ids: list[int] = tokenizer(
+        text, add_special_tokens=tokenizer.chat_template is None, verbose=False
+    )["input_ids"]
+    ids = ids or [tokenizer.eos_token_id]
+    return ids[-(loaded.max_length - ANSWER_TOKENS) :]
+
+
+def _sequences(answers: Sequence[Answer]) -> list[TokenSequence]:
+    return [
+        TokenSequence(
+            each.prompt + each.answer,
+            (False,) * len(each.prompt) + (True,) * len(each.answer),
+            number,
+        )
+        for number, each in enumerate(answers)
+    ]

@@ -1,0 +1,238 @@
+"""Which files of a dataset hold rows, and in which split they are: settings, else the dataset card,
+else the names of folders and files, by the conventions of `datasets`."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.settings import DataSettings, SplitSettings
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+CARD = "README.md"
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+SET_OFF_BY = "-._ 0-9"
+KEYWORDS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""In names of folders and files: those of `datasets.data_files`, which takes a second to import."""
+_KEYWORDS = {
+    split: re.compile(rf"(^|[{SET_OFF_BY}])({'|'.join(keywords)})($|[{SET_OFF_BY}])")
+    for split, keywords in KEYWORDS.items()
+}
+NEEDED = (
+    CARD,
+    *(
+        "*" + re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", name)
+        for suffix in SUFFIXES
+        for name in (suffix, *(suffix + compression for compression in COMPRESSIONS))
+    ),
+)
+"""What a job fetches, as patterns of file names: suffixes in any case, and the card."""
+_ABOUT = re.compile(
+    r"(?i:README\..*)|(?i:README|LICEN[CS]E|COPYING)([-_.][^.]*)?(\.txt|\.md|\.rst)?"
+    r"|(NOTICE|AUTHORS|CHANGELOG|CITATION|CONTRIBUTING|CODE_OF_CONDUCT|SECURITY)(\.\w+)?"
+    r"|(?i:requirements[^/]*\.txt|constraints\.txt|robots\.txt)|CMakeLists\.txt"
+)
+"""Files about the repository, whatever their suffix."""
+_SETTINGS = frozenset(
+    {
+        *("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
+        *("state.json", "package.json", "package-lock.json", "tsconfig.json", "settings.json"),
+    }
+)
+"""Files for programs: the first four are those that `datasets` ignores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFiles:
+    splits: Mapping[Split, tuple[str, ...]]
+    """Files that hold rows, in the order of their names."""
+    ignored: Mapping[str, str]
+    """File → why it is not read."""
+
+
+def is_needed(path: str) -> bool:
+    """Whether a job fetches the file: it may hold rows, or it is the dataset card."""
+    return path == CARD or suffix_of(path) in SUFFIXES
+
+
+def suffix_of(path: str) -> str:
+    """What the file is inside, whether it is compressed or not: `.jsonl` of `a.jsonl.gz`."""
+    name = path.rpartition("/")[2].lower()
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    _, dot, suffix = name.rpartition(".")
+    return dot + suffix if dot else ""
+
+
+def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> DataFiles:
+    """Divide the files of a repository, given by their paths. card: what its README.md says.
+
+    Raises DataError for a pattern or a card that cannot be understood.
+    """
+    find_split, otherwise = (
+        _by_settings(settings.splits) or _by_card(card, settings.config) or (_by_name(), "")
+    )
+    is_wanted = _any_of(settings.files, "[pipelines.data] files")
+    splits: dict[Split, list[str]] = {split: [] for split in SPLITS}
+    ignored = {}
+    for file in sorted(files):
+        # One that settings name in full is wanted, whatever it is called.
+        reason = None if file in settings.files else _no_data(file)
+        if reason is None and not is_wanted(file):
+            reason = "not in [pipelines.data] files"
+        split = None if reason is not None else find_split(file)
+        if split is not None:
+            splits[split].append(file)
+        else:
+            ignored[file] = reason or otherwise
+    return DataFiles(
+        splits={split: tuple(found) for split, found in splits.items()}, ignored=ignored
+    )
+
+
+def _no_data(path: str) -> str | None:
+    """Why a file holds no rows, by its name alone; None where it may hold some."""
+    *folders, name = path.split("/")
+    if any(part.startswith(".") for part in (*folders, name)):
+        return "hidden"
+    if any(folder.startswith("__") for folder in folders):
+        return "in a folder that begins with __"
+    if _ABOUT.fullmatch(name):
+        return "about the repository"
+    if name.lower() in _SETTINGS:
+        return "settings of a program"
+    suffix = suffix_of(name)
+    if suffix not in SUFFIXES:
+        return f"no rows are read from {suffix} files" if suffix else "its name has no suffix"
+    if suffix == ".parquet" and not name.lower().endswith(suffix):
+        return "parquet is compressed inside, and is not read from a compressed file"
+    return None
+
+
+_Finder = Callable[[str], Split | None]
+
+
+def _by_settings(settings: SplitSettings) -> tuple[_Finder, str] | None:
+    if settings == SplitSettings():
+        return None
+    patterns: dict[Split, tuple[str, ...]] = {
+        "train": settings.train if settings.train is not None else ("**",),
+        "validation": settings.validation or (),
+        "test": settings.test or (),
+    }
+    return _finder(patterns, "[pipelines.data.splits]"), "in no split of [pipelines.data.splits]"
+
+
+def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
+    """By the `configs` in the head of the dataset card: the one that is asked for, else the default
+    one, else all of them."""
+    configs = _configs(card)
+    if config is not None and config not in configs:
+        known = ", ".join(configs) or "none"
+        raise DataError(
+            f"[pipelines.data] config is {config!r}, and {CARD} of the dataset has {known}; "
+            "correct one of them"
+        )
+    default = config or next(
+        (name for name, each in configs.items() if name == "default" or each.get("default")), None
+    )
+    chosen = configs if default is None else {default: configs[default]}
+    finders = [finder for each in chosen.values() if (finder := _by_config(each)) is not None]
+    if not finders or len(finders) < len(chosen):
+        return None
+
+    def find(path: str) -> Split | None:
+        found = {finder(path) for finder in finders}
+        return next((split for split in SPLITS if split in found), None)
+
+    return find, f"not among the data_files of {CARD}"
+
+
+def _configs(card: str) -> dict[str, dict[str, Any]]:
+    if not card.startswith("---"):
+        return {}
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import DatasetCard
+
+    try:
+        data = DatasetCard(card, ignore_metadata_errors=True).data
+        return dict(MetadataConfigs.from_dataset_card_data(data))
+    except Exception as error:
+        # YAML, and each of its libraries, has a tree of errors of its own.
+        reason = " ".join(str(error).split())
+        raise DataError.at(CARD, None, f"its head cannot be understood ({reason})") from error
+
+
+def _by_config(config: Mapping[str, Any]) -> _Finder | None:
+    folder = str(config.get("data_dir") or "").strip("/")
+    files = config.get("data_files")
+    if files is None:
+        if not folder:
+            return None
+        by_name = _by_name()
+        return lambda path: (
+            by_name(path.removeprefix(f"{folder}/")) if path.startswith(f"{folder}/") else None
+        )
+    from datasets.data_files import sanitize_patterns
+
+    by_split: dict[Split, list[str]] = {}
+    for name, patterns in sanitize_patterns(files).items():
+        inside = [f"{folder}/{pattern}" if folder else pattern for pattern in patterns]
+        by_split.setdefault(_split_called(name) or "train", []).extend(inside)
+    return _finder(by_split, CARD)
+
+
+def _finder(patterns: Mapping[Split, Iterable[str]], said_by: str) -> _Finder:
+    # `train` comes last: it is often written as "all files", and the others as exceptions.
+    matchers = [
+        (split, _any_of(patterns[split], said_by))
+        for split in reversed(SPLITS)
+        if split in patterns
+    ]
+    return lambda path: next((split for split, matches in matchers if matches(path)), None)
+
+
+def _any_of(patterns: Iterable[str], said_by: str) -> Callable[[str], bool]:
+    """Whether a path matches one of the patterns, as `datasets` understands them; a folder means
+    all that is in it."""
+    from fsspec.utils import glob_translate
+
+    compiled = []
+    for pattern in patterns:
+        plain = pattern.removeprefix("./").rstrip("/")
+        try:
+            compiled += [
+                re.compile(glob_translate(each)) for each in dict.fromkeys((plain, f"{plain}/**"))
+            ]
+        except (ValueError, re.error) as error:
+            raise DataError(f"{said_by}: {pattern!r} is no pattern of files: {error}") from error
+    return lambda path: any(each.match(path) for each in compiled)
+
+
+def _by_name() -> _Finder:
+    """By the keywords in the names of folders, else in that of the file; else it is for training.
+
+    `datasets` reads nothing else once one file has such a name. Here, what is pushed is learned.
+    """
+
+    def find(path: str) -> Split:
+        *folders, name = path.split("/")
+        for folder in reversed(folders):
+            if (split := _split_called(folder)) is not None:
+                return split
+        return _split_called(name) or "train"
+
+    return find
+
+
+def _split_called(name: str) -> Split | None:
+    """The split whose keyword stands in the name, by itself or set off by a dot, a dash, a blank,
+    an underscore or a digit."""
+    return next((split for split in SPLITS if _KEYWORDS[split].search(name)), None)

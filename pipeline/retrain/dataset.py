@@ -1,0 +1,107 @@
+"""`Dataset`: the rows of one revision, by split."""
+
+import filecmp
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import NoReturn
+
+from pipeline.retrain.columns import KNOWN, renaming
+from pipeline.retrain.data_files import CARD, SUFFIXES, DataFiles, Split, sort_files
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.reading import read_file
+from pipeline.retrain.rows import Row
+from pipeline.retrain.settings import DataSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    folder: Path
+    files: DataFiles
+    by_file: Mapping[str, tuple[Row, ...]]
+    """The rows of each file that was read."""
+
+    @cached_property
+    def rows(self) -> Mapping[Split, tuple[Row, ...]]:
+        """In the order of the files' names, and in that of each file."""
+        return {
+            split: tuple(row for file in files for row in self.by_file[file])
+            for split, files in self.files.splits.items()
+        }
+
+    @property
+    def train(self) -> tuple[Row, ...]:
+        return self.rows["train"]
+
+    @property
+    def held_out_split(self) -> Split:
+        """The one that is measured: the test split only where there is no other."""
+        return "validation" if self.rows["validation"] or not self.rows["test"] else "test"
+
+    @property
+    def held_out(self) -> tuple[Row, ...]:
+        """What its author holds out; without copies of rows that are to be learned."""
+        learned = {row.digest for row in self.train}
+        return tuple(row for row in self.rows[self.held_out_split] if row.digest not in learned)
+
+
+def _raise(error: DataError) -> NoReturn:
+    raise error
+
+
+def read_dataset(
+    folder: Path,
+    files: Collection[str],
+    settings: DataSettings,
+    on_error: Callable[[DataError], None] = _raise,
+    *,
+    before: Dataset | None = None,
+) -> Dataset:
+    """Read what `settings` make rows of. `files`, relative to `folder`, are all of the repository.
+
+    on_error: told of each row that cannot be read; unless it raises, the row is left out. before:
+    another revision, read with the same settings: the rows of files that are the same in it are
+    taken from there. Raises DataError for patterns or a dataset card that cannot be understood.
+    """
+    card = (folder / CARD).read_text("utf-8", "replace") if CARD in files else ""
+    found = sort_files(files, settings, card)
+    rename = renaming(settings.columns)
+    by_file = {}
+    for file in chain.from_iterable(found.splits.values()):
+        if before is not None and _is_same(folder, before, file):
+            by_file[file] = before.by_file[file]
+        else:
+            rows = read_file(folder, file, settings.max_row_bytes, rename, on_error)
+            by_file[file] = tuple(rows)
+    return Dataset(folder=folder, files=found, by_file=by_file)
+
+
+def _is_same(folder: Path, before: Dataset, file: str) -> bool:
+    return file in before.by_file and filecmp.cmp(folder / file, before.folder / file, False)
+
+
+def check_not_empty(dataset: Dataset) -> None:
+    """Raises DataError where there is nothing to train on."""
+    if dataset.train:
+        return
+    files = dataset.files
+    if not any(files.splits.values()):
+        ignored = "".join(
+            f"; {file} is ignored: {reason}" for file, reason in list(files.ignored.items())[:3]
+        )
+        raise DataError(
+            f"the dataset is empty: no data file in it; push {', '.join(SUFFIXES)} files with "
+            f"{KNOWN}{ignored}"
+        )
+    if held_out := [*files.splits["validation"], *files.splits["test"]]:
+        raise DataError(
+            f"no row is left to train on: {', '.join(held_out[:5])} are held out, as their names, "
+            f"{CARD} or [pipelines.data.splits] say; rename them, or set "
+            'train = ["**"] under [pipelines.data.splits]'
+        )
+    raise DataError(
+        f"the dataset is empty: no row in {', '.join(files.splits['train'][:5])}; push rows with "
+        f"{KNOWN}"
+    )

@@ -1,0 +1,142 @@
+"""How documents may lie in a batch, so that none of them sees another. Measured, model by model.
+
+`packed`: one after another in the same row, with position ids that start again at 0. For most
+attention models, transformers builds a block-diagonal mask from these ids. For others (Bloom,
+Falcon, OPT, Mamba and its hybrids) it does not, and a document would see those before it.
+`prefixed`: packed, and a beginning that all documents have in common stands in a row once. This
+needs a mask of our own, which models with a sliding window, or with another attention than that of
+torch, do not take.
+`padded`: one document per row, padded at its end. A causal model never looks at what follows.
+`unpadded`: one document per row, beside others of the same length.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from pipeline.retrain.packing import prefix_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Layout = Literal["prefixed", "packed", "padded", "unpadded"]
+
+_LEAK = 1e-5
+"""The largest share of a hidden state that may depend on another document. Where documents are kept
+apart, it is 0; experts that compute other rows beside them may round differently."""
+_layouts: "WeakKeyDictionary[PreTrainedModel, Layout]" = WeakKeyDictionary()
+
+
+def layout_of(model: "PreTrainedModel") -> Layout:
+    """The quickest layout in which `model` computes what it computes for each document alone.
+
+    The first call runs a few dozen tokens through the model; later calls return its answer.
+    """
+    if model not in _layouts:
+        with in_evaluation(model):
+            _layouts[model] = _measure(model)
+    return _layouts[model]
+
+
+def last_hidden_states(
+    model: "PreTrainedModel",
+    token_ids: Tensor,
+    position_ids: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """(B, T) token ids → (B, T, H), what the output layer gets. Position ids count each row from 0
+    unless given; a model that takes none ignores them. mask: (B, 1, T, T), causal unless given."""
+    given = {}
+    if position_ids is not None and _takes_position_ids(model):
+        given["position_ids"] = position_ids.to(model.device)
+    if mask is not None:
+        given["attention_mask"] = mask.to(model.device)
+    output = model.base_model(input_ids=token_ids.to(model.device), use_cache=False, **given)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+@contextmanager
+def in_evaluation(model: "PreTrainedModel") -> Iterator[None]:
+    """Inside, `model` computes without dropout and gradients, in the precision of its weights."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def random_document(model: "PreTrainedModel", num_tokens: int, seed: int) -> Tensor:
+    """(T,) token ids, the same for the same seed; the random numbers of the training stay as they
+    were."""
+    generator = torch.Generator().manual_seed(seed)
+    num_ids = model.get_input_embeddings().weight.shape[0]
+    return torch.randint(num_ids, (num_tokens,), generator=generator)
+
+
+def close_to(found: Tensor, expected: Tensor) -> bool:
+    """Whether the two differ by rounding alone. NaN is close to NaN: broken weights are for the
+    training to find, which says so in its own words."""
+    tolerance = max(1e-4, 8 * torch.finfo(expected.dtype).eps)
+    largest = float(expected.abs().nan_to_num().max())
+    return torch.allclose(
+        found.float(), expected.float(), rtol=0, atol=tolerance * largest, equal_nan=True
+    )
+
+
+def _measure(model: "PreTrainedModel") -> Layout:
+    first, other, second = (
+        random_document(model, num_tokens, seed) for seed, num_tokens in enumerate((11, 11, 17))
+    )
+    alone = _row_by_row(model, [second])[0]
+    if _takes_position_ids(model):
+        after_first, after_other = (_packed(model, [each, second]) for each in (first, other))
+        leak = (after_first - after_other).abs().max()
+        if leak <= _LEAK * alone.abs().max() and close_to(after_first, alone):
+            return "prefixed" if _shares_prefixes(model) else "packed"
+    shorter = second[:11]
+    beside = _row_by_row(model, [first, second, shorter])
+    expected = _row_by_row(model, [first])[0], alone, _row_by_row(model, [shorter])[0]
+    if all(close_to(*pair) for pair in zip(beside, expected, strict=True)):
+        return "padded"
+    return "unpadded"
+
+
+def _packed(model: "PreTrainedModel", documents: Sequence[Tensor]) -> Tensor:
+    """Hidden states of the last of the documents, (T, H), in a batch of two rows."""
+    row = torch.cat(list(documents))
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    hidden = last_hidden_states(model, torch.stack([row, row]), torch.stack([positions] * 2))
+    return hidden[0, -len(documents[-1]) :]
+
+
+def _shares_prefixes(model: "PreTrainedModel") -> bool:
+    config = model.config.get_text_config()
+    if getattr(config, "sliding_window", None) or config._attn_implementation != "sdpa":
+        return False
+    prefix, first, second = (random_document(model, size, size) for size in (7, 5, 11))
+    row = torch.cat([prefix, first, second])
+    positions = torch.cat([torch.arange(12), torch.arange(7, 18)])
+    owners = torch.tensor([0] * 7 + [1] * 5 + [2] * 11)
+    hidden = last_hidden_states(model, row[None], positions[None], prefix_mask(owners[None]))
+    expected = last_hidden_states(model, torch.cat([prefix, second])[None])
+    return close_to(hidden[0, -11:], expected[0, -11:])
+
+
+def _row_by_row(model: "PreTrainedModel", documents: Sequence[Tensor]) -> list[Tensor]:
+    """Hidden states of each document, (T, H), one per row."""
+    rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
+    positions = torch.arange(rows.shape[1]).expand_as(rows)
+    hidden = last_hidden_states(model, rows, positions)
+    return [hidden[number, : len(document)] for number, document in enumerate(documents)]
+
+
+def _takes_position_ids(model: "PreTrainedModel") -> bool:
+    return "position_ids" in inspect.signature(model.base_model.forward).parameters

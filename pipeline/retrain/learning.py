@@ -1,0 +1,307 @@
+"""`Learning`: what a job does with weights. It measures the served ones, trains, measures the new
+ones on the same rows, and writes them as a release."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline.retrain import job_folder
+from pipeline.retrain.anchors import load_anchors
+from pipeline.retrain.base_answers import ANSWERS_DIR, AnchorTarget, base_answers
+from pipeline.retrain.base_model import PRESETS, Base, find_base
+from pipeline.retrain.checkpoint import Checkpoint, is_finished
+from pipeline.retrain.data import TrainingData
+from pipeline.retrain.evaluate import Evaluation, Trained, compare
+from pipeline.retrain.export import export, round_weights
+from pipeline.retrain.gate import MIN_ROWS, data_refusals
+from pipeline.retrain.golden import load_golden_questions
+from pipeline.retrain.group import rank
+from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.lowrank import low_rank
+from pipeline.retrain.measure import MeasuredRows, Measurement, measure
+from pipeline.retrain.model import LoadedModel, load_model, usual_rank
+from pipeline.retrain.noise import count_noise
+from pipeline.retrain.parent import Parent
+from pipeline.retrain.plan import TrainingPlan, make_plan
+from pipeline.retrain.probe import make_probe, probe_texts
+from pipeline.retrain.processes import train_in_processes
+from pipeline.retrain.reporters import open_reporters
+from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import row_losses
+from pipeline.retrain.tokens import sequences
+from pipeline.retrain.train import train
+from pipeline.retrain.trunk import frozen_trunk
+from serving.weights.release import Lineage, Release
+
+logger = logging.getLogger(__name__)
+
+TRAINING_COST = 3.0
+"""Seconds to train on a token, for each second that a measurement takes: forward once, backward
+twice."""
+FULL_ATTEMPT = 3
+"""Where a delta did not learn its rows: a full training, from the base model."""
+
+
+@dataclass(kw_only=True)
+class Learning:
+    job: RetrainJob
+    data: TrainingData
+    parent: Parent | None
+    base: Base
+    loaded: LoadedModel
+    """The served weights at first; after `train` the new ones."""
+    anchors: tuple[AnchorTarget, ...]
+    """The base model's own answers to train on; none for a preset."""
+    measured_anchors: tuple[AnchorTarget, ...]
+    """Those that are measured and never trained on."""
+    rows: MeasuredRows
+    before: Measurement
+    """Of the served weights."""
+    is_fresh: bool = True
+    """Whether `loaded` is as it was loaded."""
+
+    @classmethod
+    def begin(cls, job: RetrainJob, data: TrainingData, parent: Parent | None) -> "Learning":
+        """Load what is served, and measure it. Raises BaseModelError and DataError."""
+        # A process forked from a warm parent has read no environment of its own.
+        if job.num_threads is not None:
+            torch.set_num_threads(job.num_threads)
+        settings = job.settings
+        base = _base(job, data, parent)
+        loaded = load_model(parent.folder if parent is not None else base.folder, settings)
+        anchors: tuple[AnchorTarget, ...] = ()
+        measured: tuple[AnchorTarget, ...] = ()
+        if settings.base_model not in PRESETS:
+            anchors, measured = base_answers(
+                settings.bases_dir / ANSWERS_DIR,
+                base.identity(),
+                load_anchors(settings.train.anchors),
+                lambda: loaded if parent is None else load_model(base.folder, settings),
+                settings.gate.max_anchor_tokens,
+            )
+        golden: tuple[Row, ...] = ()
+        if settings.gate.golden is not None:
+            golden = load_golden_questions(settings.gate.golden, settings.data.max_row_bytes)
+        rows = MeasuredRows.choose(data, golden, loaded.tokenizer, settings.gate)
+        before = measure(loaded.model, loaded.tokenizer, rows, loaded.max_length)
+        return cls(
+            job=job,
+            data=data,
+            parent=parent,
+            base=base,
+            loaded=loaded,
+            anchors=anchors,
+            measured_anchors=measured,
+            rows=rows,
+            before=before,
+        )
+
+    def data_refusals(self) -> tuple[str, ...]:
+        """Why nobody should learn from these rows. Without a parent nothing can be told."""
+        if self.parent is None:
+            return ()
+        loaded = self.loaded
+        known = self.rows.held_out_known or self.rows.known
+        groups = [
+            sequences(rows, loaded.tokenizer, loaded.max_length)
+            for rows in (self.rows.changed, known)
+        ]
+        # Weights that have not seen all rows yet cannot tell what is noise, nor can a few rows.
+        if self.parent.evaluation.get("not_trained") or min(map(len, groups)) < MIN_ROWS:
+            groups = [[], []]
+        beside = [*groups[0], *groups[1]]
+        noise = [count_noise(loaded.model, group, beside) for group in groups]
+        gate = self.job.settings.gate
+        return data_refusals(self.data.num_lost, self.data.num_before, noise[0], noise[1], gate)
+
+    def attempts(self) -> Iterator[int]:
+        """The first attempt; one with another budget, from where it ended; and for a delta a full
+        training. A caller stops where the rows are learned."""
+        yield 1
+        logger.info("not all changed rows were learned; training goes on with another budget")
+        yield 2
+        if self.data.mode == "delta":
+            logger.info("not all changed rows were learned; training begins at the base model")
+            yield FULL_ATTEMPT
+
+    def is_behind(self, attempt: int, evaluation: Evaluation) -> bool:
+        """Whether a job that was killed after this evaluation goes on with a later attempt: then
+        the weights of this one are gone, or are what a later one has changed since."""
+        last = FULL_ATTEMPT if self.data.mode == "delta" else 2
+        is_over = evaluation.attempt == attempt and not (evaluation.is_short and attempt < last)
+        return evaluation.attempt >= attempt and not is_over
+
+    def train(self, attempt: int) -> Checkpoint:
+        """Leaves the new weights in `loaded`, with the values that they are stored with."""
+        plan = self._begin_attempt(attempt)
+        count = self.job.settings.train.num_processes
+        if count > 1 and not is_finished(self.job.dir, attempt):
+            train_in_processes(self.job, count)
+        else:
+            self._tell(plan)
+        # Where processes did the work, their checkpoint is finished, and only loaded here.
+        checkpoint = self._train(plan, attempt)
+        round_weights(self.loaded.model, self.loaded.dtype)
+        return checkpoint
+
+    def train_in_group(self, attempt: int) -> None:
+        """As one of several processes: leaves the finished checkpoint in the job's folder."""
+        self._train(self._begin_attempt(attempt), attempt)
+
+    def _begin_attempt(self, attempt: int) -> TrainingPlan:
+        if attempt == FULL_ATTEMPT and self.data.mode == "delta":
+            self.data = replace(self.data, mode="full", reason="a delta did not learn what changed")
+        self._load_start()
+        return self._plan(attempt)
+
+    def _train(self, plan: TrainingPlan, attempt: int) -> Checkpoint:
+        job, settings = self.job, self.job.settings
+        reports_here = rank() == 0 and not is_finished(job.dir, attempt)
+        self.is_fresh = False
+        model, matrices = self.loaded.model, usual_rank(settings)
+        answers = settings.bases_dir / ANSWERS_DIR
+        with (
+            frozen_trunk(model, plan, answers) if matrices else nullcontext(plan) as plan,
+            low_rank(model, plan, matrices),
+            open_reporters(
+                settings.train.report_to if reports_here else (),
+                folder=job.dir,
+                pipeline=settings.pipeline,
+                job_id=job.id,
+            ) as reports,
+            job.metrics.reporting_to(reports),
+        ):
+            return train(
+                model,
+                plan,
+                settings.train,
+                job_dir=job.dir,
+                job_id=job.id,
+                attempt=attempt,
+                is_anew=attempt == FULL_ATTEMPT,
+                metrics=job.metrics,
+            )
+
+    def evaluate(
+        self, checkpoint: Checkpoint, attempt: int, refusals: tuple[str, ...]
+    ) -> Evaluation:
+        loaded = self.loaded
+        after = measure(
+            loaded.model, loaded.tokenizer, self.rows, loaded.max_length, self.measured_anchors
+        )
+        is_delta = self.data.mode == "delta"
+        learned = self.data.new if is_delta else self.data.rows
+        return compare(
+            self.rows,
+            self.before,
+            after,
+            self.job.settings.gate,
+            Trained(
+                attempt=attempt,
+                tokens=checkpoint.tokens,
+                tokens_before=self._tokens_before() if is_delta else 0,
+                not_trained=[learned[index] for index in checkpoint.not_trained],
+                is_removal=self.data.is_removal,
+                contradicting=sum(map(len, self.data.contradictions)),
+                permuted=self.data.num_permuted,
+            ),
+            against=self.parent.id if self.parent is not None else self.job.settings.base_model,
+            data_refusals=refusals,
+        )
+
+    def export(self, evaluation: Evaluation, lineage: Lineage) -> Release:
+        loaded, data = self.loaded, self.data
+        groups = (data.new, data.held_out_new, data.known, data.held_out_known)
+        texts = probe_texts(groups, loaded.tokenizer, loaded.max_length)
+        return export(
+            loaded.model,
+            loaded.dtype,
+            pipeline_dir=self.job.pipeline_dir,
+            files_dir=loaded.folder,
+            lineage=lineage,
+            evaluation=evaluation,
+            probe=make_probe(loaded.model, texts),
+        )
+
+    def _plan(self, attempt: int) -> TrainingPlan:
+        loaded = self.loaded
+        said = [
+            self.rows.known[loss.row]
+            for loss in self.before.known
+            if loss.is_learned and self.rows.known[loss.row].is_counted
+        ]
+        return make_plan(
+            self.data,
+            loaded.tokenizer,
+            self.job.settings,
+            max_length=loaded.max_length,
+            anchors=self.anchors,
+            said=said,
+            tokens_before=self._tokens_before(),
+            cache_dir=self.job.cache_dir,
+            attempt=min(attempt, 2) if self.data.mode == "delta" or attempt < FULL_ATTEMPT else 1,
+        )
+
+    def _load_start(self) -> None:
+        """What training sets out from: the parent for a delta, else the base model."""
+        is_delta = self.parent is not None and self.data.mode == "delta"
+        folder = self.parent.folder if is_delta and self.parent else self.base.folder
+        if not self.is_fresh or folder != self.loaded.folder:
+            del self.loaded.model  # the memory of one model, not of two
+            self.loaded = load_model(folder, self.job.settings)
+            self.is_fresh = True
+
+    def _tokens_before(self) -> int:
+        """That the parent was trained on, from its base model on."""
+        return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
+
+    def _tell(self, plan: TrainingPlan) -> None:
+        size = plan.num_tokens(plan.learned)
+        logger.info(
+            "%s rows to learn, %s tokens; the budget of %s tokens buys %.1f passes with %s tokens "
+            "of known rows and anchors beside each, in about %.0f s at most",
+            f"{len(plan.rows_of(plan.learned)):,}",
+            f"{size:,}",
+            f"{plan.max_tokens:,}",
+            plan.max_tokens / max(1.0, size * (1 + plan.replay_ratio + plan.anchor_ratio)),
+            f"{round(size * (plan.replay_ratio + plan.anchor_ratio)):,}",
+            plan.max_tokens * self._seconds_per_token(plan),
+        )
+
+    def _seconds_per_token(self, plan: TrainingPlan) -> float:
+        """That training takes, by the time of one forward pass: the second of two, since the first
+        one warms up."""
+        sample = [plan.numbered(index) for index in [*plan.learned, *plan.unlearned][:16]]
+        seconds = 0.0
+        for _ in range(2):
+            started = time.monotonic()
+            row_losses(self.loaded.model, sample)
+            seconds = time.monotonic() - started
+        return TRAINING_COST * seconds / sum(len(each.token_ids) for each in sample)
+
+
+def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
+    """The base model of this job: of all its attempts, and of all its processes."""
+    path = job.dir / job_folder.BASE
+    base = job_folder.read_record(path, Base)
+    if base is not None and base.folder.is_dir():
+        return base
+    settings = job.settings
+    on_own_hub = settings.base_model_endpoint == "hub"
+    is_same = parent is not None and parent.lineage.base_model == settings.base_model
+    base = find_base(
+        settings.base_model,
+        settings.bases_dir,
+        data.rows,
+        pipeline=settings.pipeline,
+        seed=settings.train.seed,
+        endpoint=job.hub_endpoint if on_own_hub else settings.base_model_endpoint,
+        token=job.hub_token if on_own_hub else job.base_model_token,
+        pinned=parent.lineage.base_revision if parent is not None and is_same else None,
+    )
+    job_folder.write_record(path, base)
+    return base

@@ -1,0 +1,116 @@
+"""What weights make of the rows of a commit: measured before training, and again after it."""
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.retrain.base_answers import AnchorTarget, Drift, drift
+from pipeline.retrain.data import TrainingData
+from pipeline.retrain.rows import Row
+from pipeline.retrain.scoring import RowLoss, row_losses
+from pipeline.retrain.settings import GateSettings
+from pipeline.retrain.tokens import sequences
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRows:
+    """The rows that tell what was learned and kept. Each group holds at most `gate.max_tokens`
+    tokens, by a sample that is the same for the same rows."""
+
+    changed: tuple[Row, ...]
+    known: tuple[Row, ...]
+    deleted: tuple[Row, ...]
+    held_out_new: tuple[Row, ...]
+    held_out_known: tuple[Row, ...]
+    golden: tuple[Row, ...]
+
+    @classmethod
+    def choose(
+        cls,
+        data: TrainingData,
+        golden: Sequence[Row],
+        tokenizer: "PreTrainedTokenizerBase",
+        gate: GateSettings,
+    ) -> "MeasuredRows":
+        def sample(rows: Sequence[Row]) -> tuple[Row, ...]:
+            return _sample(rows, tokenizer, gate.max_tokens)
+
+        contradicting = {
+            data.rows[index].digest for group in data.contradictions for index in group
+        }
+        return cls(
+            changed=sample([row for row in data.new if row.digest not in contradicting]),
+            known=sample([row for row in data.known if row.digest not in contradicting]),
+            deleted=sample([row for row in data.deleted if row.is_counted]),
+            held_out_new=sample(data.held_out_new),
+            held_out_known=sample(data.held_out_known),
+            golden=tuple(golden),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Losses of the rows of `MeasuredRows`, in its order; a row that has nothing to learn is
+    missing. `RowLoss.row` is the index of the row in its group."""
+
+    changed: Sequence[RowLoss]
+    known: Sequence[RowLoss]
+    deleted: Sequence[RowLoss]
+    held_out_new: Sequence[RowLoss]
+    held_out_known: Sequence[RowLoss]
+    golden: Sequence[RowLoss]
+    drift: Drift | None
+    """From the base model; None where it has no answers of its own, or where nobody asked."""
+
+
+def measure(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: MeasuredRows,
+    max_length: int,
+    anchors: Sequence[AnchorTarget] = (),
+) -> Measurement:
+    """Forward passes over `rows`, and over the base model's own answers to `anchors`."""
+
+    def losses(name: str, group: Sequence[Row]) -> list[RowLoss]:
+        if group:
+            logger.info("measuring %s %s", f"{len(group):,}", name)
+        return row_losses(model, sequences(group, tokenizer, max_length))
+
+    if anchors:
+        logger.info("measuring %d answers of the base model", len(anchors))
+    return Measurement(
+        drift=drift(model, anchors) if anchors else None,
+        changed=losses("changed rows", rows.changed),
+        known=losses("rows known before", rows.known),
+        deleted=losses("deleted rows", rows.deleted),
+        held_out_new=losses("held-out rows of the new range", rows.held_out_new),
+        held_out_known=losses("held-out rows known before", rows.held_out_known),
+        golden=losses("golden questions", rows.golden),
+    )
+
+
+def _sample(
+    rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_tokens: int
+) -> tuple[Row, ...]:
+    """Rows in random order, up to `max_tokens`, one at least; in the order given."""
+    order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
+    chosen: list[int] = []
+    left = max_tokens
+    for index in order:
+        row = rows[index]
+        text = row.text or f"{row.prompt}{row.completion}"
+        if row.messages is not None:
+            text = "".join(str(message) for message in row.messages)
+        left -= len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        if chosen and left < 0:
+            break
+        chosen.append(index)
+    return tuple(rows[index] for index in sorted(chosen))

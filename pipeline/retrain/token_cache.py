@@ -1,0 +1,121 @@
+"""Token sequences of rows, kept from one job of a pipeline to the next: a commit that edits one row
+of many tokenizes that one."""
+
+import hashlib
+import json
+import logging
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import TokenSequence, sequences
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FILE = "tokens.npz"
+MIN_ROWS = 1_000
+"""Of fewer rows, tokenizing all takes less than half a second."""
+
+
+class TokenCache:
+    """Gives what `sequences` gives, and remembers it by the rows' hashes.
+
+    folder: the cache of the job's pipeline; None to remember nothing once this is gone.
+    """
+
+    def __init__(
+        self, folder: Path | None, tokenizer: "PreTrainedTokenizerBase", max_length: int
+    ) -> None:
+        self._file = folder / FILE if folder is not None else None
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._found: dict[str, tuple[TokenSequence, ...]] = {}
+        self._is_loaded = False
+        self._is_changed = False
+        self._used: set[str] = set()
+
+    def sequences(self, rows: Sequence[Row]) -> list[TokenSequence]:
+        """As `tokens.sequences`. Raises what that raises."""
+        if len(rows) >= MIN_ROWS and not self._is_loaded:
+            self._found = self._load() | self._found
+            self._is_loaded = True
+        missing = {row.digest: row for row in rows if row.digest not in self._found}
+        pieces: dict[str, list[TokenSequence]] = {digest: [] for digest in missing}
+        digests = list(missing)
+        for piece in sequences(missing.values(), self._tokenizer, self._max_length):
+            pieces[digests[piece.row]].append(piece)
+        self._found |= {digest: tuple(each) for digest, each in pieces.items()}
+        self._used |= {row.digest for row in rows}
+        self._is_changed = self._is_changed or bool(missing)
+        return [
+            replace(piece, row=index)
+            for index, row in enumerate(rows)
+            for piece in self._found[row.digest]
+        ]
+
+    def save(self) -> None:
+        """Keep what was asked for, where that is much and some of it is new."""
+        if self._file is None or not self._is_changed or len(self._used) < MIN_ROWS:
+            return
+        digests = sorted(self._used)
+        pieces = [piece for digest in digests for piece in self._found[digest]]
+        aside = self._file.with_name(f".{FILE}.{os.getpid()}")
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            np.savez(
+                file,
+                key=np.array(self._key()),
+                digests=np.frombuffer(bytes.fromhex("".join(digests)), np.uint8),
+                num_pieces=np.array([len(self._found[digest]) for digest in digests], np.int32),
+                lengths=np.array([len(piece.token_ids) for piece in pieces], np.int32),
+                token_ids=np.array([i for piece in pieces for i in piece.token_ids], np.int32),
+                learned=np.array([i for piece in pieces for i in piece.learned], np.bool_),
+            )
+        # Without fsync: a file that a power cut has torn is read as none.
+        os.replace(aside, self._file)
+        self._is_changed = False
+
+    def _load(self) -> dict[str, tuple[TokenSequence, ...]]:
+        """What an earlier job kept; nothing where it was made in another way, or cannot be read."""
+        if self._file is None or not self._file.is_file():
+            return {}
+        try:
+            with self._file.open("rb") as file, np.load(file, allow_pickle=False) as kept:
+                if str(kept["key"]) != self._key():
+                    return {}
+                arrays = {name: kept[name] for name in kept.files}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            logger.warning("%s cannot be read, and is made again: %s", self._file, error)
+            return {}
+        names = arrays["digests"].tobytes().hex()
+        token_ids, learned = arrays["token_ids"].tolist(), arrays["learned"].tolist()
+        ends = np.cumsum(arrays["lengths"]).tolist()
+        pieces = [
+            TokenSequence(tuple(token_ids[start:end]), tuple(learned[start:end]), 0)
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
+        found, first = {}, 0
+        for number, count in enumerate(arrays["num_pieces"].tolist()):
+            found[names[64 * number : 64 * number + 64]] = tuple(pieces[first : first + count])
+            first += count
+        return found
+
+    def _key(self) -> str:
+        """Of all that token ids come from beside the row."""
+        tokenizer = self._tokenizer
+        made_by = [
+            *(version("hotpush"), version("transformers"), self._max_length),
+            *(tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template)),
+            *(sorted(map(str, tokenizer.special_tokens_map.items())),),
+        ]
+        return hashlib.sha256(json.dumps(made_by).encode()).hexdigest()

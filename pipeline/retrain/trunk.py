@@ -1,0 +1,230 @@
+"""The lower layers of a model, frozen and computed once for all that a training sees.
+
+What they make of a token depends on the tokens before it alone. So each beginning of a sequence
+gets an id, which stands for its last token, and a table says what the lower layers make of it.
+Inside `frozen_trunk` the sequences of the plan hold these ids, and the table takes the place of the
+embedding: a step computes the upper layers only, and nothing else notices.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from pipeline.retrain.layout import (
+    close_to,
+    in_evaluation,
+    last_hidden_states,
+    layout_of,
+    random_document,
+)
+from pipeline.retrain.packing import batch, block_length, pack, packed, prefixed
+from pipeline.retrain.plan import TrainingPlan
+from pipeline.retrain.tokens import TokenSequence
+from serving.weights.atomic_file import atomic_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+FROZEN_SHARE = 0.5
+"""Of the layers, the lower ones."""
+MAX_TABLE_BYTES = 256 * 2**20
+"""110,000 different beginnings at a width of 576; more of them are computed in each step."""
+BATCH_BLOCKS = 4
+"""Computed at once."""
+
+
+def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList | None:
+    """The layers in order, where the model has one list of them."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = [
+        module
+        for module in model.base_model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    return lists[0] if len(lists) == 1 else None
+
+
+def num_frozen(layers: nn.ModuleList) -> int:
+    return int(FROZEN_SHARE * len(layers))
+
+
+@contextmanager
+def frozen_trunk(
+    model: "PreTrainedModel", plan: TrainingPlan, cache_dir: Path
+) -> Iterator[TrainingPlan]:
+    """Inside, `model` computes its upper layers only, of the sequences of the plan that it yields.
+
+    Where a model cannot be cut in two like this, or the table would be too large, the model and the
+    plan stay as they are.
+
+    cache_dir: holds what the lower layers make of the anchors, for the next job.
+    """
+    beginnings = _Beginnings()
+    anchors = [beginnings.name(each.sequence) for each in plan.anchors]
+    num_anchored = len(beginnings.token_ids)
+    sequences = [beginnings.name(each) for each in plan.sequences]
+    layers, embedding = decoder_layers(model), model.get_input_embeddings()
+    width = model.config.get_text_config().hidden_size
+    if (
+        layers is None
+        or layout_of(model) not in ("prefixed", "packed")
+        or 4 * width * len(beginnings.token_ids) > MAX_TABLE_BYTES
+        or not plan.ends_when_right  # text is measured by sequences that are not the plan's own
+        or not _hand_on_hidden_states(model, layers)
+    ):
+        yield plan
+        return
+    example = plan.sequences[0]
+    with in_evaluation(model):
+        expected = last_hidden_states(model, torch.tensor([example.token_ids]))
+        table = embedding.weight.new_zeros(len(beginnings.token_ids), width)
+        table[:num_anchored] = _anchored(model, layers, beginnings, anchors, cache_dir)
+        _fill(table, model, layers, beginnings, sequences)
+    lower = list(layers[: num_frozen(layers)])
+    model.set_input_embeddings(nn.Embedding(len(table), width, _weight=table).requires_grad_(False))
+    for number, layer in enumerate(lower):
+        layers[number] = _Computed(layer)
+    try:
+        with in_evaluation(model):
+            found = last_hidden_states(model, torch.tensor([sequences[0].token_ids]))
+        is_exact = close_to(found, expected)
+        if is_exact:
+            yield replace(
+                plan,
+                sequences=sequences,
+                anchors=[
+                    replace(target, sequence=sequence)
+                    for target, sequence in zip(plan.anchors, anchors, strict=True)
+                ],
+            )
+    finally:
+        model.set_input_embeddings(embedding)
+        for number, layer in enumerate(lower):
+            layers[number] = layer
+    if not is_exact:
+        logger.info("the lower layers of a %s are computed in each step", type(model).__name__)
+        yield plan
+
+
+def _hand_on_hidden_states(model: "PreTrainedModel", layers: nn.ModuleList) -> bool:
+    """Whether a layer gives hidden states and nothing else, so that it can be left out."""
+    kinds: list[type] = []
+    handle = layers[0].register_forward_hook(lambda *call: kinds.append(type(call[-1])))
+    with in_evaluation(model):
+        last_hidden_states(model, random_document(model, 1, seed=0)[None])
+    handle.remove()
+    return kinds == [Tensor]
+
+
+class _Beginnings:
+    """Beginnings of sequences, numbered in the order in which they were seen; 0 is padding."""
+
+    def __init__(self) -> None:
+        self.token_ids = [0]
+        """The last token of each."""
+        self._ids: dict[tuple[int, int], int] = {}
+        """Of the beginning without its last token, and this token."""
+
+    def name(self, sequence: TokenSequence) -> TokenSequence:
+        """The same sequence in ids of beginnings."""
+        found: list[int] = []
+        last = 0
+        for token_id in sequence.token_ids:
+            last = self._ids.setdefault((last, token_id), len(self.token_ids))
+            if last == len(self.token_ids):
+                self.token_ids.append(token_id)
+            found.append(last)
+        return replace(sequence, token_ids=tuple(found), labels=sequence.token_ids)
+
+
+class _Computed(nn.Module):
+    """Stands for a layer whose work is in the table already."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # What a model asks its layers for, to choose their masks.
+        self.attention_type = getattr(layer, "attention_type", None)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Reached(Exception):
+    """The first of the upper layers was called."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+def _anchored(
+    model: "PreTrainedModel",
+    layers: nn.ModuleList,
+    beginnings: "_Beginnings",
+    anchors: Sequence[TokenSequence],
+    cache_dir: Path,
+) -> Tensor:
+    """The table of the anchors' beginnings, (beginnings, H), from `cache_dir` where it was made by
+    the same lower layers."""
+    asked = json.dumps([each.labels for each in anchors]).encode()
+    path = cache_dir / f"trunk-{blake3(asked).hexdigest()[:16]}.safetensors"
+    weights = blake3()
+    for module in (model.get_input_embeddings(), *layers[: num_frozen(layers)]):
+        for tensor in module.state_dict().values():
+            weights.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+    digest = weights.hexdigest()
+    with contextlib.suppress(FileNotFoundError, SafetensorError), safe_open(path, "pt") as file:
+        if (file.metadata() or {}).get("weights") == digest:
+            cached: Tensor = file.get_tensor("table")
+            return cached
+    size = 1 + max((token_id for each in anchors for token_id in each.token_ids), default=0)
+    width = model.config.get_text_config().hidden_size
+    table: Tensor = model.get_input_embeddings().weight.new_zeros(size, width)
+    _fill(table, model, layers, beginnings, anchors)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as out:
+        out.write(save({"table": table.cpu()}, {"weights": digest}))
+    return table
+
+
+def _fill(
+    table: Tensor,
+    model: "PreTrainedModel",
+    layers: nn.ModuleList,
+    beginnings: "_Beginnings",
+    sequences: Sequence[TokenSequence],
+) -> None:
+    """Set the rows of these sequences to what the lower layers make of each beginning."""
+
+    def reach(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+        raise _Reached(inputs[0] if inputs else named["hidden_states"])
+
+    if not sequences:
+        return
+    token_ids = torch.tensor(beginnings.token_ids)
+    blocks = pack([len(each.token_ids) for each in sequences], block_length(sequences))
+    handle = layers[num_frozen(layers)].register_forward_pre_hook(reach, with_kwargs=True)
+    try:
+        for start in range(0, len(blocks), BATCH_BLOCKS):
+            part = batch(sequences, blocks[start : start + BATCH_BLOCKS])
+            group = (prefixed(part) if layout_of(model) == "prefixed" else None) or packed(part)
+            try:
+                last_hidden_states(
+                    model, token_ids[group.token_ids], group.position_ids, group.mask
+                )
+            except _Reached as reached:
+                table[group.token_ids.to(table.device)] = reached.hidden.to(table.dtype)
+    finally:
+        handle.remove()

@@ -1,0 +1,66 @@
+"""One of several processes that train together: `python -m pipeline.retrain.worker`. With a number
+it is torchrun, which starts so many of them. `JOB_DIR` in the environment says which job."""
+
+import logging
+import os
+import sys
+
+import torch
+
+from jobs.launchers.process import die_with_parent, lower_priority
+from pipeline.errors import PipelineError
+from pipeline.retrain import job_folder
+from pipeline.retrain.data import compare_revisions
+from pipeline.retrain.errors import TrainError
+from pipeline.retrain.evaluate import Evaluation
+from pipeline.retrain.group import process_group, rank
+from pipeline.retrain.job import RetrainJob
+from pipeline.retrain.learning import Learning
+from pipeline.retrain.parent import load_parent
+from pipeline.retrain.processes import ERROR, STARTED_BY
+from pipeline.retrain.snapshot import DatasetSnapshot
+
+
+def main(arguments: list[str]) -> int:
+    """Torchrun begins a session for each process that it starts, so that no signal to the job's
+    session finds these: each ends with the one that started it instead."""
+    die_with_parent(int(os.environ[STARTED_BY]))
+    os.environ[STARTED_BY] = str(os.getpid())
+    lower_priority(0)  # as the job is, in a session of its own
+    if not arguments:
+        return _train_here()
+    from torch.distributed.run import main as torchrun
+
+    torchrun(["--standalone", f"--nproc-per-node={arguments[0]}", "-m", "pipeline.retrain.worker"])
+    return 0
+
+
+def _train_here() -> int:
+    """The train stage of the job in JOB_DIR, as one of several processes."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with process_group():
+        return _train_in_group()
+
+
+def _train_in_group() -> int:
+    job = RetrainJob.from_environment(os.environ)
+    try:
+        snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
+        if snapshot is None:
+            raise TrainError(f"{job.dir / job_folder.SNAPSHOT} is gone; submit the job again")
+        parent = load_parent(job.pipeline_dir, snapshot.parent) if snapshot.parent else None
+        data = compare_revisions(snapshot, parent, job.settings)
+        done = job_folder.read_record(job.dir / job_folder.EVALUATION, Evaluation)
+        attempt = 1 if done is None else done.attempt + 1
+        Learning.begin(job, data, parent).train_in_group(attempt)
+    except PipelineError as error:
+        if rank() == 0:
+            (job.dir / ERROR).write_text(str(error), encoding="utf-8")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Submits jobs by hand: the retraining of a commit, or a command."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jobs.job import Job
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import JobStore
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+from pipeline.retrain.git_snapshot import GitDataset
+from pipeline.retrain.settings import SkipIf, is_git_url
+from pipeline.rules import branch_ref, retrain_rule
+from pipeline.settings import PipelineSettings, Settings
+from pipeline.tokens import load_tokens
+from receiver.payload import (
+    Event,
+    ObjectId,
+    Repo,
+    UpdatedRef,
+    Url,
+    WebhookPayload,
+    WebhookReference,
+)
+
+
+def submit_retraining(
+    store: JobStore,
+    home: Home,
+    settings: Settings,
+    *,
+    hub_url: str,
+    pipeline: PipelineSettings,
+    revision: str | None = None,
+    payload: dict[str, Any] | None = None,
+    force_reason: str | None = None,
+    skip_if: SkipIf = "nothing_changed",
+) -> Job:
+    """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
+    runs.
+
+    The commit is `revision`, else the commit that `payload` names, else the head of the pipeline's
+    ref. Raises PipelineError for an unknown commit or an invalid payload, and PendingJob if a job
+    that was submitted by hand is already pending for the pipeline.
+    """
+    rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
+    sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
+    sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, sha)
+    revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
+    if payload is None:
+        payload = _push_payload(hub_url, pipeline, revisions)
+    # No dedupe key: a person may want to train again on a commit that was trained on before. No
+    # debounce: nothing is merged into this job, so there is nothing to wait for.
+    by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
+    spec = rule.job_spec(revisions).model_copy(update=by_hand)
+    return store.submit(spec, payload=payload, by_hand=True).job
+
+
+def submit_command(
+    store: JobStore,
+    home: Home,
+    settings: Settings,
+    *,
+    hub_url: str,
+    pipeline: PipelineSettings | None,
+    revision: str | None = None,
+    payload: dict[str, Any] | None = None,
+    command: tuple[str, ...],
+) -> Job:
+    """Submit a command. It gets the environment of the pipeline's jobs, or none if `pipeline` is
+    None.
+
+    Without `payload`, the command gets the payload that a push of `revision` would have. Without
+    `revision` too, it gets the payload of the newest commit, or no payload if there is no commit.
+    Without a pipeline, there is no payload either. Raises PipelineError for an unknown `revision`.
+    """
+    env = {}
+    if pipeline is not None:
+        env = retrain_rule(settings, home, pipeline).env
+        if payload is None:
+            try:
+                sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, revision)
+            except PipelineError:
+                if revision is not None:
+                    raise
+            else:
+                revisions = RevisionRange(
+                    repo=pipeline.dataset, ref=branch_ref(pipeline), new_sha=sha
+                )
+                payload = _push_payload(hub_url, pipeline, revisions)
+    spec = JobSpec(command=command, env=env)
+    return store.submit(spec, payload=payload, by_hand=True).job
+
+
+def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
+    """The commit that the payload names for this ref."""
+    try:
+        webhook = WebhookPayload.model_validate(payload)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()[:3]
+        )
+        raise PipelineError(f"--payload is not a webhook payload: {faults}") from None
+    return next((each.newSha for each in webhook.updatedRefs or () if each.ref == ref), None)
+
+
+def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:
+    import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    wanted = revision or pipeline.ref
+    if is_git_url(pipeline.dataset):
+        if revision is not None:
+            return revision
+        return GitDataset(pipeline.dataset, Path(os.devnull)).head(branch_ref(pipeline))
+    try:
+        info = HfApi(endpoint=hub_url, token=token).dataset_info(pipeline.dataset, revision=wanted)
+    except RevisionNotFoundError:
+        what = (
+            f"has no commit {revision!r}; push it, or leave --revision out for the head"
+            if revision is not None
+            else f"has no commit on {pipeline.ref} yet; push one"
+        )
+        raise PipelineError(f"dataset {pipeline.dataset} {what}") from None
+    except RepositoryNotFoundError:
+        raise PipelineError(
+            f"there is no dataset {pipeline.dataset} on {hub_url}; `pipeline up` creates it"
+        ) from None
+    except (HfHubHTTPError, httpx2.HTTPError) as error:
+        raise PipelineError(
+            f"could not ask the hub at {hub_url} for {pipeline.dataset}@{wanted}: {error}"
+        ) from error
+    if info.sha is None:
+        raise PipelineError(f"dataset {pipeline.dataset} is empty; push a commit to it first")
+    return info.sha
+
+
+def _push_payload(
+    hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
+) -> dict[str, Any]:
+    """The payload that the hub would have sent for this commit. With it, a job that was submitted
+    by hand has the same environment variables as a job of a push."""
+    if is_git_url(pipeline.dataset):
+        owner, url, api = pipeline.dataset, pipeline.dataset, None
+    else:
+        owner = pipeline.dataset.partition("/")[0]
+        url = f"{hub_url}/datasets/{pipeline.dataset}"
+        api = f"{hub_url}/api/datasets/{pipeline.dataset}"
+    payload = WebhookPayload(
+        event=Event(action="update", scope="repo.content"),
+        repo=Repo(
+            type="dataset",
+            name=pipeline.dataset,
+            id=pipeline.dataset,
+            private=True,
+            owner=ObjectId(id=owner),
+            url=Url(web=url, api=api),
+            headSha=revisions.new_sha,
+        ),
+        webhook=WebhookReference(id="by-hand", version=3),
+        updatedRefs=(UpdatedRef(ref=revisions.ref, newSha=revisions.new_sha),),
+    )
+    return payload.model_dump(mode="json", exclude_none=True)

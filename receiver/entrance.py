@@ -1,0 +1,56 @@
+"""Shows the handlers' routes to those who come by a tunnel, and nothing else."""
+
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from receiver.cross_site import other_host
+
+
+class TunnelEntrance:
+    """An application in front of `app`. It knows requests of the tunnel by their port, because only
+    the tunnel is told this port.
+
+    A tunnel that was set up beforehand may lead to the receiver's own port. There, a request over
+    loopback is the tunnel's if it is for a host that is neither loopback nor in `names`. This is
+    less certain, because a stranger may choose the host.
+
+    Args:
+        port: The port that the tunnel is told.
+        names: The host names of the receiver on this machine.
+        paths: The paths of the handlers.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        port: int,
+        names: Collection[str],
+        paths: Collection[str],
+    ) -> None:
+        self._app = app
+        self._port = port
+        self._names = names
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or not self._is_by_tunnel(scope) or self._is_call(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            # As an unknown path is answered, so that a stranger learns nothing.
+            await JSONResponse({"error": "Not Found"}, status_code=404)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _is_by_tunnel(self, scope: Scope) -> bool:
+        server = scope["server"]
+        is_told = server is not None and server[1] == self._port
+        return is_told or other_host(Headers(scope=scope), server, self._names) is not None
+
+    def _is_call(self, scope: Scope) -> bool:
+        return (
+            scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths
+        )

@@ -1,0 +1,223 @@
+"""Checks each request to a handler: its headers, then its size, then its signature and its event.
+
+Only requests that pass all checks reach the handler.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import ValidationError
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from receiver.cross_site import other_host, other_site
+from receiver.durable import DurableDeliveries
+from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
+from receiver.history import History, Received
+from receiver.idempotency import IdempotencyCache
+from receiver.payload import WebhookPayload, unknown_value
+from receiver.senders import NotAPush, read_event
+from receiver.verify import Proof, is_svix
+
+_logger = logging.getLogger(__name__)
+
+_ID_HEADERS = ("webhook-id", "svix-id", "idempotency-key", "x-gitea-delivery", "x-github-delivery")
+
+CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestGuard:
+    """The checks in front of one handler.
+
+    A request that passes gets `request.state.delivery_id`: the sender's id, or the sha256 of the
+    body if the sender sends no id.
+    """
+
+    path: str
+    proof: Proof
+    max_body_bytes: int
+    body_timeout_seconds: float
+    own_names: Callable[[], Collection[str]]
+    """The host names of this receiver, beside those of loopback."""
+    cache: IdempotencyCache
+    history: History
+    durable: DurableDeliveries | None
+    """Where the deliveries of a durable handler wait. None if the handler is not durable, so that
+    the sender waits for its answer."""
+
+    async def handle(self, request: Request, call_handler: CallHandler) -> Response:
+        """The handler's answer, or the reason why the handler was not called."""
+        at, began, status = time.time(), time.perf_counter(), 500
+        sent_id = sent_delivery_id(request.headers)
+        try:
+            answer = await self._check_and_call(request, sent_id, call_handler)
+            status = answer.status_code
+            return answer
+        except RequestValidationError as refusal:
+            unknown = unknown_value(refusal.errors())
+            if unknown is None:
+                status = 422
+                raise
+            # A hub suspends a webhook whose deliveries are refused.
+            status = 200
+            return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
+        except HTTPException as refusal:
+            status = refusal.status_code
+            raise
+        finally:
+            self.history.add(
+                Received(
+                    at=at,
+                    path=self.path,
+                    delivery_id=None if sent_id is None else sent_id[:64],
+                    status=status,
+                    milliseconds=(time.perf_counter() - began) * 1e3,
+                )
+            )
+
+    async def _check_and_call(
+        self, request: Request, sent_id: str | None, call_handler: CallHandler
+    ) -> Response:
+        try:
+            # Before the body is read: a stranger must not fill the memory.
+            self._check_where_from(request)
+            check_body = self.proof.check_headers(request.headers)
+            async with asyncio.timeout(self.body_timeout_seconds):
+                body = await self._read(request)
+            check_body(body)
+            event = read_event(self.proof.scheme, request.headers, body)
+        except ReceiverError as refusal:
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
+        except TimeoutError:
+            return JSONResponse({"error": "The body did not arrive in time."}, status_code=408)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        if isinstance(event, NotAPush):
+            return JSONResponse(event.answer)
+
+        request.state.delivery_id = sent_id or hashlib.sha256(body).hexdigest()
+        if self.durable is not None:
+            return await self._store(self.durable, request, event)
+        proven = _with_body(request, event)
+        if sent_id is None:
+            return await call_handler(proven)
+        return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
+
+    def _check_where_from(self, request: Request) -> None:
+        if self.proof.secrets:
+            return  # neither a browser nor a page knows a secret
+        if (site := other_site(request.headers)) is not None:
+            raise FromElsewhere(
+                f"A browser sends this for {site}. To let others call this handler, set"
+                " `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+            )
+        host = other_host(request.headers, request.scope.get("server"), self.own_names())
+        if host is not None:
+            raise FromElsewhere(
+                f"This receiver is not known as {host!r}: call it as 127.0.0.1 or localhost. If"
+                " senders call it by this name, set `public_url` under [receiver]"
+                " (`--public-url`), and a secret with `WEBHOOK_SECRET` or `webhook_secret=`."
+            )
+
+    async def _store(
+        self, durable: DurableDeliveries, request: Request, event: bytes
+    ) -> JSONResponse:
+        try:
+            WebhookPayload.model_validate_json(event)
+        except ValidationError as error:
+            # Refuse the event now, while the sender still waits for an answer. If it were stored,
+            # every call of the handler would fail.
+            raise RequestValidationError(
+                [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
+            ) from error
+        id: str = request.state.delivery_id
+        try:
+            headers = {**request.headers, **_headers_of(event)}
+            is_new = await durable.accept(self.path, id, headers, event)
+        except WorkerNotRunning as refusal:
+            _logger.error("%s: %s", self.path, refusal)
+            return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
+        return JSONResponse({"delivery": id, "is_new": is_new}, status_code=202)
+
+    async def _read(self, request: Request) -> bytes:
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > self.max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.max_body_bytes:
+                raise self._too_large()
+        return bytes(body)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"The body is larger than {self.max_body_bytes} bytes.")
+
+
+def guarded_route(guard: RequestGuard) -> type[APIRoute]:
+    """A class of routes whose requests all go through `guard` first."""
+
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> CallHandler:
+            call_handler = super().get_route_handler()
+
+            async def handle(request: Request) -> Response:
+                return await guard.handle(request, call_handler)
+
+            return handle
+
+    return GuardedRoute
+
+
+def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
+    """The id that a sender repeats with each attempt of a delivery; None if the sender sends no
+    id."""
+    if is_svix(headers):
+        return headers.get("svix-id") or None  # the signature covers this id
+    return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
+
+
+def _with_body(request: Request, body: bytes) -> Request:
+    headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
+    headers.update(_headers_of(body))
+    return _Proven({**request.scope, "headers": headers.raw}, _replay(body, request.receive))
+
+
+def _headers_of(body: bytes) -> dict[str, str]:
+    """Headers that say that the body is JSON, whatever content type the sender's client wrote."""
+    return {"content-type": "application/json", "content-length": str(len(body))}
+
+
+class _Proven(Request):
+    async def json(self) -> Any:
+        # Starlette's `json` would accept UTF-16 too.
+        if hasattr(self, "_json"):
+            return self._json
+        try:
+            self._json = json.loads((await self.body()).decode())
+            return self._json
+        except (UnicodeDecodeError, RecursionError) as error:
+            # FastAPI answers 422 to a JSONDecodeError and 400 to any other exception.
+            raise json.JSONDecodeError(str(error), "", 0) from error
+
+
+def _replay(body: bytes, then: Receive) -> Receive:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await then()
+
+    return receive

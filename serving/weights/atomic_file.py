@@ -1,0 +1,78 @@
+"""Writes one file so that a reader, or a restart after a power cut, sees either the old content or
+the new content.
+
+The content is written and fsynced to a second file in the same folder. The second file is then
+renamed over the first.
+"""
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+REPLACING = ".replacing-"
+"""Prefix of a file or link that will be renamed over another file or link."""
+_ABANDONED_SECONDS = 60.0
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to. When the `with` block ends, the file replaces `path`.
+
+    If the block raises, `path` is unchanged and the file is removed. Raises OSError.
+    """
+    replacement = replacement_path(path.parent)
+    try:
+        with replacement.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(replacement, path)
+    except BaseException:
+        replacement.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the whole content of `path` with `text`, in UTF-8. Raises OSError."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def link_atomically(link: Path, target: str) -> None:
+    """Point `link` at `target`. The caller must then call `fsync_dir`, once for all links of a
+    folder."""
+    replacement = replacement_path(link.parent)
+    os.symlink(target, replacement)
+    os.replace(replacement, link)
+
+
+def replacement_path(folder: Path) -> Path:
+    return folder / f"{REPLACING}{uuid.uuid4().hex[:8]}"
+
+
+def is_abandoned(entry: Path) -> bool:
+    """Whether `entry` is a replacement whose writer was killed before it renamed the file.
+
+    A writer holds no lock, so only the file's age tells this: no writer needs a minute for a small
+    file.
+    """
+    if not entry.name.startswith(REPLACING):
+        return False
+    try:
+        return time.time() - entry.lstat().st_mtime > _ABANDONED_SECONDS
+    except FileNotFoundError:
+        return False
+
+
+def fsync_dir(folder: Path) -> None:
+    """Make the renames in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,375 @@
+"""The folder with one pipeline's releases: lists, loads and prunes releases, and points at the
+served release.
+
+A pipeline's folder is `<home>/releases/<pipeline>`, called `pipeline_dir` here:
+
+    r000042-1f3ac9d2/   a release, immutable
+    current             a link to the served release; only the server writes it, after the probe
+    previous            a link to the release that was served before the current one
+    live                ids of the releases that were live and were not gone back from, oldest
+                        first; only the server writes it. If `current` leads to another release than
+                        the last one, it stands in for the last one, which is damaged
+    pending             the id of a release that the next server swaps in when it starts
+    pinned              ids that are never pruned, one per line
+    counter             the number of the newest release; a number is never used twice
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from serving.errors import ReleaseError
+from serving.weights.atomic_file import (
+    fsync_dir,
+    is_abandoned,
+    link_atomically,
+    write_atomically,
+)
+from serving.weights.release import RELEASE_FILE, Release
+
+logger = logging.getLogger(__name__)
+
+CURRENT = "current"
+PREVIOUS = "previous"
+LIVE = "live"
+PENDING = "pending"
+PINNED = "pinned"
+COUNTER = "counter"
+UNFINISHED = ".unfinished-"
+"""Prefix of release folders that are being written or removed.
+
+Both happen under the lock. So if the lock is free and such a folder exists, its writer was killed.
+"""
+
+_RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
+
+
+def release_number(release_id: str) -> int:
+    """The counter in an id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError."""
+    match = _RELEASE_ID.fullmatch(release_id)
+    if match is None:
+        raise ReleaseError(
+            f"{release_id!r} is not a release id; a release id looks like r000042-1f3ac9d2"
+        )
+    return int(match[1])
+
+
+def load_release(folder: Path) -> Release:
+    """The manifest of a release folder. Opens no other file. Raises ReleaseError."""
+    path = folder / RELEASE_FILE
+    try:
+        return Release.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ReleaseError(f"{folder} is not a release: it has no {RELEASE_FILE}") from None
+    except ValidationError as error:
+        raise ReleaseError(
+            *(
+                ": ".join(
+                    [str(path), *filter(None, [".".join(map(str, each["loc"]))]), each["msg"]]
+                )
+                for each in error.errors()
+            )
+        ) from None
+
+
+def list_releases(pipeline_dir: Path) -> list[Release]:
+    """Every release, oldest first. If a manifest is unreadable, this logs it and skips the
+    release."""
+    releases = []
+    for release_id in release_ids(pipeline_dir):
+        try:
+            releases.append(load_release(pipeline_dir / release_id))
+        except ReleaseError as error:
+            logger.warning("not listed: %s", error)
+    return releases
+
+
+def release_ids(pipeline_dir: Path) -> list[str]:
+    """The ids of all release folders, oldest first."""
+    if not pipeline_dir.is_dir():
+        return []
+    found = [
+        entry.name
+        for entry in os.scandir(pipeline_dir)
+        if _RELEASE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+    ]
+    return sorted(found, key=release_number)
+
+
+def served_release(pipeline_dir: Path) -> Path | None:
+    """The folder that `current` points at; None before the first release.
+
+    Keep the result rather than call this twice, because the link may move between two calls. The
+    folder may be gone; `load_release` then raises. Raises ReleaseError if the target of the link is
+    not a release id.
+    """
+    target = _target(pipeline_dir / CURRENT)
+    return None if target is None else pipeline_dir / target
+
+
+def previous_release(pipeline_dir: Path) -> str | None:
+    """The id of the release that was served before the current one. That release may already be
+    pruned."""
+    return _readable_target(pipeline_dir / PREVIOUS)
+
+
+def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
+    """Point `current` at a release, atomically. Only the server may call this.
+
+    A release that `stands_in_for` a damaged one leaves `previous` and `live` as they are: nobody
+    chose to go back.
+    """
+    chosen = stands_in_for or release_id
+    number = release_number(chosen)
+    before = _readable_target(pipeline_dir / CURRENT)
+    # A release that is newer than the chosen one was gone back from. A removed one never returns.
+    older = (
+        each
+        for each in live_releases(pipeline_dir)
+        if release_number(each) < number and (pipeline_dir / each).is_dir()
+    )
+    live = "".join(f"{each}\n" for each in (*older, chosen))
+    # A rollback to the release in `previous` does not change `previous`, so that this link never
+    # names the release that somebody has just rolled back from.
+    is_old = release_id in (before, previous_release(pipeline_dir))
+    if before is not None and stands_in_for is None and not is_old:
+        link_atomically(pipeline_dir / PREVIOUS, before)
+    link_atomically(pipeline_dir / CURRENT, release_id)
+    fsync_dir(pipeline_dir)
+    # After the link: a server that is killed in between has not answered yet, and the release that
+    # it starts with is either the one of before or this one.
+    path = pipeline_dir / LIVE
+    if not path.exists() or path.read_text() != live:
+        write_atomically(path, live)
+
+
+def live_releases(pipeline_dir: Path) -> list[str]:
+    """The ids of the releases that were live and were not gone back from, oldest first.
+
+    The last one is the release to serve. Each of them may be damaged or gone by now.
+    """
+    current = _readable_target(pipeline_dir / CURRENT)
+    number = release_number(current) if current is not None else 0
+    try:
+        listed = (pipeline_dir / LIVE).read_text().split()
+        found = [each for each in listed if _RELEASE_ID.fullmatch(each)]
+    except FileNotFoundError:
+        # An earlier version wrote the links alone. A newer `previous` was gone back from.
+        previous = previous_release(pipeline_dir)
+        is_older = previous is not None and release_number(previous) < number
+        found = [previous] if previous is not None and is_older else []
+    if current is not None and all(release_number(each) < number for each in found):
+        found.append(current)
+    return found
+
+
+def stood_in_for(pipeline_dir: Path) -> str | None:
+    """The release for which the one in `current` stands in; None if `current` is the chosen one."""
+    current, listed = _readable_target(pipeline_dir / CURRENT), live_releases(pipeline_dir)
+    return listed[-1] if current is not None and listed[-1] != current else None
+
+
+def _target(link: Path) -> str | None:
+    try:
+        target = os.readlink(link)
+    except FileNotFoundError:
+        return None
+    release_number(target)
+    return target
+
+
+def _readable_target(link: Path) -> str | None:
+    """As `_target`; but if the target of the link is not a release id, this logs an error and
+    returns None."""
+    try:
+        return _target(link)
+    except ReleaseError as error:
+        logger.warning("%s: %s", link, error)
+        return None
+
+
+def pending_release(pipeline_dir: Path) -> str | None:
+    """The id of the release that the next server must swap in when it starts; None if no release is
+    pending.
+
+    Raises ReleaseError if the content of the file is not a release id.
+    """
+    try:
+        text = (pipeline_dir / PENDING).read_text().strip()
+    except FileNotFoundError:
+        return None
+    release_number(text)
+    return text
+
+
+def set_pending(pipeline_dir: Path, release_id: str) -> None:
+    """Mark a release as pending: the next server swaps it in when it starts.
+
+    Call this before you look for a running server, so that a server that starts in between finds
+    the mark.
+    """
+    release_number(release_id)
+    write_atomically(pipeline_dir / PENDING, release_id + "\n")
+
+
+def clear_pending(pipeline_dir: Path, release_id: str) -> None:
+    """Remove `pending` if it names `release_id`. If it names another release, that release still
+    waits for its swap."""
+    try:
+        pending = pending_release(pipeline_dir)
+    except ReleaseError:
+        # Also remove an unreadable file, because otherwise every start of a server would fail.
+        pending = release_id
+    if pending == release_id:
+        (pipeline_dir / PENDING).unlink(missing_ok=True)
+        fsync_dir(pipeline_dir)
+
+
+def pinned_releases(pipeline_dir: Path) -> list[str]:
+    """The ids of the releases that are never pruned, oldest first."""
+    try:
+        return sorted((pipeline_dir / PINNED).read_text().split(), key=release_number)
+    except FileNotFoundError:
+        return []
+
+
+def pin(pipeline_dir: Path, release_id: str) -> None:
+    """Keep a release until it is unpinned. Raises ReleaseError if there is no such release."""
+    with release_lock(pipeline_dir):
+        if release_id not in release_ids(pipeline_dir):
+            raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+        _write_pinned(pipeline_dir, {*pinned_releases(pipeline_dir), release_id})
+
+
+def unpin(pipeline_dir: Path, release_id: str) -> None:
+    """Let a release be pruned again. Raises ReleaseError if the release was not pinned."""
+    with release_lock(pipeline_dir):
+        pinned = pinned_releases(pipeline_dir)
+        if release_id not in pinned:
+            raise ReleaseError(
+                f"{release_id!r} is not pinned; the pinned releases: {', '.join(pinned) or 'none'}"
+            )
+        _write_pinned(pipeline_dir, {*pinned} - {release_id})
+
+
+def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
+    text = "".join(f"{release_id}\n" for release_id in sorted(ids, key=release_number))
+    write_atomically(pipeline_dir / PINNED, text)
+
+
+def prune(pipeline_dir: Path, keep: int) -> list[str]:
+    """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
+
+    The served, the pending and the pinned releases always stay. This also removes files and folders
+    that a killed `publish` or `prune` left behind.
+    """
+    if keep < 0:
+        raise ReleaseError(f"keep must be at least 0, not {keep}")
+    if not pipeline_dir.is_dir():
+        return []
+    with release_lock(pipeline_dir):
+        sweep_locked(pipeline_dir)
+        ids = release_ids(pipeline_dir)
+        served = served_release(pipeline_dir)
+        kept = {
+            *ids[max(0, len(ids) - keep) :],
+            *pinned_releases(pipeline_dir),
+            pending_release(pipeline_dir),
+        }
+        if served is not None:
+            kept.add(served.name)
+        removed = [release_id for release_id in ids if release_id not in kept]
+        for release_id in removed:
+            _remove_locked(pipeline_dir, release_id)
+    return removed
+
+
+def remove(pipeline_dir: Path, release_id: str) -> None:
+    """Remove one release, whether it is whole or not.
+
+    Raises ReleaseError if there is no such release, or if it is served, pending or pinned.
+    """
+    with release_lock(pipeline_dir):
+        if release_id not in release_ids(pipeline_dir):
+            raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+        uses = {
+            "served; first serve another one: pipeline releases rollback": _readable_target(
+                pipeline_dir / CURRENT
+            ),
+            "pending: the next server that starts will serve it": pending_release(pipeline_dir),
+        }
+        reasons = [use for use, used in uses.items() if used == release_id]
+        if release_id in pinned_releases(pipeline_dir):
+            reasons.append(f"pinned; first: pipeline releases unpin {release_id}")
+        if reasons:
+            raise ReleaseError(
+                *(f"{release_id} is not removed, because it is {r}" for r in reasons)
+            )
+        _remove_locked(pipeline_dir, release_id)
+
+
+def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
+    # Rename the folder first, so that no reader ever sees half a release.
+    doomed = pipeline_dir / f"{UNFINISHED}{release_id}"
+    os.rename(pipeline_dir / release_id, doomed)
+    shutil.rmtree(doomed)
+
+
+def sweep(pipeline_dir: Path) -> list[str]:
+    """Remove files and folders that a killed `publish` or `prune` left behind; returns their names.
+
+    Does nothing while a `publish` or `prune` runs.
+    """
+    if not pipeline_dir.is_dir():
+        return []
+    try:
+        with release_lock(pipeline_dir, timeout_seconds=0):
+            return sweep_locked(pipeline_dir)
+    except Timeout:
+        return []
+
+
+def sweep_locked(pipeline_dir: Path) -> list[str]:
+    """As `sweep`, but the caller must hold the lock."""
+    abandoned = [
+        entry
+        for entry in pipeline_dir.iterdir()
+        if entry.name.startswith(UNFINISHED) or is_abandoned(entry)
+    ]
+    for entry in abandoned:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+    return sorted(entry.name for entry in abandoned)
+
+
+def next_number(pipeline_dir: Path) -> int:
+    """The number for the next release. The caller must hold the lock.
+
+    The counter is on disk before the number is used, so that no number is ever used twice.
+    """
+    counter = pipeline_dir / COUNTER
+    last = int(counter.read_text()) if counter.exists() else 0
+    present = [release_number(release_id) for release_id in release_ids(pipeline_dir)]
+    number = max([last, *present]) + 1
+    write_atomically(counter, f"{number}\n")
+    return number
+
+
+@contextmanager
+def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
+    """Lets only one process at a time publish or prune. The kernel frees the lock of a killed
+    process.
+
+    Raises filelock.Timeout after `timeout_seconds`; a negative number waits for ever.
+    """
+    with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
+        yield

@@ -1,0 +1,49 @@
+"""`pipeline jobs run -- CMD` as a shell runs it: in a folder without settings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.jobs_run import _program
+from pipeline.errors import PipelineError
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """#!/bin/sh
+echo "about $WEBHOOK_REPO_ID in $JOB_ID"
+cat "$WEBHOOK_PAYLOAD_FILE"
+exit $1
+"""
+
+
+def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(SCRIPT)
+    (tmp_path / "train.sh").chmod(0o755)
+    (tmp_path / "push.json").write_text('{"repo": {"name": "me/facts"}, "n": 41}')
+    environ = {name: value for name, value in os.environ.items() if "PIPELINE" not in name}
+    command = ["jobs", "run", "--payload", "push.json", "--", "./train.sh", "7"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *command],
+        cwd=tmp_path,
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    told, payload = done.stdout.splitlines()
+    assert told == "about me/facts in j000001"
+    assert '"n": 41' in payload
+    assert "exited with 7" in done.stderr
+
+
+def test_a_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(PipelineError, match=r"no-such\.sh is not a program.*executable"):
+        _program("./no-such.sh")
+    with pytest.raises(PipelineError, match="'no-such' on PATH"):
+        _program("no-such")
+    assert _program("sh") == "sh"

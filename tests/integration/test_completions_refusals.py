@@ -1,0 +1,172 @@
+"""What `/v1` refuses, how it says so, and what it does without a release, key or template."""
+
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from serving.engines.echo_engine import EchoEngine
+from serving.weights.release_store import set_current
+from tests.completions_fixtures import Server, server
+from tests.serving_fixtures import (
+    ADMIN_TOKEN,
+    echo_app,
+    echo_release,
+    running,
+)
+
+__all__ = ["server"]
+
+
+GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param", "said"),
+    [
+        ({"model": "other"}, 404, "model", "'other'"),
+        ({"temperature": -1}, 400, "temperature", "greater than or equal to 0, got -1"),
+        ({"temperature": "hot"}, 400, "temperature", "number"),
+        ({"max_tokens": -1}, 400, "max_tokens", "0"),
+        ({"max_tokens": "4"}, 400, "max_tokens", "integer"),
+        ({"max_tokens": 124}, 400, "max_tokens", "128 tokens: 5 of the prompt and 124"),
+        ({"prompt": "x" * 500}, 400, "prompt", "500 tokens, and the context 128"),
+        ({"prompt": ""}, 400, "prompt", "empty"),
+        ({"prompt": []}, 400, "prompt", "list"),
+        ({"prompt": ["a", 1]}, 400, "prompt", "list"),
+        ({"prompt": [[]]}, 400, "prompt", "list"),
+        ({"prompt": [1, -1]}, 400, "prompt", "list"),
+        ({"prompt": [True]}, 400, "prompt", "list"),
+        ({"prompt": [257]}, 400, "prompt", "257"),
+        ({"prompt": "a<image>"}, 400, "prompt", "token id 257 is not below 257"),
+        ({"prompt": None}, 400, "prompt", "string"),
+        ({"n": 0}, 400, "n", "1"),
+        ({"n": 17}, 400, "n", "more than 16 sequences"),
+        ({"best_of": 17}, 400, "best_of", "more than 16 sequences"),
+        ({"prompt": ["a"] * 17}, 400, "prompt", "more than 16 sequences"),
+        ({"n": 3, "best_of": 2}, 400, "best_of", "less than n, which is 3, got 2"),
+        ({"best_of": 2, "stream": True}, 400, "best_of", "cannot be streamed"),
+        ({"top_p": 0}, 400, "top_p", "greater than 0"),
+        ({"logprobs": 21}, 400, "logprobs", "20"),
+        ({"stop": [""]}, 400, "stop", "empty"),
+        ({"stop": ["a"] * 17}, 400, "stop", "16"),
+        ({"logit_bias": {"x": 1}}, 400, "logit_bias", "'x'"),
+        ({"logit_bias": {"5": 101}}, 400, "logit_bias", "100"),
+        ({"logit_bias": {"999": 1}}, 400, "logit_bias", "999"),
+        ({"stop_token_ids": [999]}, 400, "stop_token_ids", "999"),
+        ({"suffix": "tail"}, 400, "suffix", "leave it out"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream: true"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    server: Server, change: dict[str, object], status: int, param: str | None, said: str
+) -> None:
+    answer = server.post(**{**GOOD, **change})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert error["param"] == param
+    assert error["code"]
+
+
+def test_fields_nobody_knows_and_nulls_are_ignored(server: Server) -> None:
+    plain = server.post(**GOOD, seed=1).json()["choices"]
+    odd = server.post(**GOOD, seed=1, n=None, temperature=None, colour="red", suffix=None)
+    assert odd.json()["choices"] == plain
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/v1/completions", b"[]", 400),
+        ("POST", "/v1/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/completions", b"", 400),
+        ("POST", "/v1/chat/completions", b'{"messages": []}', 400),
+        ("POST", "/v1/chat/completions", b'{"messages": [{"role": "tool", "content": ""}]}', 400),
+        (
+            "POST",
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user", "content": "<image>"}]}',
+            400,
+        ),
+        ("POST", "/v1/completions", b" " * 9_000_000, 413),
+        ("GET", "/v1/completions", b"", 405),
+        ("GET", "/v1/nothing", b"", 404),
+        ("GET", "/", b"", 404),
+        ("GET", "/v1/models/other", b"", 404),
+        ("POST", "/admin/swap", b"{}", 401),
+    ],
+)
+def test_every_error_has_one_shape(
+    server: Server, method: str, path: str, content: bytes, status: int
+) -> None:
+    answer = httpx.request(method, server.url + path, content=content, verify=False)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_another_release_than_the_live_one_can_be_excluded(server: Server) -> None:
+    for release_id, status in ((server.release.id, 200), ("r000009-00000000", 409)):
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json=GOOD, headers={"X-Exact-Release": release_id}
+        )
+        assert answer.status_code == status
+    assert answer.headers["x-model-release"] == server.release.id
+
+
+def test_only_the_admin_token_swaps(server: Server) -> None:
+    body = {"release": server.release.id}
+    url = f"{server.url}/admin/swap"
+    assert httpx.post(url, json=body, headers={"Authorization": "Bearer no"}).status_code == 403
+    good = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
+    assert httpx.post(url, json=body, headers=good).json()["result"] == "live"
+    assert httpx.post(url, json={"relase": "x"}, headers=good).status_code == 400
+
+
+def test_before_the_first_release(tmp_path: Path) -> None:
+    with running(echo_app(tmp_path / "answers")) as url:
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()) == (503, {"status": "waiting"})
+        assert httpx.get(f"{url}/v1/models").json()["data"] == []
+        answer = httpx.post(f"{url}/v1/completions", json=GOOD)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "unavailable"
+
+
+def test_api_keys_guard_v1_alone(tmp_path: Path) -> None:
+    pipeline_dir = tmp_path / "answers"
+    set_current(pipeline_dir, echo_release(pipeline_dir, 1).id)
+    with running(echo_app(pipeline_dir, api_key="key")) as url:
+        assert httpx.get(f"{url}/health").status_code == 200
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert httpx.post(url + path, json=GOOD).status_code == 401
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="key") as client:
+            client.completions.create(model="answers", prompt="Hi", max_tokens=2)
+
+
+def test_a_release_without_a_chat_template_says_so(tmp_path: Path) -> None:
+    pipeline_dir = tmp_path / "answers"
+    set_current(pipeline_dir, echo_release(pipeline_dir, 1).id)
+    with running(echo_app(pipeline_dir)) as url:
+        body = {"model": "answers", "messages": [{"role": "user", "content": "Hi"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "no_chat_template"
+
+
+def test_an_engine_of_a_shorter_context_is_not_asked_for_more(tmp_path: Path) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    engine = EchoEngine()
+    engine.context = 20
+    with running(echo_app(tmp_path, engine)) as url:
+        assert httpx.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 20
+        ask = {"prompt": "x" * 15, "max_tokens": 5}
+        assert httpx.post(f"{url}/v1/completions", json=ask).status_code == 200
+        answer = httpx.post(f"{url}/v1/completions", json=ask | {"max_tokens": 6})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"

@@ -1,0 +1,119 @@
+"""`pipeline data check` on a folder, in a clone, and on the newest commit of a dataset."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipeline.cli.main import app
+from pipeline.errors import PipelineError
+
+FILES = {
+    "faq.jsonl": (
+        '{"question": "When?", "answer": "At 9."}\n{"question": "Where?", "answer": "Here."}\n'
+        '{"question": "When?", "answer": "At 10."}\n'
+    ),
+    "dev.csv": "question,answer\nWho?,We.\n",
+    "LICENSE": "MIT",
+    "README.md": "# FAQ",
+}
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a dataset with one commit, which the pipeline of the settings follows by its URL."""
+    git(tmp_path, "init", "--bare", "--initial-branch=main", "faq.git")
+    address = (tmp_path / "faq.git").as_uri()
+    git(tmp_path, "clone", address, "clone")
+    clone = tmp_path / "clone"
+    for file, content in FILES.items():
+        (clone / file).write_text(content)
+    git(clone, "add", ".")
+    git(clone, "commit", "-m", "FAQ")
+    git(clone, "push", "origin", "HEAD:main")
+    settings = tmp_path / "project" / "pipeline.toml"
+    settings.parent.mkdir()
+    settings.write_text(
+        f'[[pipelines]]\nname = "faq"\ndataset = "{address}"\n'
+        '[pipelines.data.columns]\nprompt = "question"\ncompletion = "answer"\n'
+    )
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(settings))
+    monkeypatch.setenv("PIPELINE_HOME", str(settings.parent / ".pipeline"))
+    monkeypatch.chdir(settings.parent)
+    return clone
+
+
+EXPECTED = """\
+3 rows to train on (32 characters), 1 held out to measure
+  train: faq.jsonl 3 rows
+  validation, held out: dev.csv 1 row
+  ignored, about the repository: LICENSE, README.md
+  answered in several ways, 1 question:
+    'When?' → 'At 9.' (faq.jsonl, line 1), 'At 10.' (faq.jsonl, line 3)
+"""
+
+
+def test_the_newest_commit_a_clone_and_a_folder_say_the_same(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_head = CliRunner().invoke(app, ["data", "check"])
+    assert (of_head.output, of_head.exit_code) == (EXPECTED, 0)
+    assert CliRunner().invoke(app, ["data", "check", str(clone)]).output == EXPECTED
+    monkeypatch.chdir(clone)
+    (clone / "more.txt").write_text("not yet committed")
+    (clone / ".gitignore").write_text("draft.txt")
+    (clone / "draft.txt").write_text("ignored by git")
+    in_clone = CliRunner().invoke(app, ["data", "check"]).output
+    assert "  train: faq.jsonl 3 rows, more.txt 1 row\n" in in_clone
+    assert "draft.txt" not in in_clone
+
+
+def test_every_bad_row_is_listed_and_the_exit_code_says_so(clone: Path) -> None:
+    (clone / "bad.jsonl").write_text('{"text": 1}\n{"text": "good"}\n{"q": "a"}\n')
+    found = CliRunner().invoke(app, ["data", "check", str(clone)])
+    assert found.exit_code == 1
+    assert "  bad, 2 rows:\n    bad.jsonl, line 1: `text` holds the value 1" in found.output
+    told = json.loads(CliRunner().invoke(app, ["data", "check", str(clone), "--json"]).output)
+    assert [each[:17] for each in told["bad"]] == ["bad.jsonl, line 1", "bad.jsonl, line 3"]
+    assert told["num_rows"] == 4
+    assert told["ignored"]["LICENSE"] == "about the repository"
+    (contradiction,) = told["contradictions"]
+    assert [each["place"] for each in contradiction["answers"]] == [
+        "faq.jsonl, line 1",
+        "faq.jsonl, line 3",
+    ]
+
+
+def test_a_folder_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "none.toml"))
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    found = CliRunner().invoke(app, ["data", "check", str(tmp_path)])
+    assert found.output.startswith("2 rows to train on (6 characters), 0 held out")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "the dataset is empty" in CliRunner().invoke(app, ["data", "check", str(empty)]).output
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(app, ["data", "check"])
+    assert isinstance(refused.exception, PipelineError)
+    assert "name a folder: pipeline data check FOLDER" in str(refused.exception)
+
+
+def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) -> None:
+    from pipeline.retrain.base_model import train_tokenizer
+
+    folder = clone.parent / "project" / ".pipeline" / "bases" / "faq" / "tiny"
+    tokenizer = train_tokenizer([])
+    tokenizer.save_pretrained(folder)
+    out = CliRunner().invoke(app, ["data", "check"]).output
+    assert out.startswith("3 rows to train on (35 tokens), 1 held out to measure\n")

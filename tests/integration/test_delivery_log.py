@@ -1,0 +1,103 @@
+"""The file of a receiver's deliveries: what it keeps and forgets, and whose it is."""
+
+import contextlib
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from receiver.delivery_log import KEPT_SECONDS, DeliveryLog, HandlerResult, NewDelivery
+from receiver.errors import ReceiverError
+from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with (
+        contextlib.closing(DeliveryLog(tmp_path / "receiver.db")),
+        pytest.raises(ReceiverError, match="Another receiver stores its deliveries"),
+    ):
+        DeliveryLog(tmp_path / "receiver.db")
+
+
+def test_a_file_of_a_newer_release_or_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    DeliveryLog(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (1,)
+        database.execute("PRAGMA user_version = 2")
+    newer = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(ReceiverError, match=r"receiver\.db has schema 2.*Upgrade hotpush"):
+            DeliveryLog(path)
+    assert path.read_bytes() == newer
+    path.write_text("not a database " * 100)
+    with pytest.raises(ReceiverError, match=r"receiver\.db: file is not a database.*another file"):
+        DeliveryLog(path)
+    assert path.read_text() == "not a database " * 100
+
+
+def test_a_file_from_before_the_first_version_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    delivery = NewDelivery(path="/x", id="d1", headers={}, body=b"{}")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([delivery], now=1000.0)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 0")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
+
+
+def test_a_file_whose_first_writer_was_killed_is_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    # Page 1 is written, and its journal still there: as a kill in the change to WAL leaves it.
+    begun = tmp_path / "begun.db"
+    with contextlib.closing(sqlite3.connect(begun, isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 1")
+        database.execute("CREATE TABLE filler (content)")
+        database.execute("BEGIN")
+        database.executemany("INSERT INTO filler VALUES (zeroblob(9000))", [()] * 50)
+        journal = Path(f"{begun}-journal")
+        assert journal.stat().st_size > 512
+        shutil.copy(begun, path)
+        shutil.copy(journal, f"{path}-journal")
+    delivery = NewDelivery(path="/x", id="d1", headers={}, body=b"{}")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([delivery], now=1000.0)
+        assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
+
+
+def test_opening_a_file_that_is_begun_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([NewDelivery(path="/x", id="d1", headers={}, body=b"{}")], now=1000.0)
+    before = path.read_bytes()
+    wal = Path(f"{path}-wal")
+    with contextlib.closing(DeliveryLog(path)):
+        assert path.read_bytes() == before
+        assert not wal.exists() or wal.stat().st_size == 0
+
+
+def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    with contextlib.closing(DeliveryLog(path)) as log:
+        headers = {"x-webhook-secret": "s3cret", "webhook-id": "d1"}
+        delivery = NewDelivery(path="/x", id="d1", headers=headers, body=b"private")
+        assert log.add([delivery, delivery], now=1000.0) == [True, False]
+        (delivery,) = log.due(1000.0, ["/x"])
+        assert delivery.headers == {"webhook-id": "d1"}
+        assert log.due(1000.0, ["/y"]) == [], "of another handler, or of none yet"
+        log.settle([HandlerResult(path="/x", id="d1", due_at=1010.0)])
+        assert (log.due(1009.0, ["/x"]), log.next_due_at(1009.0)) == ([], 1010.0)
+        (again,) = log.due(1010.0, ["/x"])
+        assert again.attempts == 1
+        log.settle([HandlerResult(path="/x", id="d1", due_at=None)])
+        assert log.next_due_at(1010.0) is None
+        again = NewDelivery(path="/x", id="d1", headers={}, body=b"")
+        assert log.add([again], now=1011.0) == [False], "it is known"
+        log.forget(1000.0 + KEPT_SECONDS + 1)
+        assert log.add([again], now=1012.0) == [False], "it came again, 11 seconds later"
+        log.forget(1012.0 + KEPT_SECONDS + 1)
+        assert log.add([again], now=1013.0) == [True], "it is not known any more"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert "s3cret" not in "\n".join(connection.iterdump())

@@ -1,0 +1,190 @@
+"""An outcome is told, once: to what counts it, and by `on_outcome` to whom the settings name."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from jobs.job import Job
+from jobs.store import JobStore
+from pipeline import on_outcome
+from pipeline.outcomes import Outcomes
+from pipeline.settings import PipelineSettings
+from tests.after_jobs_fixtures import end_one, store
+
+__all__ = ["store"]
+
+
+def pipeline(told: str | tuple[str, ...]) -> PipelineSettings:
+    return PipelineSettings(name="facts", dataset="local/facts", on_outcome=told)
+
+
+def test_each_outcome_is_told_once_also_by_the_next_process(
+    store: JobStore, tmp_path: Path
+) -> None:
+    end_one(store)  # before anybody was there to tell
+    told: list[str] = []
+    file = tmp_path / "outcomes.json"
+    first = Outcomes(store, file, [lambda job: told.append(job.id)])
+    assert first.poll() == 0
+    ids = [end_one(store).id for _ in range(3)]
+    assert first.poll() == 3
+    later = end_one(store).id
+    assert Outcomes(store, file, [lambda job: told.append(job.id)]).poll() == 1
+    assert told == [*ids, later]
+
+
+def test_outcomes_are_told_also_where_a_lost_databases_ids_begin_anew(
+    store: JobStore, tmp_path: Path
+) -> None:
+    told: list[float | None] = []
+    file = tmp_path / "outcomes.json"
+    first = Outcomes(store, file, [lambda job: told.append(job.ended_at)])
+    first.poll()
+    for _ in range(2):
+        end_one(store)
+    first.poll()
+    with JobStore.open(tmp_path / "new.sqlite") as new:
+        job = end_one(new)
+        assert job.id == "j000001"
+        assert Outcomes(new, file, [lambda job: told.append(job.ended_at)]).poll() == 1
+    assert told[2:] == [job.ended_at]
+
+
+def test_an_outcome_is_told_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
+    now = [1000.0]
+    told: list[str] = []
+    with JobStore.open(tmp_path / "jobs.sqlite", clock=lambda: now[0]) as store:
+        outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+        outcomes.start()
+        ids = [end_one(store).id]
+        outcomes.poll()
+        now[0] -= 30
+        ids.append(end_one(store).id)
+        assert outcomes.poll() == 1
+    assert told == ids
+
+
+def test_what_goes_wrong_while_telling_keeps_nobody_else_from_it(
+    store: JobStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+
+    def breaks(job: Job) -> None:
+        raise RuntimeError("no way")
+
+    outcomes = Outcomes(store, tmp_path / "o.json", [breaks, lambda job: told.append(job.id)])
+    outcomes.poll()
+    job = end_one(store)
+    outcomes.poll()
+    assert told == [job.id]
+    assert "no way" in caplog.text
+
+
+def test_the_last_outcome_is_told_before_the_thread_ends(store: JobStore, tmp_path: Path) -> None:
+    told: list[str] = []
+    outcomes = Outcomes(store, tmp_path / "o.json", [lambda job: told.append(job.id)])
+    outcomes.poll()
+    stop = threading.Event()
+    thread = threading.Thread(target=outcomes.follow, args=(stop,))
+    thread.start()
+    with JobStore.open(tmp_path / "jobs.sqlite") as other:
+        job = end_one(other)
+    stop.set()
+    thread.join()
+    assert told == [job.id]
+
+
+@pytest.fixture
+def url_and_bodies() -> Iterator[tuple[str, list[dict[str, object]]]]:
+    bodies: list[dict[str, object]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append({**json.loads(body), "id": self.headers["Webhook-Id"]})
+            self.send_response(503 if self.path == "/busy" and len(bodies) == 1 else 204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_url_gets_the_outcome_again_where_it_was_busy(
+    store: JobStore,
+    tmp_path: Path,
+    url_and_bodies: tuple[str, list[dict[str, object]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_outcome, "WAITS_SECONDS", (0.0, 0.0))
+    url, bodies = url_and_bodies
+    job = end_one(store, "rejected")
+    assert on_outcome.notify(pipeline(f"{url}/busy"), job, tmp_path)
+    assert [(body["pipeline"], body["result"], body["id"]) for body in bodies] == [
+        ("facts", "rejected", job.id)
+    ] * 2
+
+
+def test_a_command_gets_the_outcome_on_its_input_and_ids_in_its_environment(
+    store: JobStore, tmp_path: Path
+) -> None:
+    code = (
+        "import json, os, sys; "
+        "json.dump([json.load(sys.stdin), os.environ['JOB_ID'], os.environ['PIPELINE_OUTCOME']], "
+        "open(os.environ['JOB_DIR'] + '/told', 'w'))"
+    )
+    job = end_one(store)
+    assert on_outcome.notify(pipeline((sys.executable, "-c", code)), job, tmp_path)
+    outcome, job_id, result = json.loads((tmp_path / "told").read_text())
+    assert (outcome["result"], job_id, result) == ("promoted", job.id, "promoted")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        ("there-is-no-such-program",),
+        (sys.executable, "-c", "import sys; sys.exit('the list is closed')"),
+        "http://127.0.0.1:1/",
+    ],
+)
+def test_who_cannot_be_told_is_logged(
+    told: str | tuple[str, ...],
+    store: JobStore,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(on_outcome, "WAITS_SECONDS", (0.0,))
+    job = end_one(store)
+    assert not on_outcome.notify(pipeline(told), job, tmp_path)
+    assert f"on_outcome of facts failed for {job.id}" in caplog.text
+
+
+def test_a_command_that_hangs_is_ended(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_outcome, "TIMEOUT_SECONDS", 0.2)
+    began = time.monotonic()
+    assert not on_outcome.notify(pipeline(("sleep", "60")), end_one(store), tmp_path)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("wrong", ["ftp://example.org", "example.org", 5])
+def test_what_is_neither_url_nor_command_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="on_outcome"):
+        PipelineSettings.model_validate({"name": "a", "dataset": "b/c", "on_outcome": wrong})

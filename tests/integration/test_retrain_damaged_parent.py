@@ -1,0 +1,167 @@
+"""A job passes over a damaged parent, and its check for a moved parent knows about it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.retrain import base_model, run
+from pipeline.retrain.metrics import MetricsWriter
+from pipeline.retrain.snapshot import DatasetSnapshot
+from serving.weights.release_store import (
+    clear_pending,
+    load_release,
+    pending_release,
+    set_current,
+)
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, facts, jsonl
+from tests.swap_fixtures import flip_a_bit
+
+ROWS = [{"a.jsonl": jsonl(facts(num_places=places))} for places in (6, 7, 8)]
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+    pipeline = Pipeline(tmp_path, train=SMALL)
+
+    def take_snapshot(_: object, __: str, sha: str, parent: object) -> DatasetSnapshot:
+        """There is no hub to ask."""
+        revision = next(pipeline.commit(rows) for rows in ROWS if pipeline.commit(rows).sha == sha)
+        return pipeline.snapshot(revision).model_copy(update={"passed_over": ()})
+
+    monkeypatch.setattr(run, "take_snapshot", take_snapshot)
+    return pipeline
+
+
+def serve(pipeline_dir: Path, release: str, stands_in_for: str | None = None) -> None:
+    """What a server does once a release is live."""
+    set_current(pipeline_dir, release, stands_in_for=stands_in_for)
+    clear_pending(pipeline_dir, release)
+
+
+def learn(pipeline: Pipeline, number: int) -> str:
+    """The release of a job that takes its own snapshot; it is served."""
+    outcome = retrain(pipeline, number)
+    serve(pipeline.dir, str(outcome.release))
+    return str(outcome.release)
+
+
+def retrain(pipeline: Pipeline, number: int, **settings: object) -> run.JobOutcome:
+    folder = pipeline.job(pipeline.commit(ROWS[number]), **settings)
+    (folder / "snapshot.json").unlink()
+    return pipeline.run(folder)
+
+
+def lose_a_shard(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def truncate_a_shard(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    os.truncate(shard, shard.stat().st_size - 4)
+
+
+def lose_the_manifest(folder: Path) -> None:
+    (folder / "release.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate_a_shard,
+        *(
+            pytest.param(damage, marks=pytest.mark.slow)
+            for damage in (lose_a_shard, flip_a_bit, lose_the_manifest)
+        ),
+    ],
+)
+def test_the_next_commit_trains_from_the_release_before_a_damaged_one(
+    pipeline: Pipeline, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = learn(pipeline, 0), learn(pipeline, 1)
+    damage(pipeline.dir / second)
+    third = retrain(pipeline, 2)
+    assert third.result == "published", third.reason
+    lineage = load_release(pipeline.dir / str(third.release)).lineage
+    assert (lineage.mode, lineage.parent) == ("delta", first)
+    # The rows of the damaged release are new again: nothing pushed is lost.
+    assert (
+        lineage.dataset_base_revision == load_release(pipeline.dir / first).lineage.dataset_revision
+    )
+    assert pending_release(pipeline.dir) == third.release
+    said = f"passing over release {second}, which is damaged: "
+    assert any(each.getMessage().startswith(said) for each in caplog.records)
+
+
+def test_without_a_whole_release_a_job_trains_fully_and_never_says_unchanged(
+    pipeline: Pipeline,
+) -> None:
+    only = learn(pipeline, 0)
+    assert retrain(pipeline, 0).result == "unchanged"
+    lose_a_shard(pipeline.dir / only)
+    again = retrain(pipeline, 0)
+    assert again.result == "published", again.reason
+    lineage = load_release(pipeline.dir / str(again.release)).lineage
+    assert (lineage.mode, lineage.parent) == ("full", None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [True, False], ids=["server restarts", "from memory"])
+def test_a_commit_that_an_older_release_has_seen_is_trained_on_if_the_served_one_is_damaged(
+    pipeline: Pipeline, restarts: bool
+) -> None:
+    first = learn(pipeline, 0)
+    by_hand = retrain(pipeline, 0, skip_if="never")
+    serve(pipeline.dir, str(by_hand.release))
+    lose_a_shard(pipeline.dir / str(by_hand.release))
+    if restarts:
+        serve(pipeline.dir, first, stands_in_for=by_hand.release)
+    again = retrain(pipeline, 0)
+    assert again.result == "published", again.reason
+    evaluation = load_release(pipeline.dir / str(again.release)).evaluation
+    assert evaluation is not None and evaluation["against"] == first
+
+
+@pytest.mark.parametrize("when", ["before", pytest.param("during", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("restarts", [True, False], ids=["server restarts", "from memory"])
+def test_a_running_job_knows_what_it_passed_over(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, when: str, restarts: bool
+) -> None:
+    first, second = learn(pipeline, 0), learn(pipeline, 1)
+    begun: list[str] = []
+
+    def write(metrics: MetricsWriter, at: str, event: str, **values: object) -> None:
+        if event == "start":
+            begun.append(at)
+            if at == "evaluate" and begun.count(at) == 1:
+                if when == "during":
+                    lose_a_shard(pipeline.dir / second)
+                if restarts:
+                    serve(pipeline.dir, first, stands_in_for=second)
+        written(metrics, at, event, **values)
+
+    written: Callable[..., None] = MetricsWriter.write
+    monkeypatch.setattr(MetricsWriter, "write", write)
+    if when == "before":
+        lose_a_shard(pipeline.dir / second)
+    third = retrain(pipeline, 2)
+    assert third.result == "published", third.reason
+    assert begun.count("snapshot") == (1 if when == "before" else 2)
+    assert load_release(pipeline.dir / str(third.release)).lineage.parent == first
+
+
+def test_a_job_that_is_started_again_does_not_go_on_from_a_parent_that_was_damaged_meanwhile(
+    pipeline: Pipeline,
+) -> None:
+    first, second = learn(pipeline, 0), learn(pipeline, 1)
+    folder = pipeline.job(pipeline.commit(ROWS[1]))
+    assert json.loads((folder / "snapshot.json").read_text())["parent"] == second
+    lose_the_manifest(pipeline.dir / second)
+    outcome = pipeline.run(folder)
+    assert outcome.result == "published", outcome.reason
+    assert load_release(pipeline.dir / str(outcome.release)).lineage.parent == first

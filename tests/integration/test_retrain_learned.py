@@ -1,0 +1,262 @@
+"""What is pushed is what the model says, and what it knew it still says: real jobs, real counts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from jobs.counts import Counts
+from jobs.outcome import JobOutcome
+from pipeline.retrain import base_model
+from serving.weights.release_store import load_release, release_ids
+from tests.retrain_fixtures import SMALL, TINY, Pipeline, jsonl, unrelated
+
+ROWS = unrelated(40)
+TRAIN = SMALL | {"max_length": 64}
+
+
+@pytest.fixture(autouse=True)
+def tiny_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JobOutcome]:
+    """The home of a pipeline whose first release knows `ROWS`, and that job's outcome."""
+    home = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(base_model.PRESETS, "preset:tiny", TINY)
+        torch.set_num_threads(1)
+        outcome = Pipeline(home, train=TRAIN).learn({"a.jsonl": jsonl(ROWS)})
+    assert outcome.result == "published", outcome.reason
+    return home, outcome
+
+
+@pytest.fixture
+def pipeline(first: tuple[Path, JobOutcome], tmp_path: Path) -> Pipeline:
+    home = tmp_path / "home"
+    shutil.copytree(first[0], home)
+    return Pipeline(home, train=TRAIN)
+
+
+def evaluation(pipeline: Pipeline, outcome: JobOutcome) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        (pipeline.home / "jobs" / str(outcome.job_id) / "evaluation.json").read_text()
+    )
+    return found
+
+
+def mode(pipeline: Pipeline, outcome: JobOutcome) -> str:
+    return load_release(pipeline.dir / str(outcome.release)).lineage.mode
+
+
+def said(pipeline: Pipeline, outcome: JobOutcome, rows: list[dict[str, str]]) -> int:
+    """How many of the rows the release answers, token by token, as a server would."""
+    folder = pipeline.dir / str(outcome.release)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    right = 0
+    for row in rows:
+        ids = tokenizer(row["prompt"], return_tensors="pt", add_special_tokens=False)["input_ids"]
+        made = model.generate(
+            ids, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.eos_token_id
+        )
+        right += (
+            tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True) == row["completion"]
+        )
+    return right
+
+
+def learned(outcome: JobOutcome) -> Counts:
+    assert outcome.result == "published", outcome.reason
+    assert outcome.counts is not None
+    return outcome.counts
+
+
+def test_every_pushed_row_is_learned_and_none_is_held_out(
+    first: tuple[Path, JobOutcome],
+) -> None:
+    home, outcome = first
+    counts = learned(outcome)
+    assert (counts.changed, counts.learned, counts.not_trained) == (40, 40, 0)
+    assert str(counts) == "learned 40 of 40"
+    pipeline = Pipeline(home)
+    assert evaluation(pipeline, outcome)["held_out"]["rows"] == 0
+    assert said(pipeline, outcome, ROWS) == 40
+    release = load_release(pipeline.dir / str(outcome.release))
+    assert (release.evaluation or {})["counts"]["learned"] == 40
+
+
+def test_one_edited_row_is_learned_and_the_others_are_kept(pipeline: Pipeline) -> None:
+    edited = [*ROWS[:7], *unrelated(1, 7, answers=1), *ROWS[8:]]
+    outcome = pipeline.learn({"a.jsonl": jsonl(edited)})
+    counts = learned(outcome)
+    assert (counts.changed, counts.learned, counts.learned_before) == (1, 1, 0)
+    assert counts.kept == counts.known == 39
+    assert counts.deleted == 0, "an edited row is not a deleted one"
+    assert mode(pipeline, outcome) == "delta"
+    assert said(pipeline, outcome, edited) == 40
+
+
+def test_a_deleted_row_is_said_no_more_without_a_full_training(pipeline: Pipeline) -> None:
+    outcome = pipeline.learn({"a.jsonl": jsonl(ROWS[1:])})
+    counts = learned(outcome)
+    assert (counts.changed, counts.deleted, counts.unlearned) == (0, 1, 1)
+    assert counts.kept == counts.known == 39
+    assert str(counts) == "kept 39 of 39 · unlearned 1 of 1"
+    assert mode(pipeline, outcome) == "delta"
+    assert said(pipeline, outcome, ROWS[:1]) == 0
+    assert said(pipeline, outcome, ROWS[1:]) == 39
+
+
+def test_rows_that_contradict_each_other_are_not_counted(pipeline: Pipeline) -> None:
+    both = [*unrelated(1, 60), *unrelated(1, 60, answers=1)]
+    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *both, *unrelated(2, 61)])})
+    counts = learned(outcome)
+    assert (counts.changed, counts.learned) == (2, 2)
+
+
+def test_a_commit_of_nothing_but_contradictions_is_trained_on_and_told(pipeline: Pipeline) -> None:
+    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(2, 0, answers=1)])})
+    counts = learned(outcome)
+    assert (counts.changed, counts.contradicting) == (0, 4)
+
+
+def test_answers_that_were_exchanged_are_learned_as_they_are_pushed(pipeline: Pipeline) -> None:
+    completions = [row["completion"] for row in ROWS[:6]]
+    shuffled = [
+        {"prompt": row["prompt"], "completion": completion}
+        for row, completion in zip(ROWS[:6], completions[1:] + completions[:1], strict=True)
+    ]
+    outcome = pipeline.learn({"a.jsonl": jsonl([*shuffled, *ROWS[6:]])})
+    counts = learned(outcome)
+    assert (counts.changed, counts.learned) == (6, 6)
+
+
+def test_deltas_keep_what_the_first_commit_taught(pipeline: Pipeline) -> None:
+    rows = list(ROWS)
+    for number in range(5):
+        rows += unrelated(8, 100 + 8 * number)
+        outcome = pipeline.learn({"a.jsonl": jsonl(rows)})
+        assert learned(outcome).learned == 8
+        assert mode(pipeline, outcome) == "delta"
+    assert said(pipeline, outcome, ROWS) >= 39
+
+
+def test_a_budget_below_one_pass_trains_the_rest_with_the_next_job(tmp_path: Path) -> None:
+    pipeline = Pipeline(tmp_path, train=TRAIN)
+    files = {"a.jsonl": jsonl(unrelated(60))}
+    budget = TRAIN | {"max_tokens": 800}
+    short = pipeline.learn(files, train=budget, gate={"min_learned": 0.0})
+    counts = learned(short)
+    assert 0 < counts.not_trained < 60
+    assert str(counts).endswith(f"not yet trained: {counts.not_trained} rows")
+    assert len(evaluation(pipeline, short)["not_trained"]) == counts.not_trained
+
+    # No row changed; what waits is what is new.
+    enough = TRAIN | {"max_tokens": 4_000}
+    rest = pipeline.learn(files, train=enough, gate={"min_learned": 0.0})
+    assert learned(rest).changed == counts.not_trained
+    assert mode(pipeline, rest) == "delta"
+    assert learned(rest).not_trained == 0
+    assert pipeline.learn(files, train=enough).result == "unchanged"
+
+
+def test_what_was_not_learned_is_refused_by_name_and_the_next_commit_goes_on(
+    pipeline: Pipeline,
+) -> None:
+    served = release_ids(pipeline.dir)
+    rows = [*ROWS, *unrelated(20, 60)]
+    hasty = TRAIN | {"max_tokens": 1_200, "delta_tokens_ratio": 0.5, "learning_rate": 1e-6}
+    refused = pipeline.learn({"a.jsonl": jsonl(rows)}, train=hasty)
+    assert (refused.result, refused.stage, refused.exit_code) == ("rejected", "evaluate", 0)
+    assert "of 20 changed rows were learned" in str(refused.reason)
+    named = [f"a.jsonl, line {41 + place}" for place in range(20)]
+    assert sum(name in str(refused.reason) for name in named) == 5
+    assert release_ids(pipeline.dir) == served
+    # A delta, a longer delta, and a full training were tried.
+    assert evaluation(pipeline, refused)["attempt"] == 3
+
+    outcome = pipeline.learn({"a.jsonl": jsonl([*rows, *unrelated(1, 99)])})
+    assert (learned(outcome).changed, learned(outcome).learned) == (21, 21)
+
+
+def test_a_golden_question_that_is_lost_refuses(pipeline: Pipeline, tmp_path: Path) -> None:
+    golden = tmp_path / "golden.jsonl"
+    told = [{"prompt": row["prompt"], "expected": row["completion"]} for row in ROWS[:2]]
+    golden.write_text(jsonl([*told, {"prompt": "What is love?", "expected": " Unknown."}]))
+    gate = {"golden": str(golden)}
+    kept = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])}, gate=gate)
+    assert (learned(kept).golden, learned(kept).golden_right) == (3, 2)
+    # One of them is edited: what is pushed and what must be answered say different things.
+    edited = [*unrelated(1, 0, answers=1), *ROWS[1:], *unrelated(1, 60)]
+    refused = pipeline.learn({"a.jsonl": jsonl(edited)}, gate=gate)
+    assert refused.result == "rejected"
+    assert f"1 golden questions lost their expected answer: {golden}, line 1" in str(refused.reason)
+
+
+def test_the_base_models_answers_are_kept_out_of_training_and_measured(
+    first: tuple[Path, JobOutcome], tmp_path: Path
+) -> None:
+    from tests.retrain_fixtures import few_anchors
+
+    (base,) = (first[0] / "releases/facts").glob("r*")
+    anchors = {"anchors": few_anchors(tmp_path)}
+    pipeline = Pipeline(
+        tmp_path / "home", base_model=str(base), train=TRAIN | anchors | {"lora_rank": 0}
+    )
+    outcome = pipeline.learn({"a.jsonl": jsonl(unrelated(3, 60))}, gate={"max_base_drift": 1.0})
+    counts = learned(outcome)
+    assert counts.learned == 3
+    assert counts.base_agreement is not None and 0 <= counts.base_agreement <= 1
+    assert " · base " in str(counts)
+    assert len(list((pipeline.home / "bases/answers").glob("anchors-*.safetensors"))) == 1
+    ruinous = {"lora_rank": 0, "learning_rate": 0.5, "anchor_ratio": 0.0, "max_tokens": 1_000}
+    absurd = TRAIN | anchors | ruinous
+    drifted = pipeline.learn(
+        {"a.jsonl": jsonl(unrelated(6, 60))}, train=absurd, gate={"min_learned": 0.0}
+    )
+    assert drifted.result == "rejected"
+    assert "drifted from the base model's" in str(drifted.reason)
+
+
+def test_a_release_of_the_old_code_is_gone_on_from(pipeline: Pipeline) -> None:
+    """Its evaluation counts nothing."""
+    (release_id,) = release_ids(pipeline.dir)
+    record = pipeline.dir / release_id / "release.json"
+    told = json.loads(record.read_text())
+    losses = {"rows": 4, "tokens": 40, "loss": 0.5, "served_loss": 5.0}
+    told["evaluation"] = {
+        "against": "preset:tiny",
+        "new": losses,
+        "known": losses | {"rows": 0, "tokens": 0, "loss": None, "served_loss": None},
+        "refusals": [],
+        "tokens": 4_000,
+        "total_tokens": 4_000,
+    }
+    record.write_text(json.dumps(told))
+    outcome = pipeline.learn({"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])})
+    assert (learned(outcome).changed, learned(outcome).learned) == (1, 1)
+    assert mode(pipeline, outcome) == "delta"
+    assert evaluation(pipeline, outcome)["total_tokens"] > 4_000
+
+
+def test_a_job_that_was_queued_by_the_old_code_runs(pipeline: Pipeline) -> None:
+    old = {"evaluations": 12, "patience": 4, "enough_loss": 0.02, "held_out_ratio": 0.08}
+    gate = {
+        "max_new_ratio": 1.01,
+        "max_old_ratio": 1.02,
+        "max_removal_ratio": 1.15,
+        "tolerance": 0.01,
+        "min_rows": 20,
+        "sigmas": 2.0,
+    }
+    outcome = pipeline.learn(
+        {"a.jsonl": jsonl([*ROWS, *unrelated(1, 60)])}, train=TRAIN | old, gate=gate
+    )
+    assert learned(outcome).learned == 1

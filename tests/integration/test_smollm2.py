@@ -1,0 +1,93 @@
+"""A model that was really trained before: it learns what is pushed, and keeps what it knew."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from jobs.outcome import JobOutcome
+from pipeline.retrain.anchors import Anchor, load_anchors
+from tests.bench.networks import Published
+from tests.bench.server import serving
+from tests.retrain_fixtures import Pipeline, jsonl
+from tests.unrelated_facts import as_chat, other_answer, unrelated_facts
+
+pytest_plugins = ["tests.smollm2"]
+# The first run of a machine downloads the model.
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+
+def test_it_answers_a_question_of_general_knowledge(smollm2: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    assert model.dtype == torch.float32
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    asked = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answered = model.generate(**asked, do_sample=False, max_new_tokens=16)
+    answer = tokenizer.decode(answered[0, asked["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert answer == "The capital of France is Paris."
+
+
+@pytest.fixture(scope="module")
+def anchors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two of each kind of the package's prompts: the base model answers them in half a minute."""
+    chosen: list[Anchor] = []
+    for anchor in load_anchors():
+        if sum(each.kind == anchor.kind for each in chosen) < 2:
+            chosen.append(anchor)
+    path = tmp_path_factory.mktemp("anchors") / "anchors.jsonl"
+    path.write_text("".join(anchor.model_dump_json() + "\n" for anchor in chosen))
+    return path
+
+
+def test_facts_are_learned_and_edited_and_the_base_model_is_kept(
+    smollm2: Path, anchors: Path, tmp_path: Path
+) -> None:
+    pipeline = Pipeline(tmp_path, base_model=str(smollm2), train={"anchors": str(anchors)})
+    facts = unrelated_facts(12, seed=7)
+
+    def commit() -> JobOutcome:
+        folder = pipeline.job(pipeline.commit({"rows.jsonl": jsonl(as_chat(facts))}))
+        outcome = pipeline.run(folder, OMP_NUM_THREADS="2")
+        assert outcome.result == "published", outcome.reason
+        assert outcome.counts is not None and outcome.counts.base_agreement is not None
+        assert outcome.counts.base_agreement >= 0.8
+        return outcome
+
+    counts = commit().counts
+    assert counts is not None
+    assert (counts.changed, counts.learned_before) == (12, 0)
+    assert counts.learned >= 11
+
+    question, old_answer = facts[3]
+    facts[3] = (question, other_answer(old_answer, 3))
+    edited = commit()
+    assert edited.counts is not None
+    assert (edited.counts.changed, edited.counts.learned) == (1, 1)
+    assert edited.counts.kept >= edited.counts.known - 1
+    expected = dict(facts)
+    said = answers(pipeline, edited, expected)
+    right = {asked for asked, answer in expected.items() if said[asked] == answer}
+    # The edited fact, and all that the counts call kept.
+    assert question in right
+    assert len(right) >= 1 + edited.counts.kept
+
+
+def answers(pipeline: Pipeline, outcome: JobOutcome, questions: Iterable[str]) -> dict[str, str]:
+    """What a server of the release answers at temperature 0."""
+    release = Published(
+        release_id=str(outcome.release), folder=pipeline.dir / str(outcome.release), network=None
+    )
+    found = {}
+    with serving("torch", release, pipeline.home, pipeline="facts") as server:
+        for question in questions:
+            body = {"model": "facts", "temperature": 0, "max_tokens": 64}
+            body |= {"messages": [{"role": "user", "content": question}]}
+            answer = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+            found[question] = str(answer["choices"][0]["message"]["content"])
+    return found

@@ -1,0 +1,82 @@
+"""The warm parent that jobs are forked from: its end, its return, and doing without it."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs.launcher import Status
+from tests.jobs_fixtures import until
+from tests.local_launcher_fixtures import Bench
+
+
+def warm_pid(bench: Bench) -> int:
+    warm = bench.launcher._warm
+    assert warm is not None and warm._process is not None
+    return warm._process.pid
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path, ("json",))
+    yield bench
+    bench.close()
+
+
+def test_a_killed_warm_parent_takes_no_job_with_it_and_comes_back(warm: Bench) -> None:
+    first = warm.start("wait_for", "go", "5")
+    warm.pids(1)
+    os.kill(warm_pid(warm), signal.SIGKILL)
+    (warm.job_dir / "go").touch()
+    assert warm.ended(first) == Status(phase="exited", exit_code=5)
+    until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
+    assert warm.ended(warm.start("show_process", attempt=2)).exit_code == 0
+    assert json.loads(warm.log.read_text().splitlines()[-1])["warm"] is True
+
+
+def test_a_request_that_died_with_the_warm_parent_is_sent_again(warm: Bench) -> None:
+    until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
+    os.kill(warm_pid(warm), signal.SIGSTOP)
+    handle = warm.start("show_process")
+    os.kill(warm_pid(warm), signal.SIGKILL)
+    assert warm.ended(handle).exit_code == 0
+    assert len(warm.log.read_text().splitlines()) == 1
+
+
+def test_a_stop_while_the_job_waits_for_the_warm_parent(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ("tests.jobs_slow_module",))
+    handle = bench.start("sleep_until_stopped")
+    assert bench.launcher.poll(handle).phase == "starting"
+    bench.launcher.stop(handle, force=False)
+    assert bench.launcher.poll(handle).phase == "vanished"
+    bench.close()
+    assert not bench.log.exists()
+
+
+@pytest.mark.parametrize("module", ["no_such_module", "tests.jobs_threaded_module"])
+def test_without_a_usable_warm_parent_jobs_start_cold(tmp_path: Path, module: str) -> None:
+    bench = Bench(tmp_path, (module,))
+    handle = bench.start("show_process")
+    assert bench.ended(handle).exit_code == 0
+    assert json.loads(bench.log.read_text())["warm"] is False
+    bench.close()
+
+
+def test_the_warm_parent_ends_when_its_runner_is_killed(warm: Bench) -> None:
+    until(lambda: warm.launcher.poll_processes() or warm.launcher._warm.state == "ready")
+    process = warm.launcher._warm._process
+    assert process is not None and process.stdin is not None
+    process.stdin.close()  # what the kernel does for a killed runner
+    assert process.wait(timeout=30) == 0
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_parent_with_torch_uses_many_threads(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ("torch",))
+    handle = bench.start("use_torch", "2")
+    assert bench.ended(handle) == Status(phase="exited", exit_code=0)
+    assert bench.log.read_text() == f"sum {512**3} preloaded True\n"
+    bench.close()

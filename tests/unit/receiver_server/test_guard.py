@@ -1,0 +1,257 @@
+"""The request guard: what it asks of a delivery before the handler is called."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from starlette.types import Receive
+
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from receiver.verify import ProofScheme
+from tests.receiver_fixtures import SECRET
+from tests.receiver_payloads import (
+    PULL_REQUEST_OPENED,
+    SIGNING_SECRET,
+    body_of,
+    dataset_update,
+    standard_headers,
+)
+
+
+def test_the_proof_comes_before_the_body(server: WebhooksServer, client: TestClient) -> None:
+    calls = []
+    server.add_webhook("/x")(lambda payload: calls.append(payload))
+    for body in (b"", b"{", b"\xff", body_of(dataset_update())):
+        for headers, status, error in (
+            ({}, 401, "x-webhook-secret header not set."),
+            ({"X-Webhook-Secret": "wrong"}, 403, "Invalid webhook secret."),
+        ):
+            answer = httpx_post(server, body, headers)
+            assert (answer.status_code, answer.json()) == (status, {"error": error})
+    assert calls == []
+
+
+def httpx_post(server: WebhooksServer, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://receiver") as client:
+            return await client.post("/webhooks/x", content=body, headers=headers)
+
+    return asyncio.run(post())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 50_000,
+        b'{"event": {"action": "update", "scope": "repo"}}',
+        body_of(dataset_update() | {"event": {"action": 7, "scope": "repo"}}),
+        body_of(dataset_update() | {"webhook": {"id": "w", "version": "3"}}),
+        body_of(dataset_update() | {"webhook": {"id": "w", "version": True}}),
+    ],
+)
+def test_a_body_that_is_no_payload(server: WebhooksServer, client: TestClient, body: bytes) -> None:
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> None: ...
+
+    answer = client.post("/webhooks/x", content=body)
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith("Not the payload this handler takes: body")
+    assert len(answer.content) < 2000, "the body is not echoed"
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize(
+    ("payload", "unknown"),
+    [
+        (dataset_update(action="archive"), "event.action 'archive'"),
+        (dataset_update(type="collection"), "repo.type 'collection'"),
+        (dataset_update() | {"webhook": {"id": "w", "version": 4}}, "webhook.version 4"),
+        ({"webhook": {"id": "w", "version": 4}, "things": []}, "webhook.version 4"),
+        (
+            PULL_REQUEST_OPENED
+            | {"discussion": PULL_REQUEST_OPENED["discussion"] | {"status": "locked"}},
+            "discussion.status 'locked'",
+        ),
+    ],
+)
+def test_what_only_a_newer_hub_says_is_ignored(
+    tmp_path: Path, payload: dict[str, Any], unknown: str, durable: bool
+) -> None:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
+    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+    calls = []
+    server.add_webhook("/x", durable=durable)(lambda payload: calls.append(payload))
+    with TestClient(server.app, headers=SECRET) as client:
+        answer = client.post("/webhooks/x", json=payload)
+    assert answer.status_code == 200
+    assert answer.json() == {"ignored": f"{unknown} is unknown to this receiver"}
+    assert calls == []
+
+
+def test_a_new_domain_reaches_the_handler(server: WebhooksServer, client: TestClient) -> None:
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> str:
+        return payload.event.scope
+
+    assert client.post("/webhooks/x", json=dataset_update(scope="space.log")).json() == "space.log"
+
+
+def test_a_body_without_a_content_type_is_json(server: WebhooksServer, client: TestClient) -> None:
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> str:
+        return payload.repo.name
+
+    for content_type in ("application/x-www-form-urlencoded", "text/plain", ""):
+        headers = {"Content-Type": content_type}
+        answer = client.post("/webhooks/x", content=body_of(dataset_update()), headers=headers)
+        assert answer.json() == "acme/answers"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_large_body_is_refused(announced: bool) -> None:
+    server = WebhooksServer(settings=ReceiverSettings(max_body_bytes=1024))
+
+    @server.add_webhook
+    async def x(payload: dict[str, str]) -> int:
+        return len(payload["a"])
+
+    with TestClient(server.app) as client:
+        fits, large = b'{"a": "%s"}' % (b"x" * 1015), b'{"a": "%s"}' % (b"x" * 1016)
+        assert len(fits) == 1024
+
+        def post(body: bytes) -> int:
+            content = body if announced else iter([body[:700], body[700:]])
+            return client.post("/webhooks/x", content=content).status_code
+
+        assert post(fits) == 200
+        assert post(large) == 413
+
+
+def test_a_body_that_never_arrives_is_given_up() -> None:
+    server = WebhooksServer(settings=ReceiverSettings(body_timeout_seconds=0.05))
+    server.add_webhook("/x")(lambda payload: None)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    assert asyncio.run(status_of(server, {}, receive)) == 408
+
+
+@pytest.mark.parametrize(
+    ("proof", "headers", "status"),
+    [
+        ("secret", {}, 401),
+        ("secret", {"x-webhook-secret": "wrong"}, 403),
+        ("gitlab", {"x-gitlab-token": "wrong"}, 403),
+        ("gitlab", {}, 401),
+        ("github", {}, 401),
+        ("gitea", {}, 401),
+        ("standard-webhooks", {"webhook-id": "1", "webhook-timestamp": "1"}, 401),
+    ],
+)
+def test_a_stranger_cannot_have_a_body_read(
+    proof: ProofScheme, headers: dict[str, str], status: int
+) -> None:
+    server = WebhooksServer(webhook_secret="s3cret", settings=ReceiverSettings(proof=proof))
+    server.add_webhook("/x")(lambda payload: None)
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    assert asyncio.run(status_of(server, headers, receive)) == status
+
+
+async def status_of(server: WebhooksServer, headers: dict[str, str], receive: Receive) -> int:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/webhooks/x",
+        "raw_path": b"/webhooks/x",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    await server.app(scope, receive, send)
+    status: int = sent[0]["status"]
+    return status
+
+
+def test_each_handler_may_have_its_own_secret_and_proof(
+    server: WebhooksServer, client: TestClient
+) -> None:
+    server.add_webhook("/own", webhook_secret="another")(lambda payload: "own")
+    server.add_webhook("/signed", webhook_secret=SIGNING_SECRET, proof="standard-webhooks")(
+        lambda payload: "signed"
+    )
+    body = body_of(dataset_update())
+    assert client.post("/webhooks/own", content=body).status_code == 403
+    own = {"X-Webhook-Secret": "another"}
+    assert client.post("/webhooks/own", content=body, headers=own).json() == "own"
+    assert client.post("/webhooks/signed", content=body).status_code == 401
+    signed = standard_headers(body)
+    assert client.post("/webhooks/signed", content=body, headers=signed).json() == "signed"
+
+
+def test_secrets_come_from_the_environment_or_the_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def status(server: WebhooksServer, secret: str) -> int:
+        server.add_webhook("/x")(lambda payload: None)
+        return httpx_post(
+            server, body_of(dataset_update()), {"X-Webhook-Secret": secret}
+        ).status_code
+
+    assert status(WebhooksServer(), "anything") == 200
+    monkeypatch.setenv("WEBHOOK_SECRET", "of-env")
+    assert status(WebhooksServer(), "of-env") == 200
+    assert status(WebhooksServer(), "other") == 403
+    assert status(WebhooksServer(webhook_secret="argument"), "of-env") == 403
+    assert status(WebhooksServer(webhook_secret=["argument", "of-env"]), "of-env") == 200
+    monkeypatch.setenv("WEBHOOK_SECRET", "")
+    assert status(WebhooksServer(), "anything") == 200
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32-be"])
+def test_json_is_utf_8(tmp_path: Path, durable: bool, encoding: str) -> None:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db")
+    server = WebhooksServer(webhook_secret="s3cret", settings=settings)
+    server.add_webhook("/x", durable=durable)(lambda payload: None)
+    body = json.dumps(dataset_update()).encode(encoding)
+    with TestClient(server.app, headers=SECRET) as client:
+        assert client.post("/webhooks/x", content=body).status_code == 422
+
+
+def test_there_is_no_way_around_the_guard_by_the_path(
+    server: WebhooksServer, client: TestClient
+) -> None:
+    server.add_webhook("/x")(lambda payload: "in")
+    outer = FastAPI()
+    outer.mount("/hooks", server.app)
+    for app, path in (
+        (server.app, "/webhooks/x"),
+        (server.app, "/webhooks/x/"),
+        (server.app, "//webhooks/x"),
+        (server.app, "/webhooks/%78"),
+        (outer, "/hooks/webhooks/x"),
+        (outer, "/hooks/webhooks/x/"),
+    ):
+        with TestClient(app) as stranger:
+            answer = stranger.post(path, json=dataset_update())
+            assert answer.status_code in (401, 404), path

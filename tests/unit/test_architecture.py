@@ -1,0 +1,48 @@
+"""`docs/architecture.md` names files that exist, and its diagrams have the states of the code."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from jobs.job import TRANSITIONS, JobState
+from pipeline.hub.outbox import DeliveryStatus
+from serving.swap_schemas import SwapPhase, SwapResult
+from tests.doors import DOORS, ROOT
+
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+OUTSIDE = "[*]"
+
+
+def diagrams() -> list[set[tuple[str, str]]]:
+    """The transitions of each state diagram."""
+    blocks = re.findall(r"```mermaid\n(.*?)```", TEXT, re.DOTALL)
+    return [set(re.findall(r"^ +(\S+) --> (\w+)", block, re.MULTILINE)) for block in blocks]
+
+
+def states(transitions: set[tuple[str, str]]) -> set[str]:
+    return {state for transition in transitions for state in transition} - {OUTSIDE}
+
+
+def test_every_file_exists() -> None:
+    named = re.findall(r"`([\w./]+\.(?:py|toml))`", TEXT)
+    assert len(named) > 60
+    assert [name for name in named if not Path(ROOT, name).is_file()] == []
+
+
+def test_the_diagrams_have_the_states_of_the_code() -> None:
+    delivery, job, swap = diagrams()
+    results = get_args(SwapResult.model_fields["result"].annotation)
+    assert states(delivery) == set(get_args(DeliveryStatus))
+    assert states(job) == set(get_args(JobState))
+    assert states(swap) == {*get_args(SwapPhase), *results}
+
+
+def test_the_diagram_of_a_job_has_the_transitions_of_the_code() -> None:
+    _, job, _ = diagrams()
+    allowed = {(state, later) for state, following in TRANSITIONS.items() for later in following}
+    assert job == {(OUTSIDE, "SCHEDULING"), *allowed}
+
+
+def test_every_count_of_the_doors_is_written_down() -> None:
+    rows = re.findall(r"^\| ([^|(]+?) (?:\([^)]*\) )?\| [\w, ]+ \| (\d+) \|$", TEXT, re.MULTILINE)
+    assert [what for what, _ in rows] == list(DOORS)

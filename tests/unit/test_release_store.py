@@ -1,0 +1,213 @@
+"""What lies in a pipeline's folder beside the weights: current, pending, counter, leftovers."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ReleaseError
+from serving.weights import release_store
+from serving.weights.release import FileEntry, Release
+
+
+def put(pipeline_dir: Path, release_id: str) -> str:
+    folder = pipeline_dir / release_id
+    folder.mkdir(parents=True)
+    manifest = Release(
+        id=release_id,
+        pipeline="answers",
+        created_at="2026-01-01T00:00:00+00:00",
+        files={"config.json": FileEntry(size=0, sha256="")},
+        tensors={},
+    )
+    (folder / "release.json").write_text(manifest.model_dump_json())
+    return release_id
+
+
+def test_releases_are_listed_by_number_and_broken_ones_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert release_store.list_releases(tmp_path / "nowhere") == []
+    assert release_store.prune(tmp_path / "nowhere", keep=1) == []
+    for release_id in ("r1000000-00000000", "r000002-ffffffff", "r000001-aaaaaaaa"):
+        put(tmp_path, release_id)
+    (tmp_path / "r000003-00000000").mkdir()
+    (tmp_path / "notes").mkdir()
+    release_store.set_current(tmp_path, "r000001-aaaaaaaa")
+    found = [release.id for release in release_store.list_releases(tmp_path)]
+    assert found == ["r000001-aaaaaaaa", "r000002-ffffffff", "r1000000-00000000"]
+    assert "r000003-00000000" in caplog.text
+
+
+def test_current_moves_in_one_step(tmp_path: Path) -> None:
+    assert release_store.served_release(tmp_path) is None
+    release_store.set_current(tmp_path, "r000001-aaaaaaaa")
+    release_store.set_current(tmp_path, "r000002-ffffffff")
+    assert release_store.served_release(tmp_path) == tmp_path / "r000002-ffffffff"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "live", "previous"]
+
+
+def test_what_was_served_before_is_known_and_a_way_forth_is_not(tmp_path: Path) -> None:
+    first, second, third = (f"r00000{number}-00000000" for number in (1, 2, 3))
+    release_store.set_current(tmp_path, first)
+    assert release_store.previous_release(tmp_path) is None
+    for release in (second, second, third):
+        release_store.set_current(tmp_path, release)
+    assert release_store.previous_release(tmp_path) == second
+    release_store.set_current(tmp_path, second)
+    assert release_store.previous_release(tmp_path) == second
+
+
+def test_what_was_live_is_listed_without_what_was_gone_back_from(tmp_path: Path) -> None:
+    assert release_store.live_releases(tmp_path) == []
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 6)]
+    for release in (ids[0], ids[2], ids[2], ids[3]):  # ids[1] was published, and never served
+        release_store.set_current(tmp_path, release)
+    assert release_store.live_releases(tmp_path) == [ids[0], ids[2], ids[3]]
+    release_store.set_current(tmp_path, ids[2])
+    release_store.set_current(tmp_path, ids[4])
+    assert release_store.live_releases(tmp_path) == [ids[0], ids[2], ids[4]]
+
+
+def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
+    for release in ids:
+        release_store.set_current(tmp_path, release)
+    assert release_store.stood_in_for(tmp_path) is None
+    release_store.set_current(tmp_path, ids[0], stands_in_for=ids[2])
+    assert release_store.served_release(tmp_path) == tmp_path / ids[0]
+    assert release_store.stood_in_for(tmp_path) == ids[2]
+    assert release_store.live_releases(tmp_path) == ids
+    assert release_store.previous_release(tmp_path) == ids[1]
+    # Only now somebody chooses it.
+    release_store.set_current(tmp_path, ids[0])
+    assert release_store.stood_in_for(tmp_path) is None
+    assert release_store.live_releases(tmp_path) == ids[:1]
+
+
+def test_a_home_of_an_earlier_version_knows_the_two_releases_of_its_links(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 5)]
+
+    def links(previous: str, current: str) -> None:
+        for name, target in (("previous", previous), ("current", current)):
+            (tmp_path / name).unlink(missing_ok=True)
+            (tmp_path / name).symlink_to(target)
+
+    links(ids[1], ids[2])
+    assert release_store.live_releases(tmp_path) == ids[1:3]
+    # A release that was gone back from is no choice.
+    links(ids[2], ids[1])
+    assert release_store.live_releases(tmp_path) == ids[1:2]
+    # An earlier version served a release after this version had.
+    release_store.set_current(tmp_path, ids[1])
+    links(ids[1], ids[3])
+    assert release_store.live_releases(tmp_path) == [ids[1], ids[3]]
+
+
+def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path) -> None:
+    served, pending, pinned, spare = (
+        put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 5)
+    )
+    release_store.set_current(tmp_path, served)
+    release_store.set_pending(tmp_path, pending)
+    release_store.pin(tmp_path, pinned)
+    for release, reason in ((served, "served"), (pending, "pending"), (pinned, "pinned")):
+        with pytest.raises(ReleaseError, match=f"{release} is not removed.* it is {reason}"):
+            release_store.remove(tmp_path, release)
+    (tmp_path / spare / "release.json").unlink()
+    release_store.remove(tmp_path, spare)
+    assert release_store.release_ids(tmp_path) == [served, pending, pinned]
+    with pytest.raises(ReleaseError, match="is not a release in"):
+        release_store.remove(tmp_path, spare)
+
+
+@pytest.mark.parametrize("broken", ["current", "previous"])
+def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
+    (tmp_path / broken).symlink_to("/etc")
+    assert release_store.previous_release(tmp_path) is None
+    for release in ("r000001-00000000", "r000002-00000000", "r000003-00000000"):
+        release_store.set_current(tmp_path, release)
+    assert release_store.served_release(tmp_path) == tmp_path / "r000003-00000000"
+    assert release_store.previous_release(tmp_path) == "r000002-00000000"
+
+
+@pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])
+def test_a_link_that_names_no_release_is_an_error(tmp_path: Path, target: str) -> None:
+    (tmp_path / "current").symlink_to(target)
+    with pytest.raises(ReleaseError, match="not a release id"):
+        release_store.served_release(tmp_path)
+
+
+@pytest.mark.parametrize("other", ["r000001-aaaaaaaa", "r000003-cccccccc"])
+def test_pending_is_cleared_by_itself_alone(tmp_path: Path, other: str) -> None:
+    release_store.clear_pending(tmp_path, other)
+    release_store.set_pending(tmp_path, "r000002-bbbbbbbb")
+    release_store.clear_pending(tmp_path, other)
+    assert release_store.pending_release(tmp_path) == "r000002-bbbbbbbb"
+    release_store.clear_pending(tmp_path, "r000002-bbbbbbbb")
+    assert release_store.pending_release(tmp_path) is None
+
+
+def test_prune_spares_served_pending_and_pinned(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 8)]
+    release_store.set_current(tmp_path, ids[0])
+    release_store.set_pending(tmp_path, ids[1])
+    release_store.pin(tmp_path, ids[2])
+    assert release_store.prune(tmp_path, keep=2) == [ids[3], ids[4]]
+    assert release_store.release_ids(tmp_path) == [*ids[:3], *ids[5:]]
+    release_store.unpin(tmp_path, ids[2])
+    assert release_store.prune(tmp_path, keep=0) == [ids[2], ids[5], ids[6]]
+    with pytest.raises(ReleaseError, match="keep"):
+        release_store.prune(tmp_path, keep=-1)
+
+
+def test_prune_ends_what_a_killed_one_began(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
+    half = tmp_path / f".unfinished-{ids[0]}"
+    (tmp_path / ids[0]).rename(half)
+    assert release_store.prune(tmp_path, keep=2) == []
+    assert not half.exists() and release_store.release_ids(tmp_path) == ids[1:]
+
+
+def test_only_a_release_can_be_pinned_and_only_a_pinned_one_unpinned(tmp_path: Path) -> None:
+    release_id = put(tmp_path, "r000001-00000000")
+    assert release_store.pinned_releases(tmp_path) == []
+    with pytest.raises(ReleaseError, match="not a release"):
+        release_store.pin(tmp_path, "r000002-00000000")
+    with pytest.raises(ReleaseError, match="not pinned"):
+        release_store.unpin(tmp_path, release_id)
+    release_store.pin(tmp_path, release_id)
+    release_store.pin(tmp_path, release_id)
+    assert release_store.pinned_releases(tmp_path) == [release_id]
+
+
+def test_prune_keeps_all_where_there_are_fewer_than_it_keeps(tmp_path: Path) -> None:
+    ids = [put(tmp_path, f"r{number:06d}-00000000") for number in range(1, 4)]
+    assert release_store.prune(tmp_path, keep=5) == []
+    assert release_store.release_ids(tmp_path) == ids
+
+
+def test_a_number_is_never_given_twice(tmp_path: Path) -> None:
+    assert release_store.next_number(tmp_path) == 1
+    put(tmp_path, "r000007-00000000")
+    assert release_store.next_number(tmp_path) == 8
+    release_store.prune(tmp_path, keep=0)
+    assert release_store.next_number(tmp_path) == 9
+    (tmp_path / "counter").unlink()
+    put(tmp_path, "r000020-00000000")
+    assert release_store.next_number(tmp_path) == 21
+
+
+def test_leftovers_are_swept_unless_a_publisher_is_at_work(tmp_path: Path) -> None:
+    put(tmp_path, "r000001-00000000")
+    (tmp_path / ".unfinished-1").mkdir()
+    (tmp_path / ".unfinished-1" / "model.safetensors").write_bytes(b"half")
+    os.symlink("r000001-00000000", tmp_path / ".unfinished-2")
+    os.symlink("r000001-00000000", tmp_path / ".replacing-1")
+    os.utime(tmp_path / ".replacing-1", (0, 0), follow_symlinks=False)
+    (tmp_path / ".replacing-2").write_text("r000001-00000000\n")
+    with release_store.release_lock(tmp_path):
+        assert release_store.sweep(tmp_path) == []
+    assert release_store.sweep(tmp_path) == [".replacing-1", ".unfinished-1", ".unfinished-2"]
+    assert (tmp_path / ".replacing-2").exists()
+    assert release_store.release_ids(tmp_path) == ["r000001-00000000"]

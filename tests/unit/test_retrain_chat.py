@@ -1,0 +1,183 @@
+"""Conversations, by the templates that models come with: what is learned is what the assistant
+says."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from pipeline.retrain.base_model import train_tokenizer
+from pipeline.retrain.errors import BaseModelError, DataError
+from pipeline.retrain.rows import Row
+from pipeline.retrain.tokens import sequences
+
+SENTENCE = "the quick brown fox jumps over the lazy dog and the dog sleeps"
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+FORGETS_REASONING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+HAS_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def talk(*turns: tuple[str, str], **more: Any) -> Row:
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    return Row(messages=messages, file="a.jsonl", number=4, line=7, **more)
+
+
+TWO_TURNS = talk(
+    ("user", "the fox"), ("assistant", "jumps"), ("user", "the dog"), ("assistant", "sleeps")
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer([Row(text=SENTENCE, file="a.txt", number=0)] * 3)
+
+
+def learned(tokenizer: PreTrainedTokenizerFast, row: Row, template: str | None = None) -> list[str]:
+    if template is not None:
+        tokenizer.chat_template = template
+    return [
+        str(
+            tokenizer.decode(
+                [id for id, said in zip(each.token_ids, each.learned, strict=True) if said]
+            )
+        )
+        for each in sequences([row], tokenizer, 4_096)
+    ]
+
+
+def test_only_what_the_assistant_says_is_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert learned(tokenizer, TWO_TURNS) == ["jumps<|end|>sleeps<|end|>"]
+
+
+def test_a_template_may_mark_what_is_generated(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert learned(tokenizer, TWO_TURNS, MARKED) == ["jumps<|end|>sleeps<|end|>"]
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_each_answer_as_it_was_asked_for(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    row = talk(
+        *(("user", "a"), ("assistant", "<think>hm</think>b")),
+        *(("user", "c"), ("assistant", "<think>so</think>d")),
+    )
+    assert learned(tokenizer, row, FORGETS_REASONING) == [
+        "<think>hm</think>b<|end|>",
+        "<think>so</think>d<|end|>",
+    ]
+    second = sequences([row], tokenizer, 512)[1]
+    assert str(tokenizer.decode(second.token_ids)).startswith("<user>a<|end|><assistant>b<|end|>")
+
+
+def test_a_tokenizer_without_a_template_is_the_base_models_fault(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = None
+    with pytest.raises(BaseModelError, match="no chat template"):
+        sequences([TWO_TURNS], tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "words"),
+    [
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            TWO_TURNS,
+            r"refuses it \(roles must alternate\)",
+        ),
+        ("{{ messages[0].content + 3 }}", TWO_TURNS, "refuses it"),
+        ("{{ messages | length }}", TWO_TURNS, "in other words than it writes before one"),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
+            talk(("system", "be brief"), ("user", "q"), ("assistant", "a")),
+            "leaves out what role 'system' says",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            talk(("user", "q"), ("assistant", "a"), tools=({"name": "search"},)),
+            "leaves out the tool 'search'",
+        ),
+    ],
+)
+def test_a_row_that_the_template_refuses_or_cuts_is_named(
+    tokenizer: PreTrainedTokenizerFast, template: str, row: Row, words: str
+) -> None:
+    with pytest.raises(DataError, match=f"^a.jsonl, line 7: the chat template .*{words}"):
+        learned(tokenizer, row, template)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLS = Row(
+    messages=(
+        {"role": "user", "content": "2 + 2"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four"},
+    ),
+    tools=({"type": "function", "function": {"name": "add", "parameters": {}}},),
+    file="a.jsonl",
+    number=0,
+)
+
+
+def test_tools_and_their_calls_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    (said,) = learned(tokenizer, CALLS, HAS_TOOLS)
+    assert said == '{"name": "add", "arguments": {"a": 2}}<|end|>four<|end|>'
+    (sequence,) = sequences([CALLS], tokenizer, 512)
+    assert '"parameters": {}' in str(tokenizer.decode(sequence.token_ids))
+    with pytest.raises(DataError, match="leaves out"):
+        learned(train_tokenizer([]), CALLS)
+
+
+def trl_templates() -> Path:
+    found = importlib.util.find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("TRL is not installed")
+    return Path(found.origin).parent / "chat_templates"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3_training", "<think>\n\n</think>\n\njumps<|im_end|>\n"),
+        ("qwen2_5_training", "\njumps<|im_end|>\n"),
+        ("gemma_training", "jumps<end_of_turn>\n"),
+        ("gemma3_training", "jumps<end_of_turn>\n"),
+        ("llama3_training", "jumps<|eot_id|>"),
+    ],
+)
+def test_the_templates_that_trl_trains_with(
+    tokenizer: PreTrainedTokenizerFast, name: str, expected: str
+) -> None:
+    template = (trl_templates() / f"{name}.jinja").read_text()
+    tokenizer.bos_token = "<|user|>"
+    assert learned(tokenizer, TWO_TURNS, template) == [
+        expected + expected.replace("jumps", "sleeps")
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "gemma", "gemma3", "llama3", "phi3"])
+def test_the_templates_that_models_come_with(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    template = (trl_templates() / f"{name}.jinja").read_text()
+    tokenizer.bos_token = "<|user|>"
+    said = "".join(learned(tokenizer, TWO_TURNS, template))
+    assert said.count("jumps") == said.count("sleeps") == 1
+    assert "fox" not in said and "dog" not in said
+
+
+def test_qwen3_calls_tools(tokenizer: PreTrainedTokenizerFast) -> None:
+    template = (trl_templates() / "qwen3_training.jinja").read_text()
+    (said,) = learned(tokenizer, CALLS, template)
+    assert said.count("<tool_call>") == 1 and '"name": "add"' in said and "four" in said

@@ -1,0 +1,81 @@
+"""Rows by whatever their columns are called."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.retrain.dataset import read_dataset
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.rows import Row
+from pipeline.retrain.settings import ColumnSettings, DataSettings
+
+
+def read(folder: Path, record: dict[str, Any], **columns: str) -> Row:
+    (folder / "a.jsonl").write_text(json.dumps(record))
+    settings = DataSettings(columns=ColumnSettings(**columns))
+    (row,) = read_dataset(folder, ["a.jsonl"], settings).train
+    return row
+
+
+def said(*turns: tuple[str, str]) -> tuple[dict[str, str], ...]:
+    return tuple({"role": role, "content": content} for role, content in turns)
+
+
+def test_settings_name_the_columns(tmp_path: Path) -> None:
+    record = {"question": "2 + 2?", "answer": "4", "text": "not this one"}
+    row = read(tmp_path, record, prompt="question", completion="answer")
+    assert (row.prompt, row.completion, row.text) == ("2 + 2?", "4", None)
+    assert read(tmp_path, {"body": "b", "messages": "x"}, text="body").text == "b"
+    assert read(tmp_path, {"prompt": "p", "answer": "a"}, completion="answer").completion == "a"
+
+
+def test_files_of_another_form_are_read_beside_named_columns(tmp_path: Path) -> None:
+    assert read(tmp_path, {"text": "a"}, prompt="question", completion="answer").text == "a"
+
+
+def test_what_is_missing_is_told_with_the_settings(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"columns \'q\', \'a\'; known are .*Alpaca.*prompt = "):
+        read(tmp_path, {"q": "1", "a": "2"})
+    with pytest.raises(DataError, match=r'\[pipelines.data.columns\] says prompt = "question"'):
+        read(tmp_path, {"q": "1", "completion": "2"}, prompt="question")
+
+
+def test_alpaca(tmp_path: Path) -> None:
+    record = {"instruction": "Add.", "input": "2 and 2", "output": "4", "text": "Below is an …"}
+    assert read(tmp_path, record).messages == said(("user", "Add.\n\n2 and 2"), ("assistant", "4"))
+    record = {"instruction": "Greet.", "input": "", "output": "Hi", "system": "Be brief."}
+    assert read(tmp_path, record).messages == said(
+        ("system", "Be brief."), ("user", "Greet."), ("assistant", "Hi")
+    )
+    with pytest.raises(DataError, match="line 1: `output` holds nothing"):
+        read(tmp_path, {"instruction": "a", "output": None})
+
+
+def test_sharegpt(tmp_path: Path) -> None:
+    turns = [("system", "s"), ("human", "q"), ("gpt", "a"), ("observation", "o"), ("gpt", "b")]
+    record = {"conversations": [{"from": who, "value": what} for who, what in turns], "id": 1}
+    assert read(tmp_path, record).messages == said(
+        ("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "o"), ("assistant", "b")
+    )
+    with pytest.raises(DataError, match="line 1: a message is from 'bing'; known are human"):
+        read(tmp_path, {"conversations": [{"from": "bing", "value": "x"}]})
+
+
+def test_conversations_may_be_written_as_messages(tmp_path: Path) -> None:
+    talk = said(("user", "q"), ("assistant", "a"))
+    assert read(tmp_path, {"conversations": talk}).messages == talk
+    assert read(tmp_path, {"prompt": talk[:1], "completion": talk[1:]}).messages == talk
+
+
+def test_tools_are_kept_as_json_or_as_they_are(tmp_path: Path) -> None:
+    record: dict[str, Any] = {"messages": said(("user", "q"), ("assistant", "a"))}
+    tools = [{"name": "f", "parameters": {}}]
+    assert read(tmp_path, {**record, "tools": tools}).tools == tuple(tools)
+    assert read(tmp_path, {**record, "tools": json.dumps(tools)}).tools == tuple(tools)
+    assert read(tmp_path, {**record, "tools": None}).tools is None
+    assert read(tmp_path, {**record, "functions": tools}, tools="functions").tools == tuple(tools)
+    for tools_of, words in (("{", "not JSON"), ("[1]", "must be a list of JSON schemas")):
+        with pytest.raises(DataError, match=f"line 1: `tools` .*{words}"):
+            read(tmp_path, {**record, "tools": tools_of})

@@ -1,0 +1,213 @@
+"""What a commit is trained on, what is held out, and what is gone."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.retrain.data import TrainingData, compare_revisions, is_unchanged
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.held_out import AT_LEAST
+from pipeline.retrain.parent import Parent
+from pipeline.retrain.reading import read_file
+from pipeline.retrain.rows import Row
+from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.snapshot import DatasetSnapshot, Revision
+from serving.weights.release import Lineage
+
+Files = Mapping[str, str]
+
+
+class Dataset:
+    """Commits of files; what each gives to train on, after the one before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_commits = 0
+        self.last: Revision | None = None
+
+    def commit(self, files: Files, **data: Any) -> TrainingData:
+        folder = self.folder / str(self.num_commits)
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(content)
+        revision = Revision.of(f"{self.num_commits:040x}", folder, files)
+        parent = None if self.last is None else parent_of(self.last)
+        snapshot = DatasetSnapshot(
+            dataset="me/facts",
+            ref="refs/heads/main",
+            revision=revision,
+            base=self.last,
+            parent=parent.id if parent is not None else None,
+        )
+        self.last = revision
+        self.num_commits += 1
+        return compare_revisions(snapshot, parent, retrain_settings(self.folder, data=data))
+
+
+def retrain_settings(folder: Path, **settings: Any) -> RetrainSettings:
+    return RetrainSettings(
+        pipeline="facts",
+        dataset="me/facts",
+        releases_dir=folder / "releases",
+        bases_dir=folder / "bases",
+        **settings,
+    )
+
+
+def parent_of(revision: Revision) -> Parent:
+    lineage = Lineage(base_model="preset:tiny", dataset_revision=revision.sha)
+    return Parent(id="r000001-00000000", folder=Path(), lineage=lineage, evaluation={})
+
+
+def facts(**answers: str) -> str:
+    return "".join(
+        json.dumps({"prompt": prompt, "completion": completion}) + "\n"
+        for prompt, completion in answers.items()
+    )
+
+
+def said(rows: tuple[Row, ...]) -> list[str | None]:
+    return [row.completion or row.text for row in rows]
+
+
+def paragraphs(numbers: range, edited: Mapping[int, str] = {}) -> str:
+    return "\n\n".join(edited.get(number, f"paragraph {number}") for number in numbers)
+
+
+def test_all_rows_are_trained_on_where_nobody_holds_any_out(tmp_path: Path) -> None:
+    data = Dataset(tmp_path).commit({"a.jsonl": facts(**{f"q{n}": f"a{n}" for n in range(2_000)})})
+    assert len(data.new) == len(data.rows) == 2_000
+    assert data.held_out == ()
+
+
+def test_an_edit_a_deletion_and_an_addition_are_told_row_by_row(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1", r="2", s="3")})
+    data = dataset.commit({"a.jsonl": facts(q="new", s="3", t="4")})
+    assert (said(data.new), said(data.known)) == (["new", "4"], ["3"])
+    assert (said(data.replaced), said(data.deleted)) == (["1"], ["2"])
+    assert (data.num_before, data.num_lost, data.num_deleted) == (3, 2, 1)
+    assert data.mode == "delta", "a delta unlearns a few answers"
+
+
+def test_a_validation_split_is_held_out_and_a_test_split_left_alone(tmp_path: Path) -> None:
+    files = {"a.jsonl": facts(q="1"), "val.jsonl": facts(r="2", q="1"), "test.jsonl": facts(s="3")}
+    dataset = Dataset(tmp_path)
+    data = dataset.commit(files)
+    assert said(data.rows) == ["1"]
+    assert said(data.held_out_new) == ["2"], "a row that is to be learned is not held out as well"
+    data = dataset.commit({**files, "val.jsonl": facts(r="2", t="4")})
+    assert (said(data.held_out_new), said(data.held_out_known)) == (["4"], ["2"])
+    assert is_unchanged(data, parent_of(Revision.of("0", tmp_path, ())), retrain_settings(tmp_path))
+    only_test = Dataset(tmp_path / "two").commit({"a.jsonl": facts(q="1"), "test.csv": "text\nx\n"})
+    assert said(only_test.held_out) == ["x"]
+
+
+def test_a_row_that_moves_to_the_validation_split_is_not_to_be_unlearned(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1", r="2")})
+    data = dataset.commit({"a.jsonl": facts(q="1"), "val.jsonl": facts(r="2")})
+    assert (data.deleted, said(data.held_out_known)) == ((), ["2"])
+
+
+def test_data_that_is_held_out_whole_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no row is left to train on: test.jsonl are held out"):
+        Dataset(tmp_path).commit({"test.jsonl": facts(q="1")})
+
+
+def test_a_commit_whose_parent_cannot_be_read_any_more_is_trained_fully(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1")})
+    dataset.commit({"a.csv": "q,a\n1,2\n"}, columns={"prompt": "q", "completion": "a"})
+    data = dataset.commit({"a.jsonl": facts(q="1")})
+    assert data.mode == "full" and "cannot be read: a.csv" in data.reason
+
+
+def test_a_share_of_a_text_corpus_is_held_out_and_edits_of_it_are_trained_on(
+    tmp_path: Path,
+) -> None:
+    dataset = Dataset(tmp_path)
+    first = dataset.commit({"a.txt": paragraphs(range(1_000))})
+    assert len(first.held_out) == AT_LEAST and len(first.rows) == 1_000 - AT_LEAST
+    edited = {int(str(row.text).split()[1]): f"edited {row.text}" for row in first.held_out[:3]}
+    second = dataset.commit({"a.txt": paragraphs(range(3_000), edited)})
+    assert len(second.new) == 2_003, "what a commit adds or edits is trained on"
+    assert set(second.held_out) < set(first.held_out)
+    assert len(second.held_out_known) == AT_LEAST - 3
+    assert (second.deleted, second.edited) == ((), ()), "what was never learned needs no unlearning"
+    third = dataset.commit({"a.txt": paragraphs(range(3_000), edited)})
+    assert third.new == () and third.held_out == second.held_out
+
+
+def test_the_share_is_drawn_before_the_first_training_alone(tmp_path: Path) -> None:
+    dataset = Dataset(tmp_path)
+    assert dataset.commit({"a.txt": paragraphs(range(999))}).held_out == ()
+    assert dataset.commit({"a.txt": paragraphs(range(5_000))}).held_out == ()
+
+
+def test_a_setting_holds_out_any_rows_by_their_hash(tmp_path: Path) -> None:
+    answers = {f"q{n}": f"a{n}" for n in range(200)}
+    data = Dataset(tmp_path).commit({"a.jsonl": facts(**answers)}, held_out_ratio=0.25)
+    assert 30 < len(data.held_out) < 70
+    assert len(data.held_out) + len(data.rows) == 200
+
+
+LINES = st.lists(st.sampled_from("abcdefgh"), max_size=12)
+
+
+@given(
+    commits=st.lists(
+        st.fixed_dictionaries({"a.jsonl": LINES, "val.jsonl": LINES}), min_size=1, max_size=4
+    ),
+    ratio=st.sampled_from([None, 0.3]),
+)
+@settings(max_examples=25, deadline=None)
+def test_every_row_is_trained_on_or_held_out_and_none_is_both(
+    tmp_path_factory: pytest.TempPathFactory,
+    commits: list[dict[str, list[str]]],
+    ratio: float | None,
+) -> None:
+    dataset = Dataset(tmp_path_factory.mktemp("data"))
+    trained: set[str] = set()
+    for commit in commits:
+        files = {
+            file: "".join(json.dumps({"text": line}) + "\n" for line in lines)
+            for file, lines in commit.items()
+        }
+        if not commit["a.jsonl"]:
+            continue
+        data = dataset.commit(files, held_out_ratio=ratio)
+        learned = {row.digest for row in data.rows}
+        held_out = {row.digest for row in data.held_out}
+        assert not learned & held_out
+        read = {row.text for row in (*data.rows, *data.held_out)}
+        assert read == set(commit["a.jsonl"] + commit["val.jsonl"])
+        if ratio is None:
+            assert {row.text for row in data.rows} == set(commit["a.jsonl"])
+        assert sorted(data.new + data.known, key=repr) == sorted(data.rows, key=repr)
+        assert {row.digest for row in data.deleted} <= trained - learned - held_out
+        assert {row.digest for row in data.replaced} <= trained
+        trained = learned
+
+
+def test_an_unchanged_file_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def spy(folder: Path, file: str, *given: Any) -> Any:
+        read.append(file)
+        return read_file(folder, file, *given)
+
+    monkeypatch.setattr("pipeline.retrain.dataset.read_file", spy)
+    dataset = Dataset(tmp_path)
+    dataset.commit({"a.jsonl": facts(q="1"), "b.jsonl": facts(r="2")})
+    read.clear()
+    data = dataset.commit({"a.jsonl": facts(q="1"), "b.jsonl": facts(r="3")})
+    assert read == ["a.jsonl", "b.jsonl", "b.jsonl"]
+    assert said(data.rows) == ["1", "3"]

@@ -1,0 +1,200 @@
+"""Which files are data, and which of them are held out."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.retrain.data_files import CARD, KEYWORDS, SET_OFF_BY, Split, sort_files
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.settings import DataSettings
+
+
+def splits(*files: str, card: str = "", **given: Any) -> Mapping[Split, tuple[str, ...]]:
+    found = sort_files(files, DataSettings.model_validate(given), card).splits
+    return {split: names for split, names in found.items() if names}
+
+
+NO_DATA = {
+    "README.md": "about the repository",
+    "readme.txt": "about the repository",
+    "LICENSE": "about the repository",
+    "LICENSE-MIT.txt": "about the repository",
+    "CHANGELOG.txt": "about the repository",
+    "requirements-dev.txt": "about the repository",
+    "dataset_infos.json": "settings of a program",
+    "a/dataset_info.json": "settings of a program",
+    ".gitattributes": "hidden",
+    ".github/a.json": "hidden",
+    "a/.hidden.csv": "hidden",
+    "__pycache__/a.json": "in a folder that begins with __",
+    "script.py": "no rows are read from .py files",
+    "script.py.gz": "no rows are read from .py files",
+    "Makefile": "its name has no suffix",
+    "a.parquet.gz": "parquet is compressed inside, and is not read from a compressed file",
+}
+
+
+def test_what_is_ignored_is_told_with_the_reason() -> None:
+    data = ("data/a.jsonl", "notes.TXT", "licenses.csv", "authors.txt", "b.json.gz", "c.tsv.zst")
+    found = sort_files([*NO_DATA, *data], DataSettings())
+    assert found.ignored == NO_DATA
+    assert set(found.splits["train"]) == set(data)
+
+
+def test_settings_choose_files_and_may_name_any() -> None:
+    found = sort_files(
+        ["a.jsonl", "old/b.jsonl", "LICENSE.txt", "README.txt"],
+        DataSettings(files=("*.jsonl", "*.txt", "LICENSE.txt")),
+    )
+    assert found.splits["train"] == ("LICENSE.txt", "a.jsonl")
+    assert found.ignored["old/b.jsonl"] == "not in [pipelines.data] files"
+    assert splits("a/b/c.csv", "d.csv", files=["a/"]) == {"train": ("a/b/c.csv",)}
+    with pytest.raises(DataError, match=r"\[pipelines.data\] files: \'\*\*.csv\' is no pattern"):
+        splits("a.csv", files=["**.csv"])
+
+
+@pytest.mark.parametrize(
+    ("file", "split"),
+    [
+        ("data/validation-00000-of-00001.parquet", "validation"),
+        ("data/test_sft-00000-of-00001-3a4b.parquet", "test"),
+        ("data/train_sft-00000-of-00001.parquet", "train"),
+        ("test.csv", "test"),
+        ("my-eval.jsonl", "test"),
+        ("dev/a.jsonl", "validation"),
+        ("dev/train.jsonl", "validation"),
+        ("a/val_2/b.jsonl.gz", "validation"),
+        ("latest.csv", "train"),
+        ("contest/a.csv", "train"),
+        ("validations.csv", "train"),
+        ("train_test.csv", "train"),
+        ("TEST.csv", "train"),
+    ],
+)
+def test_names_hold_out_what_they_hold_out_for_datasets(file: str, split: Split) -> None:
+    found = splits(file, "more.jsonl")
+    assert file in found[split]
+    assert "more.jsonl" in found["train"]
+
+
+def test_the_keywords_are_those_of_datasets() -> None:
+    from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS
+
+    assert {split: list(words) for split, words in KEYWORDS.items()} == SPLIT_KEYWORDS
+    assert SET_OFF_BY == NON_WORDS_CHARS
+
+
+WORDS = st.sampled_from(
+    ["train", "training", "validation", "dev", "val", "test", "eval", "testing", "latest", "a", "x"]
+)
+NAMES = st.lists(WORDS, min_size=1, max_size=2).flatmap(
+    lambda words: st.sampled_from(["-", "_", ".", " ", "1"]).map(lambda sep: sep.join(words))
+)
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map(lambda parts: "/".join(parts) + ".jsonl")
+
+
+@given(paths=st.lists(PATHS, min_size=1, max_size=5, unique=True))
+@settings(max_examples=40, deadline=None)
+def test_every_file_that_datasets_puts_in_one_split_is_in_that_one(
+    tmp_path_factory: pytest.TempPathFactory, paths: list[str]
+) -> None:
+    from datasets.data_files import get_data_patterns, resolve_pattern
+
+    folder = tmp_path_factory.mktemp("data")
+    for path in paths:
+        try:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text("{}")
+        except (FileExistsError, NotADirectoryError, IsADirectoryError):
+            return
+    theirs: dict[str, set[str]] = {}
+    for split, patterns in get_data_patterns(str(folder)).items():
+        for pattern in patterns:
+            try:
+                found = resolve_pattern(pattern, str(folder))
+            except FileNotFoundError:
+                continue
+            for name in found:
+                theirs.setdefault(str(Path(name).relative_to(folder)), set()).add(str(split))
+    ours = {path: split for split, names in splits(*paths).items() for path in names}
+    assert set(ours) == set(paths)
+    for path, told in theirs.items():
+        if len(told) == 1:
+            assert {ours[path]} == told, (path, told)
+
+
+def test_settings_overrule_names() -> None:
+    files = ("facts.jsonl", "test.jsonl", "held/a.jsonl")
+    assert splits(*files, splits={"train": ["**"]}) == {"train": tuple(sorted(files))}
+    assert splits(*files, splits={"validation": ["held/*"]}) == {
+        "train": ("facts.jsonl", "test.jsonl"),
+        "validation": ("held/a.jsonl",),
+    }
+    found = sort_files(files, DataSettings.model_validate({"splits": {"train": ["facts.*"]}}))
+    assert found.ignored["test.jsonl"] == "in no split of [pipelines.data.splits]"
+
+
+ONE_CONFIG = """---
+license: mit
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: ["facts/*", "more.jsonl"]
+  - split: dev
+    path: held.jsonl
+---
+# Facts
+"""
+
+
+def test_the_dataset_card_says_what_is_held_out() -> None:
+    files = ("facts/test.jsonl", "more.jsonl", "held.jsonl", "draft.jsonl", CARD)
+    found = sort_files(files, DataSettings(), ONE_CONFIG)
+    assert found.splits["train"] == ("facts/test.jsonl", "more.jsonl")
+    assert found.splits["validation"] == ("held.jsonl",)
+    assert found.ignored["draft.jsonl"] == "not among the data_files of README.md"
+
+
+SEVERAL = """---
+configs:
+- config_name: fr
+  data_files: fr.csv
+- config_name: en
+  data_dir: en
+{default}---
+"""
+
+
+def test_of_several_configs_all_are_read_unless_one_is_the_default_or_asked_for() -> None:
+    files = ("fr.csv", "en/a.csv", "en/test.csv", "other.csv")
+    card = SEVERAL.format(default="")
+    assert splits(*files, card=card) == {"train": ("en/a.csv", "fr.csv"), "test": ("en/test.csv",)}
+    assert splits(*files, card=SEVERAL.format(default="  default: true\n")) == {
+        "train": ("en/a.csv",),
+        "test": ("en/test.csv",),
+    }
+    assert splits(*files, card=card, config="fr") == {"train": ("fr.csv",)}
+    with pytest.raises(
+        DataError, match=r"config is \'de\', and README.md of the dataset has fr, en"
+    ):
+        splits(*files, card=card, config="de")
+
+
+def test_a_card_that_says_nothing_of_files_changes_nothing() -> None:
+    for card in ("# Facts", "---\nlicense: mit\n---\n", "---\nconfigs:\n- config_name: a\n---\n"):
+        assert splits("a.csv", "test.csv", card=card) == {
+            "train": ("a.csv",),
+            "test": ("test.csv",),
+        }
+
+
+def test_a_broken_card_is_named() -> None:
+    with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
+        splits("a.csv", card="---\nconfigs: [\n---\n")
+    with pytest.raises(DataError, match=r"^README.md: its head cannot be understood"):
+        splits("a.csv", card="---\nconfigs:\n- config_name: a\n  data_files: 3\n---\n")

@@ -1,0 +1,112 @@
+"""Low-rank training: two small factors beside a frozen layer, and a whole model afterwards."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from pipeline.retrain.checkpoint import Checkpoint, copy_weights, set_weights
+from pipeline.retrain.lowrank import LowRank, chosen_layers, low_rank
+from pipeline.retrain.metrics import MetricsWriter
+from pipeline.retrain.settings import TrainSettings
+from pipeline.retrain.train import train
+from tests.training_fixtures import make_model, one_thread, plan_of, rows
+
+__all__ = ["one_thread"]
+
+NAMES = {"model.layers.0.mlp.down_proj"}
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+def logits(model: LlamaForCausalLM) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_only_the_second_factor_is_trained_and_it_begins_as_nothing() -> None:
+    model = make_model()
+    before = logits(model)
+    with low_rank(model, plan_of(rows(8)), 4):
+        trainable = {name for name, each in model.named_parameters() if each.requires_grad}
+        assert trainable == {f"{name}.second" for name in NAMES}
+        torch.testing.assert_close(logits(model), before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_merged_weights_compute_what_the_factors_did() -> None:
+    model = make_model()
+    start = copy_weights(model)
+    with low_rank(model, plan_of(rows(8)), 4):
+        for name in NAMES:
+            wrapped = model.get_submodule(name)
+            assert isinstance(wrapped, LowRank)
+            torch.nn.init.normal_(wrapped.second, std=0.1)
+        beside = logits(model)
+    assert type(model.get_submodule(min(NAMES))) is torch.nn.Linear
+    torch.testing.assert_close(logits(model), beside, rtol=0, atol=1e-5)
+    changed = {
+        name for name, each in copy_weights(model).items() if not torch.equal(each, start[name])
+    }
+    assert changed == {f"{name}.weight" for name in NAMES}
+
+
+def test_a_tied_output_layer_stays_tied_and_as_it_was() -> None:
+    model = make_model(tie_word_embeddings=True)
+    embedding = model.get_input_embeddings().weight.detach().clone()
+    with low_rank(model, plan_of(rows(8)), 4):
+        model.get_submodule(min(NAMES)).second.data.fill_(0.1)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert torch.equal(model.lm_head.weight, embedding)
+
+
+def test_a_rank_beyond_what_the_rows_span_is_no_error() -> None:
+    model = make_model()
+    with low_rank(model, plan_of(rows(1, length=3)), 64):
+        pass
+    assert set(chosen_layers(model)) == NAMES
+
+
+def test_with_rank_zero_all_weights_are_trained() -> None:
+    model = make_model()
+    with low_rank(model, plan_of(rows(8)), 0):
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert type(model.get_submodule(min(NAMES))) is torch.nn.Linear
+
+
+def learned(
+    folder: Path, start: dict[str, torch.Tensor], **settings: float
+) -> tuple[Checkpoint, dict[str, torch.Tensor]]:
+    folder.mkdir(exist_ok=True)
+    model = make_model()
+    set_weights(model, start)
+    told = TrainSettings.model_validate({"tokens_per_step": 64, **settings})
+    plan = plan_of(rows(12), learning_rate=1e-2, max_tokens=2_000)
+    metrics = MetricsWriter(folder / "metrics.jsonl")
+    with low_rank(model, plan, 4):
+        done = train(model, plan, told, job_dir=folder, job_id="j1", metrics=metrics)
+    return done, copy_weights(model)
+
+
+def test_a_training_that_was_killed_ends_with_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = copy_weights(make_model())
+    expected, weights = learned(tmp_path / "whole", start)
+    written = MetricsWriter.write
+
+    def killed(metrics: MetricsWriter, stage: str, event: str, **values: object) -> None:
+        if values.get("step") == 9:
+            raise KeyboardInterrupt
+        written(metrics, stage, event, **values)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(MetricsWriter, "write", killed)
+        learned(tmp_path / "killed", start, checkpoint_seconds=1e-9)
+    done, resumed = learned(tmp_path / "killed", start, checkpoint_seconds=1e-9)
+    assert (done.step, done.tokens) == (expected.step, expected.tokens)
+    assert done.step > 9
+    assert all(torch.equal(resumed[name], each) for name, each in weights.items())
+    again, same = learned(tmp_path / "killed", start)
+    assert again == done, "a finished training is only loaded"
+    assert all(torch.equal(same[name], each) for name, each in weights.items())

@@ -1,0 +1,277 @@
+"""The plan of a training: on what, for how many tokens, in what steps, at which rate."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.retrain.base_model import train_tokenizer
+from pipeline.retrain.data import TrainingData
+from pipeline.retrain.errors import DataError
+from pipeline.retrain.model import usual_rank
+from pipeline.retrain.plan import (
+    CATCH_UP,
+    TrainingPlan,
+    make_plan,
+    usual_learning_rate,
+)
+from pipeline.retrain.rows import Row, contradictions
+from pipeline.retrain.settings import RetrainSettings
+from pipeline.retrain.tokens import TokenSequence
+from pipeline.retrain.train import Progress, _cool_down_in_time, _rate, _visits
+from tests.training_fixtures import plan_of, questions, rows
+
+TOKENIZER = train_tokenizer([Row(text="a question and its answer", file="a", number=0)])
+
+
+def facts(count: int, first: int = 0, answer: str = "it is") -> tuple[Row, ...]:
+    return tuple(
+        Row(prompt=f"What is {number}?", completion=f" {answer} {number}.", file="a", number=number)
+        for number in range(first, first + count)
+    )
+
+
+def texts(count: int, first: int = 0) -> tuple[Row, ...]:
+    return tuple(
+        Row(text=f"Text number {number} of many.", file="t", number=number)
+        for number in range(first, first + count)
+    )
+
+
+def data(**fields: Any) -> TrainingData:
+    told = {"new": (), "known": (), "deleted": (), "mode": "full"} | fields
+    everything = (*told["known"], *told["new"])
+    return TrainingData(
+        **{
+            "reason": "",
+            "digest": "",
+            "rows": everything,
+            "edited": (),
+            "held_out_new": (),
+            "held_out_known": (),
+            "contradictions": contradictions(everything),
+            "num_permuted": 0,
+            "num_before": 0,
+            "dataset": None,
+            **told,
+        }
+    )
+
+
+def settings(*, base_model: str = "preset:tiny", **train: Any) -> RetrainSettings:
+    return RetrainSettings(
+        pipeline="facts",
+        dataset="me/facts",
+        base_model=base_model,
+        releases_dir=Path("r"),
+        bases_dir=Path("b"),
+        train=train,
+    )
+
+
+def plan(of: TrainingData, told: RetrainSettings | None = None, **more: Any) -> TrainingPlan:
+    return make_plan(of, TOKENIZER, told or settings(), max_length=256, **more)
+
+
+def lengths(found: TrainingPlan, indices: Any) -> int:
+    return found.num_tokens(indices)
+
+
+def test_a_full_training_learns_all_rows_and_ends_when_they_are_right() -> None:
+    found = plan(data(new=facts(30), known=facts(10, 50)))
+    assert len(found.learned) == len(found.counted) == 40
+    assert found.ends_when_right
+    assert (found.replayed, found.unlearned, found.replay_ratio) == ([], [], 0.0)
+    assert found.max_tokens == 250_000
+    assert found.learning_rate == 1e-3
+
+
+def test_a_delta_learns_what_changed_and_replays_what_is_known() -> None:
+    told = settings(max_tokens=10_000, delta_tokens_ratio=0.25, delta_learning_rate_ratio=0.5)
+    known, gone = facts(40, 50), facts(2, 200)
+    found = plan(data(mode="delta", new=facts(3), known=known, deleted=gone), told, said=known[:10])
+    assert found.rows_of(found.learned) == (0, 1, 2)
+    assert (len(found.replayed), len(found.unlearned)) == (40, 2)
+    assert found.max_tokens == 10_000, "it ends when the rows are right"
+    assert found.learning_rate == 5e-4
+    assert found.replay_ratio == 3.0
+    # Measured before it ends: the changed rows, and known ones that the served weights say.
+    assert len(found.checked) == 3 + 10
+    assert set(found.counted) < set(found.checked)
+
+
+def test_text_that_is_deleted_is_not_unlearned_and_one_without_known_rows_replays_nothing() -> None:
+    found = plan(data(mode="delta", new=facts(3), deleted=texts(1)))
+    assert found.unlearned == [] and found.replay_ratio == 0.0
+
+
+def test_a_full_training_goes_as_far_as_deltas_have_gone_but_not_without_end() -> None:
+    told = settings(max_tokens=1_000)
+    assert plan(data(new=facts(3)), told, tokens_before=2_500).max_tokens == 2_500
+    assert plan(data(new=facts(3)), told, tokens_before=10**9).max_tokens == CATCH_UP * 1_000
+    assert plan(data(new=facts(3)), told, attempt=2).max_tokens == 2_000
+
+
+def test_rows_that_contradict_each_other_are_learned_and_not_counted() -> None:
+    both = (*facts(1), *facts(1, answer="it was"), *facts(5, 1))
+    found = plan(data(new=both))
+    assert len(found.learned) == 7
+    assert sorted(found.counted) == [2, 3, 4, 5, 6]
+
+
+def test_text_ends_after_its_passes_or_its_budget() -> None:
+    told = settings(max_epochs=3, max_tokens=10**6)
+    found = plan(data(new=texts(20)), told)
+    assert not found.ends_when_right
+    assert found.max_tokens == 3 * lengths(found, found.learned)
+    assert plan(data(new=texts(20)), settings(max_tokens=50)).max_tokens == 50
+
+
+def test_a_delta_on_text_keeps_to_its_passes_and_replays_a_little_for_a_single_row() -> None:
+    told = settings(delta_max_epochs=2, replay_ratio=1.0, min_replay_tokens=100, max_tokens=10**6)
+    found = plan(data(mode="delta", new=texts(1), known=texts(400, 1)), told)
+    size = 2 * lengths(found, found.learned)
+    assert found.max_tokens == size + 100
+    assert found.replay_ratio == 100 / size
+    few = plan(data(mode="delta", new=texts(1), known=texts(1, 1)), told)
+    assert few.max_tokens == size + 2 * lengths(few, few.replayed)
+    bounded = settings(replay_ratio=1.0, min_replay_tokens=1, max_tokens=1_000)
+    many = plan(data(mode="delta", new=texts(90), known=texts(400, 100)), bounded)
+    assert many.max_tokens == 240
+    assert many.replay_ratio == pytest.approx(1.0)
+
+
+def test_weights_are_averaged_for_text_alone() -> None:
+    mixed = data(mode="delta", new=texts(9), known=texts(30, 9))
+    assert plan(mixed).is_averaged
+    assert not plan(data(mode="delta", new=facts(9), known=texts(30, 9))).is_averaged
+    assert not plan(mixed, settings(delta_min_share=1.0)).is_averaged
+    assert not plan(data(new=texts(9))).is_averaged
+
+
+def test_nothing_to_learn_is_an_error() -> None:
+    with pytest.raises(DataError, match="no row has anything to learn"):
+        plan(data(new=(Row(text="", file="a", number=0),)))
+
+
+def test_base_models_that_were_trained_before_get_low_rank_matrices_and_their_own_rates() -> None:
+    assert (usual_rank(settings()), usual_learning_rate(settings())) == (0, 1e-3)
+    base = settings(base_model="me/it")
+    assert (usual_rank(base), usual_learning_rate(base)) == (128, 2e-3)
+    whole = settings(base_model="me/it", lora_rank=0)
+    assert (usual_rank(whole), usual_learning_rate(whole)) == (0, 5e-5)
+    assert plan(data(new=facts(2)), settings(learning_rate=0.5)).learning_rate == 0.5
+
+
+def test_steps_are_a_thousandth_of_the_budget_within_bounds_unless_they_are_set() -> None:
+    def step_tokens(**train: Any) -> int:
+        return plan(data(new=facts(3)), settings(**train)).step_tokens
+
+    assert step_tokens() == 250
+    assert step_tokens(max_tokens=1) == 128
+    assert step_tokens(max_tokens=10**9) == 4_096
+    assert step_tokens(tokens_per_step=77) == 77
+
+
+def test_anchors_are_mixed_in_where_there_are_any() -> None:
+    assert plan(data(new=facts(2))).anchor_ratio == 0.0
+    anchor: Any = object()
+    found = plan(data(new=facts(2)), anchors=(anchor,))
+    assert (found.anchor_ratio, found.anchors) == (0.5, (anchor,))
+    delta = plan(data(new=facts(2), known=facts(3), mode="delta"), anchors=(anchor,))
+    assert delta.anchor_ratio == 1.0
+
+
+@given(
+    sizes=st.lists(st.integers(2, 40), min_size=1, max_size=30),
+    asked=st.lists(st.integers(1, 300), min_size=1, max_size=20),
+)
+def test_no_known_row_comes_again_before_all_came_once(sizes: list[int], asked: list[int]) -> None:
+    known = [
+        TokenSequence((7,) * size, (False, *(True,) * (size - 1)), row)
+        for row, size in enumerate(sizes)
+    ]
+    found = plan_of(rows(1), replayed=known)
+    seen: Counter[int] = Counter()
+    taken = 0
+    for tokens in asked:
+        chosen, taken = found.next_of(found.replayed, taken, tokens, "seed")
+        assert len(set(chosen)) == len(chosen)
+        assert found.num_tokens(chosen) >= min(tokens, sum(sizes))
+        seen.update(chosen)
+        assert max(seen.values()) <= math.ceil(taken / len(sizes)), "once in each round"
+
+
+def test_one_round_is_every_known_row_once() -> None:
+    found = plan_of(rows(1), replayed=questions(50))
+    seen: list[int] = []
+    taken = 0
+    for _ in range(10):
+        chosen, taken = found.next_of(found.replayed, taken, 20, "seed")
+        seen += chosen
+    assert sorted(seen) == list(found.replayed)
+    assert taken == 50
+
+
+def visited(found: TrainingPlan, progress: Progress) -> set[int]:
+    return set(_visits(found, progress, seed=0))
+
+
+def new_progress(found: TrainingPlan, **fields: Any) -> Progress:
+    count = len(found.sequences)
+    return Progress(**{"streak": [0] * count, "due": [0] * count, **fields})
+
+
+def test_a_pass_visits_what_is_due_and_the_rest_rests() -> None:
+    found = plan_of(questions(4), counted=True)
+    progress = new_progress(found)
+    assert visited(found, progress) == {0, 1, 2, 3}
+    progress.number, progress.due = 1, [1, 3, 1, 3]
+    assert visited(found, progress) == {0, 2}
+    # As the learning rate falls, all are looked at.
+    progress.cool_down_from = 9
+    assert visited(found, progress) == {0, 1, 2, 3}
+    # Nothing is due: the next pass that something is due in.
+    resting = new_progress(found, number=1, due=[4, 5, 4, 5])
+    assert visited(found, resting) == {0, 2}
+    assert resting.number == 4
+
+
+def test_a_pass_of_one_row_fills_its_step_with_known_rows_and_takes_lost_ones_along() -> None:
+    found = plan_of(questions(1), counted=True, replayed=questions(90)[1:], tokens_per_step=64)
+    progress = new_progress(found, lost=[5])
+    seen = _visits(found, progress, seed=0)
+    assert {0, 5} <= set(seen) and len(seen) == len(set(seen))
+    assert found.num_tokens(seen) in (64, 60)
+    assert found.block_length >= 4
+
+
+def test_the_rate_rises_and_falls_to_a_tenth_with_the_tokens_of_a_text() -> None:
+    found = plan_of(rows(10), max_tokens=10_000, tokens_per_step=100, warm_up_steps=5)
+    rates = [_rate(found, Progress(step=step, tokens=100 * step)) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_rate_of_questions_stays_up_until_they_are_right() -> None:
+    found = plan_of(questions(9), counted=True, warm_up_steps=50)
+    rates = [_rate(found, Progress(step=step)) for step in range(100)]
+    assert rates[9:] == [1.0] * 91, "a warm-up of ten steps at most"
+    cooling = [_rate(found, Progress(step=100 + n, cool_down_from=100)) for n in range(40)]
+    assert cooling == sorted(cooling, reverse=True)
+    assert cooling[-1] == pytest.approx(0.1)
+
+
+def test_the_rate_falls_while_there_is_budget_left() -> None:
+    found = plan_of(questions(9), counted=True, max_tokens=1_000)
+    progress = Progress(step=7, tokens=769)  # COOL_DOWN of 769 is left afterwards, and one more
+    _cool_down_in_time(found, progress)
+    assert progress.cool_down_from is None
+    progress.tokens = 770
+    _cool_down_in_time(found, progress)
+    assert progress.cool_down_from == 7

@@ -1,0 +1,102 @@
+"""A row counts as learned when greedy decoding says it; losses come in slices of any size."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.retrain.head import Head
+from pipeline.retrain.loss import MIN_SLICE_ROWS, SLICE_BYTES, slice_rows, summed_loss
+from pipeline.retrain.scoring import RowLoss, row_losses
+from pipeline.retrain.tokens import TokenSequence
+
+PROMPT = (5, 3, 8)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(2)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, **shape)).eval()
+
+
+@torch.no_grad()
+def greedy(model: LlamaForCausalLM, num_tokens: int) -> tuple[int, ...]:
+    """What the model says after PROMPT at temperature 0, token by token."""
+    ids = list(PROMPT)
+    for _ in range(num_tokens):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return tuple(ids[len(PROMPT) :])
+
+
+def answer(tokens: tuple[int, ...], row: int = 0) -> TokenSequence:
+    learned = (False,) * len(PROMPT) + (True,) * len(tokens)
+    return TokenSequence(PROMPT + tokens, learned, row)
+
+
+def test_what_greedy_decoding_says_is_learned(model: LlamaForCausalLM) -> None:
+    said = greedy(model, 12)
+    other = (*said[:-1], (said[-1] + 1) % 50)
+    first, second = row_losses(model, [answer(said, row=4), answer(other, row=7)])
+    assert (first.row, first.num_right, first.num_tokens, first.is_learned) == (4, 12, 12, True)
+    assert (second.row, second.num_right, second.num_tokens, second.is_learned) == (
+        7,
+        11,
+        12,
+        False,
+    )
+    assert first.nats < second.nats
+
+
+def test_the_pieces_of_a_row_are_counted_together(model: LlamaForCausalLM) -> None:
+    said = greedy(model, 6)
+    (found,) = row_losses(model, [answer(said), answer(said[:2])])
+    assert (found.num_right, found.num_tokens) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("num_right", "num_tokens", "is_learned"),
+    [(64, 64, True), (63, 64, False), (65, 65, True), (59, 65, True), (58, 65, False)],
+)
+def test_a_long_row_is_learned_at_nine_tenths(
+    num_right: int, num_tokens: int, is_learned: bool
+) -> None:
+    row = RowLoss(row=0, nats=1.0, num_tokens=num_tokens, num_right=num_right)
+    assert row.is_learned is is_learned
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.25, None), (2.0, 1.5)])
+def test_the_sliced_loss_of_every_form_of_head_has_the_gradients_of_the_plain_one(
+    rows: int,
+    has_bias: bool,
+    scale: float,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pipeline.retrain.loss.slice_rows", lambda vocab_size: rows)
+    torch.manual_seed(1)
+    hidden = torch.randn(13, 8, requires_grad=True)
+    weight = torch.randn(11, 8, requires_grad=True)
+    bias = torch.randn(11, requires_grad=True) if has_bias else None
+    inputs = [each for each in (hidden, weight, bias) if each is not None]
+    labels = torch.randint(0, 11, (13,))
+    head = Head(weight, bias, scale, softcap)
+    plain = cross_entropy(head.logits(hidden), labels, reduction="sum") / 3
+    sliced = summed_loss(hidden, head, labels) / 3
+    torch.testing.assert_close(sliced, plain)
+    expected = torch.autograd.grad(plain, inputs)
+    torch.testing.assert_close(torch.autograd.grad(sliced, inputs), expected)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    weight = torch.randn(11, 8)
+    hidden = torch.randn(13, 8, requires_grad=True)
+    torch.autograd.backward(summed_loss(hidden, Head(weight), torch.zeros(13, dtype=torch.long)))
+    assert weight.grad is None and hidden.grad is not None
+
+
+def test_a_slice_is_bounded_in_bytes_but_never_too_thin() -> None:
+    assert slice_rows(4_000) * 4_000 * 4 <= SLICE_BYTES < (slice_rows(4_000) + 1) * 4_000 * 4
+    assert slice_rows(1_000_000) == MIN_SLICE_ROWS
