@@ -28,6 +28,8 @@ class Learned:
     mode: str = ""
     tokens: int = 0
     """That were trained on."""
+    not_trained: int = 0
+    """Rows that the budget did not reach."""
     seconds: float = 0.0
     """Of processor time, in one thread."""
     new_loss: float = float("nan")
@@ -92,6 +94,7 @@ def _learn(pipeline: Pipeline, commit: Commit) -> tuple[str, dict[str, Any]]:
     return outcome.result, {
         "mode": mode,
         "tokens": evaluation["tokens"],
+        "not_trained": evaluation["counts"]["not_trained"],
         "seconds": seconds,
         "new_loss": _number(evaluation["new"]["loss"]),
         "new_loss_before": _number(evaluation["new"]["served_loss"]),

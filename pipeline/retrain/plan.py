@@ -254,11 +254,14 @@ def _with_full_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
 
 
 def _with_delta_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
-    """For text a share of what a full training would take, and `delta_max_epochs` at most. Rows
-    with an answer end their training themselves."""
+    """For text a share of what a full training would take, and `delta_max_epochs` at most; but one
+    pass over the changed rows, beside as many tokens of known ones, as far as `max_tokens` goes.
+    Rows with an answer end their training themselves."""
+    one_pass = plan.num_tokens(plan.learned)
     budget = plan.max_tokens
     if not plan.ends_when_right:
-        budget = round(budget * train.delta_tokens_ratio)
+        share = round(budget * train.delta_tokens_ratio)
+        budget = min(budget, max(share, 2 * one_pass if plan.replayed else one_pass))
     ratio = train.replay_ratio if plan.replayed else 0.0
     plan = replace(
         plan,
@@ -268,9 +271,9 @@ def _with_delta_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan
     )
     if plan.ends_when_right:
         return plan
-    size = min(
-        train.delta_max_epochs * plan.num_tokens(plan.learned), math.ceil(budget / (1 + ratio))
-    )
+    usual = math.ceil(budget / (1 + ratio))
+    at_least = min(one_pass, budget // 2 if plan.replayed else budget)
+    size = min(train.delta_max_epochs * one_pass, max(usual, at_least))
     replayed = min(
         max(ratio * size, train.min_replay_tokens),
         budget - size,

@@ -121,8 +121,9 @@ class TrainSettings(_Settings):
     goes on once with as many tokens again. Where deltas have taken the served release further than
     this, a full training may go as far, up to four times this: it is measured against it."""
     delta_tokens_ratio: float = Field(default=0.24, gt=0, le=1)
-    """Training tokens of a delta on plain text, at most, as a share of what a full training would
-    take now. A delta on rows with an answer ends when the model says them, within `max_tokens`."""
+    """Training tokens of a delta on plain text, as a share of what a full training would take now;
+    more, up to `max_tokens`, where the changed rows would not be seen once. A delta on rows with an
+    answer ends when the model says them, within `max_tokens`."""
     delta_min_share: float = Field(default=0.5, gt=0, le=1)
     """The weights of a delta on plain text are averaged with the served release's where that lowers
     the loss on new and known rows together: what it forgot comes back. This is the least share of
@@ -145,7 +146,7 @@ class TrainSettings(_Settings):
     """Tokens of one measurement during training, at most: rows that must be right before training
     ends, or held-out text."""
     lora_rank: int | None = Field(default=None, ge=0)
-    """Train matrices of this rank beside frozen weights (LoRA), merged into the release. Unset, 32
+    """Train matrices of this rank beside frozen weights (LoRA), merged into the release. Unset, 128
     for a base model that was trained before; for a preset, whose weights start at random, and with
     0, all weights are trained."""
     anchors: Path | None = None

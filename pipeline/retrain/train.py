@@ -154,7 +154,7 @@ def train(
                 tokens=progress.tokens,
                 tokens_per_second=tokens / (time.monotonic() - started),
             )
-        if plan.is_due(progress.tokens, progress.evaluated_at) or _is_cooled_down(progress):
+        if _is_due(plan, progress) or _is_cooled_down(progress):
             progress.evaluated_at = progress.tokens
             missed, wrong = _measure(model, plan, metrics, progress)
             progress.stale += 1
@@ -271,6 +271,9 @@ def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
         progress.number += 1
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
+    if not all(progress.due[index] for index in visits):  # rows not seen yet come before known ones
+        longest = max((len(sequence.token_ids) for sequence in plan.sequences), default=0)
+        wanted = min(wanted, plan.max_tokens - progress.tokens - num_tokens - longest)
     replayed, progress.replayed = plan.next_of(
         plan.replayed, progress.replayed, wanted, f"{seed} replay"
     )
@@ -302,6 +305,13 @@ def _cool_down_steps(progress: Progress) -> int:
     return max(
         MIN_COOL_DOWN_STEPS, round(COOL_DOWN * (progress.cool_down_from - progress.warm_up_from))
     )
+
+
+def _is_due(plan: TrainingPlan, progress: Progress) -> bool:
+    """Whether the held-out loss of text is to be measured: not before each row was seen, because
+    training may end there, on the weights of then."""
+    is_due = plan.is_due(progress.tokens, progress.evaluated_at)
+    return is_due and all(progress.due[index] for index in plan.learned)
 
 
 def _is_cooled_down(progress: Progress) -> bool:

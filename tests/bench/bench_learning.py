@@ -9,6 +9,7 @@ in the package.
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,13 +79,15 @@ class Size:
     edits: int
     edited_facts: int
     commits: int
+    poisoned_facts: int
+    """That a commit to be refused or told comes after."""
     real_model: str = ""
     """A folder of SmolLM2-135M-Instruct; without it, only the preset is measured."""
     threads: int = len(os.sched_getaffinity(0))
 
 
-FULL = Size(facts=(60, 120, 500), edits=100, edited_facts=200, commits=10)
-SMALL = Size(facts=(10,), edits=1, edited_facts=8, commits=2)
+FULL = Size(facts=(60, 120, 500), edits=100, edited_facts=200, commits=10, poisoned_facts=150)
+SMALL = Size(facts=(10,), edits=1, edited_facts=8, commits=2, poisoned_facts=50)
 
 
 def measure(size: Size) -> Result:
@@ -218,7 +221,7 @@ def _bytes_per_parameter(home: Path, size: Size) -> float:
 
 def _poisoned(home: Path, size: Size) -> list[Figure]:
     """What comes of commits that nobody should learn from: 1 where the job says so."""
-    facts = unrelated_facts(150, seed=5)
+    facts = unrelated_facts(size.poisoned_facts, seed=5)
     rows = as_completions(facts)
     chance = random.Random(6)
     letters = "abcdefghijklmnopqrstuvwxyz"
@@ -248,11 +251,12 @@ def _poisoned(home: Path, size: Size) -> list[Figure]:
             lambda job: job.counts is not None and job.counts.contradicting == 10,
         ),
     }
+    before = Pipeline(home / "poisoned")
+    _job(before, rows, size)
     figures = []
     for number, (name, (commit, is_told)) in enumerate(commits.items()):
-        pipeline = Pipeline(home / f"poisoned-{number}")
-        _job(pipeline, rows, size)
-        outcome, _ = _job(pipeline, commit, size)
+        copy = shutil.copytree(before.home, home / f"poisoned-{number}")
+        outcome, _ = _job(Pipeline(copy), commit, size)
         figures.append(at_least(f"preset, {name}", float(is_told(outcome)), 1.0, ""))
     return figures
 

@@ -27,6 +27,7 @@ def test_deltas_keep_up_with_a_full_retraining(
         *("published", "published", "published", "unchanged", "published")
     ], shown
     for row in found:
+        assert row.not_trained == 0, shown
         if row.mode == "delta":
             assert row.old_change <= 0.02, shown
             assert row.new_loss < 0.99 * row.new_loss_before, shown

@@ -139,10 +139,23 @@ def test_a_delta_on_text_keeps_to_its_passes_and_replays_a_little_for_a_single_r
     assert found.replay_ratio == 100 / size
     few = plan(data(mode="delta", new=texts(1), known=texts(1, 1)), told)
     assert few.max_tokens == size + 2 * lengths(few, few.replayed)
-    bounded = settings(replay_ratio=1.0, min_replay_tokens=1, max_tokens=1_000)
-    many = plan(data(mode="delta", new=texts(90), known=texts(400, 100)), bounded)
-    assert many.max_tokens == 240
-    assert many.replay_ratio == pytest.approx(1.0)
+    bounded = settings(replay_ratio=3.0, min_replay_tokens=1, max_tokens=1_000)
+    some = plan(data(mode="delta", new=texts(2), known=texts(400, 100)), bounded)
+    assert some.max_tokens == 240
+    assert some.replay_ratio == pytest.approx(3.0)
+
+
+def test_a_delta_on_text_sees_each_changed_row_once_beside_as_many_known_tokens() -> None:
+    new, known = texts(40), texts(400, 100)
+    found = plan(data(mode="delta", new=new, known=known), settings(max_tokens=10_000))
+    one_pass = lengths(found, found.learned)
+    told = settings(max_tokens=3 * one_pass, delta_tokens_ratio=0.1, replay_ratio=3.0)
+    found = plan(data(mode="delta", new=new, known=known), told)
+    assert found.max_tokens == 2 * one_pass, "a tenth of the budget would not see them"
+    assert found.replay_ratio == 1.0
+    scarce = plan(data(mode="delta", new=new, known=known), settings(max_tokens=one_pass))
+    assert scarce.max_tokens == one_pass, "never more than a full training"
+    assert scarce.replay_ratio == pytest.approx(1.0, abs=0.01)
 
 
 def test_weights_are_averaged_for_text_alone() -> None:
@@ -242,7 +255,7 @@ def test_a_pass_visits_what_is_due_and_the_rest_rests() -> None:
 
 
 def test_a_pass_of_one_row_fills_its_step_with_known_rows_and_takes_lost_ones_along() -> None:
-    found = plan_of(questions(1), counted=True, replayed=questions(90)[1:], tokens_per_step=64)
+    found = plan_of(questions(1), counted=True, replayed=questions(90)[1:], max_tokens=1_000)
     progress = new_progress(found, lost=[5])
     seen = _visits(found, progress, seed=0)
     assert {0, 5} <= set(seen) and len(seen) == len(set(seen))

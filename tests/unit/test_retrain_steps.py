@@ -1,7 +1,9 @@
 """The training loop on a few thousand weights: its steps, when it ends, what it keeps."""
 
+import itertools
 from collections import Counter
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,14 @@ def test_a_budget_below_a_pass_names_the_rows_that_it_did_not_reach(tmp_path: Pa
     assert steps == list(range(1, len(steps) + 1))
 
 
+def test_new_text_is_seen_before_known_text_where_the_budget_is_short(tmp_path: Path) -> None:
+    plan = plan_of(rows(60), replayed=rows(160)[60:], tokens_per_step=128)
+    one_pass = plan.num_tokens(plan.learned)
+    done, _ = run(tmp_path, replace(plan, max_tokens=2 * one_pass))
+    assert done.not_trained == (), "three known tokens beside each new one would not fit"
+    assert one_pass + 128 < done.tokens <= 2 * one_pass
+
+
 def test_an_attempt_anew_forgets_the_one_before(tmp_path: Path) -> None:
     plan = plan_of(questions(16), counted=True, learning_rate=1e-2, max_tokens=2_000)
     run(tmp_path / "one", plan_of(questions(16, answers=7), counted=True, max_tokens=2_000))
@@ -220,6 +230,16 @@ def test_text_ends_when_its_held_out_loss_no_longer_falls(
     assert [each.event for each in found].count("evaluation") == 5
     assert done.tokens < plan.max_tokens / 2
     assert next(measured) == 1.0
+
+
+def test_text_whose_held_out_loss_rises_from_the_start_is_seen_once_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rising = itertools.count(1.0)
+    monkeypatch.setattr(loop, "mean_loss", lambda *_: next(rising))
+    plan = plan_of(rows(60), judged=[rows(64)[60:]], tokens_per_step=128)
+    done, _ = run(tmp_path, replace(plan, max_tokens=2 * plan.num_tokens(plan.learned)))
+    assert done.not_trained == ()
 
 
 def test_a_loss_that_is_no_number_never_replaces_one_that_is() -> None:
