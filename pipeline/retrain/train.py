@@ -50,6 +50,9 @@ COOL_DOWN, MIN_COOL_DOWN_STEPS = 0.3, 4
 FEW_WRONG = 0.2
 """Share of the rows that may still be wrong when the learning rate begins to fall: most come
 right while it falls, and the measurement that follows finds the others."""
+RELEARNING_RATE = 0.5
+"""Of the peak, for the rows that such a measurement found wrong. At the full rate the model loses
+about as many other rows as it learns again."""
 MAX_REST = 3
 """Passes that leave out a row that was right several times in a row, at most."""
 PATIENCE = 3
@@ -88,6 +91,11 @@ class Progress:
     """The best measurement: a loss of text, or rows that are wrong."""
     stale: int = 0
     """Measurements since the best one."""
+
+    @property
+    def is_relearning(self) -> bool:
+        """Whether a measurement found rows with an answer wrong."""
+        return self.best is not None and self.best > 0
 
 
 def train(
@@ -226,7 +234,8 @@ def _steps(plan: TrainingPlan, progress: Progress, seed: int) -> Iterator[list[l
                     len(awaited),
                 )
             is_open = plan.ends_when_right and progress.cool_down_from is None
-            if is_open and num_wrong <= FEW_WRONG * len(awaited):
+            allowed = 0.0 if progress.is_relearning else FEW_WRONG
+            if is_open and num_wrong <= allowed * len(awaited):
                 progress.cool_down_from = progress.step
 
 
@@ -297,6 +306,8 @@ def _rate(plan: TrainingPlan, progress: Progress) -> float:
         fallen = max(0.0, progress.tokens - first) / max(1, plan.max_tokens - first)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, fallen)))
     rising = min(1.0, (steps + 1) / max(1, warm_up))
+    if plan.ends_when_right and progress.is_relearning:
+        rising *= RELEARNING_RATE
     return rising * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
 
 
@@ -477,7 +488,7 @@ def _measure(
 
 
 def _learn_again(progress: Progress, wrong: Sequence[int]) -> None:
-    """After a measurement that found rows wrong: these first, at the full learning rate."""
+    """After a measurement that found rows wrong: these first, until all are right."""
     _end_pass(progress)
     progress.warm_up_from, progress.cool_down_from = progress.step, None
     progress.lost = sorted({*progress.lost, *wrong})

@@ -45,6 +45,8 @@ def test_the_first_block_names_these_targets() -> None:
 def test_make_demo(workplace: Workplace) -> None:
     shown = make("demo", workplace.env)
     assert re.search(r"\b0 failed", shown)
+    assert (shown.count("✓"), shown.count("✗")) == (16, 0)
+    assert "learned 365 of 365" in shown and "learned 122 of 122" in shown
     assert "Everything is stopped" in shown
 
 

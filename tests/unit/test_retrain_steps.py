@@ -99,7 +99,8 @@ def test_questions_are_learned_and_training_ends_before_its_budget(tmp_path: Pat
     assert done.not_trained == ()
     assert (found[-1].event, found[-1].right, found[-1].rows) == ("evaluation", 16, 16)
     rates = [each.learning_rate for each in found if each.event == "step"]
-    assert rates[-1] == pytest.approx(0.1 * plan.learning_rate, rel=0.6), "it fell before the end"
+    assert max(rates) == plan.learning_rate
+    assert rates[-1] < 0.16 * plan.learning_rate, "it fell before the end"
 
 
 def test_known_rows_that_are_lost_are_learned_again(tmp_path: Path) -> None:
