@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,7 +51,8 @@ class Runner:
 
     `environment` holds the variables that the process of every job gets; the variables of the
     runner's own process are not added. In `jobs_dir`, each job gets a folder with the job's id as
-    its name. `secret_key` is the Fernet key that encrypted the secrets in specs; without this key,
+    its name. `of_attempt` returns variables that one attempt gets on top, such as its tokens.
+    `secret_key` is the Fernet key that encrypted the secrets in specs; without this key,
     a job with secrets fails to start.
     """
 
@@ -62,6 +63,7 @@ class Runner:
         settings: JobsSettings,
         environment: Mapping[str, str],
         *,
+        of_attempt: Callable[[Job], Mapping[str, str]] = lambda job: {},
         launcher: Launcher | None = None,
         secret_key: bytes | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class Runner:
         self._jobs_dir = jobs_dir.absolute()
         self._settings = settings
         self._environment = dict(environment)
+        self._of_attempt = of_attempt
         self._launcher = launcher
         self._leased: dict[str, _LeasedJob] = {}
         self._next_claim = 0.0
@@ -191,7 +194,7 @@ class Runner:
                 job,
                 self._jobs_dir / job.id,
                 launcher,
-                self._environment,
+                {**self._environment, **self._of_attempt(job)},
                 num_threads=self._settings.threads(),
                 secret_key=self._secret_key,
             )

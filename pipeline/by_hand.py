@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jobs.attempt_tokens import attempt_token
+from jobs.job import Job
 from jobs.settings import JobsSettings
 from pipeline.after_jobs import after_jobs
 from pipeline.job_store import check_schemas, open_job_store
@@ -95,15 +97,13 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 home.jobs_dir,
                 _with_preload(settings.jobs),
                 {
-                    **os.environ,
+                    **{name: each for name, each in os.environ.items() if name != "WEBHOOK_SECRET"},
                     **_own_token(tokens),
                     "HF_ENDPOINT": settings.hub_url,
-                    "HF_TOKEN": tokens.hub,
                     "PIPELINE_HOME": str(home.root),
                     "PIPELINE_SETTINGS": str(settings_file()),
-                    "PIPELINE_ADMIN_TOKEN": tokens.admin,
-                    "WEBHOOK_SECRET": tokens.webhook,
                 },
+                of_attempt=lambda job: _of_attempt(job, tokens),
                 secret_key=tokens.key.encode(),
             )
             if until_idle:
@@ -113,6 +113,17 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
     finally:
         if stack is not None:
             stack.stop()
+
+
+def _of_attempt(job: Job, tokens: Tokens) -> dict[str, str]:
+    """One token for the hub and the completion server, which ends with the attempt; and the secret
+    of the stack's own webhook, where that webhook triggered the job."""
+    token = attempt_token(job, tokens.key.encode())
+    variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
+    is_of_other_webhook = "webhook" in job.spec.labels
+    if job.payload is not None and not job.by_hand and not is_of_other_webhook:
+        variables["WEBHOOK_SECRET"] = tokens.webhook
+    return variables
 
 
 def _own_token(tokens: Tokens) -> dict[str, str]:

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from jobs.attempt_tokens import PREFIX, job_of_token
 from jobs.migrations import check_schema as check_jobs_schema
 from jobs.schema import connect
 from jobs.store import JobStore
 from pipeline.hub.database import check_schema as check_hub_schema
 from pipeline.paths import Home
 from pipeline.settings import Settings
+from pipeline.tokens import Tokens
 
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
@@ -32,6 +34,18 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
         return
     with store:
         yield store
+
+
+def is_token_of_running_job(
+    token: str, settings: Settings, home: Home, tokens: Tokens, *, pipeline: str
+) -> bool:
+    """Whether `token` is that of an attempt that runs now, of a job of this pipeline. Raises
+    StoreError."""
+    if not token.startswith(PREFIX):
+        return False
+    with reading_jobs(settings, home) as store:
+        job = None if store is None else job_of_token(token, store, tokens.key.encode())
+    return job is not None and job.spec.pipeline == pipeline
 
 
 def jobs_schema(settings: Settings, home: Home) -> str | None:

@@ -35,10 +35,9 @@ def is_one_of(given: str, keys: tuple[str, ...]) -> bool:
     return any(matches)
 
 
-def check_bearer(
-    request: Request, tokens: tuple[str, ...], name: str, *, wrong_status: int = 403
-) -> None:
-    """Raises RequestError for a request without one of `tokens`, which are called `name`."""
+def bearer_of(request: Request, name: str) -> str:
+    """The bearer token of a request. Raises RequestError for a request without one; `name` says in
+    the message what is needed."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise RequestError(
@@ -48,7 +47,14 @@ def check_bearer(
             code="missing_token",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    if not is_one_of(given.strip(), tokens):
-        raise RequestError(
-            wrong_status, f"not {name}", type="authentication_error", code="invalid_token"
-        )
+    return given.strip()
+
+
+def check_api_key(request: Request, keys: tuple[str, ...]) -> None:
+    """Raises RequestError for a request without one of `keys`."""
+    if not is_one_of(bearer_of(request, "an API key"), keys):
+        raise wrong_token("an API key", status=401)
+
+
+def wrong_token(name: str, *, status: int) -> RequestError:
+    return RequestError(status, f"not {name}", type="authentication_error", code="invalid_token")

@@ -1,16 +1,17 @@
 """The OpenAI-compatible application over one pipeline's live release: its parts, and its routes."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answer
-from serving.api_keys import check_bearer, load_api_keys
+from serving.api_keys import bearer_of, check_api_key, is_one_of, load_api_keys, wrong_token
 from serving.chat import chat_body, chat_events, plan_chat
 from serving.completions import completion_body, completion_events, plan_completion
 from serving.engine import Engine, EngineError
@@ -33,12 +34,14 @@ def create_app(
     releases_dir: Path,
     pipeline: str,
     admin_token: str,
+    job_may_swap: Callable[[str], bool] = lambda token: False,
     folder: Path | None = None,
 ) -> FastAPI:
     """The application over `releases_dir`, which is `<home>/releases/<pipeline>`.
 
     On start it serves `folder` if given, else the current and then the pending release; on shutdown
-    it closes `engine`. Raises ServingError for API keys that cannot be read.
+    it closes `engine`. A swap needs `admin_token`, or the token of a job that `job_may_swap`, which
+    may wait for a database. Raises ServingError for API keys that cannot be read.
     """
     metrics = Metrics()
     admission = Admission(settings.max_queue)
@@ -72,18 +75,18 @@ def create_app(
     )
     _add_error_handlers(app, metrics)
     _add_openai_routes(app, flow, load_api_keys(settings))
-    _add_own_routes(app, flow, swapper, admin_token)
+    _add_own_routes(app, flow, swapper, admin_token, job_may_swap)
     return app
 
 
 def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...]) -> None:
-    def check_api_key(request: Request) -> None:
+    def check(request: Request) -> None:
         if api_keys:
-            check_bearer(request, api_keys, "an API key", wrong_status=401)
+            check_api_key(request, api_keys)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        check_api_key(request)
+        check(request)
         asked = await flow.parse(request, CompletionRequest)
 
         def plan(answer: Answer) -> Planned:
@@ -98,7 +101,7 @@ def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        check_api_key(request)
+        check(request)
         asked = await flow.parse(request, ChatRequest)
 
         def plan(answer: Answer) -> Planned:
@@ -126,20 +129,26 @@ def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        check_api_key(request)
+        check(request)
         live = flow.admission.live
         return json_response({"object": "list", "data": [model_object(live)] if live else []})
 
     @app.get("/v1/models/{model:path}")
     async def model(request: Request, model: str) -> Response:
-        check_api_key(request)
+        check(request)
         if flow.admission.live is None:
             raise flow.nothing_served()
         flow.check_model(flow.admission.live, model)
         return json_response(model_object(flow.admission.live))
 
 
-def _add_own_routes(app: FastAPI, flow: RequestFlow, swapper: Swapper, admin_token: str) -> None:
+def _add_own_routes(
+    app: FastAPI,
+    flow: RequestFlow,
+    swapper: Swapper,
+    admin_token: str,
+    job_may_swap: Callable[[str], bool],
+) -> None:
     @app.get("/health")
     async def health() -> Response:
         live = flow.admission.live
@@ -167,7 +176,11 @@ def _add_own_routes(app: FastAPI, flow: RequestFlow, swapper: Swapper, admin_tok
 
     @app.post("/admin/swap")
     async def swap(request: Request) -> Response:
-        check_bearer(request, (admin_token,), "the admin token")
+        given = bearer_of(request, "the admin token")
+        if not is_one_of(given, (admin_token,)) and not await run_in_threadpool(
+            job_may_swap, given
+        ):
+            raise wrong_token("the admin token, and not that of a running job", status=403)
         asked = await flow.parse(request, SwapRequest)
         result = await swapper.swap(asked.release)
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None

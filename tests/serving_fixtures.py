@@ -4,7 +4,7 @@ import contextlib
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,12 @@ def echo_release(
 
 
 def echo_app(
-    pipeline_dir: Path, engine: Engine | None = None, *, folder: Path | None = None, **settings: Any
+    pipeline_dir: Path,
+    engine: Engine | None = None,
+    *,
+    folder: Path | None = None,
+    job_may_swap: Callable[[str], bool] = lambda token: False,
+    **settings: Any,
 ) -> FastAPI:
     return create_app(
         engine=engine or EchoEngine(),
@@ -126,6 +131,7 @@ def echo_app(
         releases_dir=pipeline_dir,
         pipeline="answers",
         admin_token=ADMIN_TOKEN,
+        job_may_swap=job_may_swap,
         folder=folder,
     )
 

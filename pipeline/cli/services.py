@@ -122,6 +122,7 @@ def serve(
 
     The server serves the current release until another release is swapped in.
     """
+    from pipeline.job_store import is_token_of_running_job
     from pipeline.logs import log_to_stderr
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
@@ -130,6 +131,7 @@ def serve(
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "serve")
+    tokens = load_tokens(home.tokens_file)
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
         # A folder can be served without any pipeline. Requests then use the folder's name as
@@ -156,7 +158,10 @@ def serve(
         settings=serving,
         releases_dir=releases_dir,
         pipeline=name,
-        admin_token=load_tokens(home.tokens_file).admin,
+        admin_token=tokens.admin,
+        job_may_swap=lambda token: is_token_of_running_job(
+            token, settings, home, tokens, pipeline=name
+        ),
         folder=folder,
     )
     serve_app(app, serving)

@@ -77,7 +77,8 @@ def create_app(
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
-    `token` is what every client must show; `secret_key` is a Fernet key for the webhooks' secrets.
+    `token` is what every client must show, unless it is a job of `jobs_store` and shows the token
+    of its attempt; `secret_key` is a Fernet key for the webhooks' secrets and those tokens.
     Webhooks that start jobs start them in `jobs_store`; without one there can be none.
     Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
     what opens it.
@@ -85,6 +86,7 @@ def create_app(
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     cipher = SecretCipher(secret_key)
+    guard = auth.Guard(token, jobs_store, secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with _only_hub_in(root):
@@ -128,7 +130,7 @@ def create_app(
                 launcher=launcher,
                 metrics=metrics,
             )
-            app.state.git = GitHttp(settings, token, repositories, database, log, metrics)
+            app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
             try:
                 yield
             finally:
@@ -165,7 +167,7 @@ def create_app(
                 return
             if scope["path"] not in _OPEN_PATHS:
                 try:
-                    auth.check_token(scope["headers"], token)
+                    await guard.check(scope)
                     auth.check_site(scope)
                 except RequestError as error:
                     await http_json.error_response(error)(scope, receive, send)

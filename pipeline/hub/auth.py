@@ -1,28 +1,63 @@
-"""Who may come in: one token, over Bearer (API clients) or Basic with any user name (git)."""
+"""Who may come in: by a token, over Bearer (API clients) or Basic with any user name (git)."""
 
+import asyncio
 import base64
 import binascii
 import secrets
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from jobs.attempt_tokens import PREFIX, job_of_token
+from jobs.store import JobStore
 from pipeline.hub.errors import Forbidden, Unauthorized
 from receiver.cross_site import other_site
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/repos/move")
+"""A job reads and writes repositories. What else the hub does is a person's to change."""
 
 
-def check_token(headers: Iterable[tuple[bytes, bytes]], token: str) -> None:
-    """Raises Unauthorized unless the request carries `token`. Compares in constant time."""
-    given = [value for name, value in headers if name == b"authorization"]
-    if not given:
-        raise Unauthorized(
-            "This hub needs a token: set HF_TOKEN, or run `pipeline env` for the whole environment."
-        )
-    if len(given) > 1 or not secrets.compare_digest(_token(given[0]), token.encode()):
+class Guard:
+    """Lets in who has the hub's token, and a job's running attempt, which has a token of its own.
+
+    Without `jobs_store` there are no jobs to let in. `secret_key` signs their tokens.
+    """
+
+    def __init__(self, token: str, jobs_store: JobStore | None, secret_key: bytes) -> None:
+        self._token = token.encode()
+        self._jobs_store = jobs_store
+        self._secret_key = secret_key
+
+    async def check(self, scope: Scope) -> None:
+        """Raises Unauthorized for a request without a token that is good now, and Forbidden for one
+        of a job that only a person may make."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if not given:
+            raise Unauthorized(
+                "This hub needs a token: set HF_TOKEN, or run `pipeline env` for the whole "
+                "environment."
+            )
+        token = _token(given[0])
+        if len(given) == 1 and secrets.compare_digest(token, self._token):
+            return
+        if len(given) == 1 and self._jobs_store is not None and token.startswith(PREFIX.encode()):
+            job = await asyncio.to_thread(
+                job_of_token, token.decode("ascii", "replace"), self._jobs_store, self._secret_key
+            )
+            if job is not None:
+                _check_path_of_job(scope["path"], job.id)
+                return
+            raise Unauthorized("This token belongs to an attempt of a job that has ended.")
         raise Unauthorized("Invalid credentials in Authorization header")
+
+
+def _check_path_of_job(path: str, job_id: str) -> None:
+    if path.startswith(_CLOSED_TO_JOBS):
+        raise Forbidden(
+            f"This is the token of job {job_id}, which may read and write repositories and nothing "
+            f"else: {path} needs the hub's token."
+        )
 
 
 def check_site(scope: Scope) -> None:

@@ -14,7 +14,8 @@ from typing import IO, Literal
 
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub import auth, git_backend
+from pipeline.hub import git_backend
+from pipeline.hub.auth import Guard
 from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
 from pipeline.hub.errors import (
@@ -74,14 +75,14 @@ class GitHttp:
     def __init__(
         self,
         settings: HubSettings,
-        token: str,
+        guard: Guard,
         repositories: Repositories,
         database: Database,
         log: EventLog,
         metrics: HubMetrics,
     ) -> None:
         self._settings = settings
-        self._token = token
+        self._guard = guard
         self._repositories = repositories
         self._database = database
         self._log = log
@@ -94,7 +95,7 @@ class GitHttp:
         self, request: GitRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            auth.check_token(scope["headers"], self._token)
+            await self._guard.check(scope)
             _check(request, scope)
             repository = await asyncio.to_thread(self._find, request)
             with TemporaryFile(dir=self._repositories.incoming) as body:

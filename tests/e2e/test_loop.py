@@ -130,6 +130,17 @@ def test_a_command_by_hand_has_a_jobs_environment(loop: tuple[Workplace, Checkou
     assert values == [*urls, "local/facts", "dataset", job["id"]]
     head = checkout.git("rev-parse", "HEAD").strip()
     assert json.loads(payload)["updatedRefs"][0]["newSha"] == head
+
+    report = 'echo "$HF_TOKEN $PIPELINE_ADMIN_TOKEN secret:$WEBHOOK_SECRET"'
+    hub_token, admin_token, secret = workplace.run("jobs", "run", "--", "sh", "-c", report).split()
+    assert hub_token == admin_token and hub_token.startswith("hpj_")
+    assert secret == "secret:", "no webhook triggered it"
+    ended = {"Authorization": f"Bearer {hub_token}"}
+    asked = httpx.get(f"{workplace.url('hub')}/api/datasets/local/facts", headers=ended)
+    assert asked.status_code == 401
+    swap = httpx.post(f"{workplace.url('serving')}/admin/swap", json={}, headers=ended)
+    assert swap.status_code == 403
+
     workplace.run("jobs", "run", "--", "sh", "-c", "exit 7", code=7)
     assert workplace.json("jobs", "ls")[0]["outcome"]["exit_code"] == 7
 

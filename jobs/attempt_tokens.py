@@ -1,0 +1,48 @@
+"""Tokens that each belong to one attempt of a job, and that end with the attempt.
+
+A token names its attempt and is signed (HMAC-SHA256) with the key that the services of a stack
+share. No token is stored: a token is good while the store says that its attempt runs.
+"""
+
+import hashlib
+import hmac
+import re
+
+from jobs.errors import JobNotFound
+from jobs.job import Job
+from jobs.reader import JobReader
+
+PREFIX = "hpj_"
+"""How such a token begins. It tells a service which kind of token a request carries."""
+
+_TOKEN = re.compile(rf"{PREFIX}(j\d+)_(\d+)_([0-9a-f]{{64}})", re.ASCII)
+
+
+def attempt_token(job: Job, key: bytes) -> str:
+    """The token of the job's current attempt, such as `hpj_j000012_1_5f0c…`."""
+    return f"{PREFIX}{job.id}_{job.attempt}_{_signature(job.id, job.attempt, key)}"
+
+
+def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
+    """The job whose current attempt has this token; None if the token is wrong, or if the attempt
+    has ended.
+
+    A job that went on elsewhere, or that is attempted again, has another attempt. So a process of
+    an earlier attempt that is still alive can do nothing with its token.
+    """
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        return None
+    job_id, attempt = match[1], int(match[2])
+    if not hmac.compare_digest(match[3], _signature(job_id, attempt, key)):
+        return None
+    try:
+        job = store.get(job_id)
+    except JobNotFound:
+        return None
+    return job if job.state == "RUNNING" and job.attempt == attempt else None
+
+
+def _signature(job_id: str, attempt: int, key: bytes) -> str:
+    message = f"attempt token {job_id} {attempt}".encode()
+    return hmac.new(key, message, hashlib.sha256).hexdigest()

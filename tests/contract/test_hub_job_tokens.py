@@ -1,0 +1,80 @@
+"""What a running job may do on the hub with the token of its attempt."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import HfApi
+
+from jobs.attempt_tokens import attempt_token
+from jobs.job import Job
+from jobs.spec import JobSpec
+from jobs.store import JobStore
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    with JobStore.open(tmp_path / "jobs.sqlite") as store:
+        yield store
+
+
+@pytest.fixture
+def hub(tmp_path: Path, store: JobStore) -> Iterator[RunningHub]:
+    with running_hub(tmp_path / "hub", jobs_store=store) as hub:
+        hub.create_dataset("local/facts")
+        yield hub
+
+
+def started(store: JobStore) -> Job:
+    store.submit(JobSpec(command=("true",), pipeline="facts"))
+    job = store.claim("runner", lease_seconds=60)
+    assert job is not None
+    return job
+
+
+def test_a_job_reads_and_writes_repositories_until_its_attempt_ends(
+    hub: RunningHub, store: JobStore, tmp_path: Path
+) -> None:
+    job = started(store)
+    token = attempt_token(job, SECRET_KEY)
+    api = HfApi(endpoint=hub.url, token=token)
+    assert api.dataset_info("local/facts").id == "local/facts"
+    api.create_repo("local/report", repo_type="dataset")
+    remote = f"{hub.url.replace('//', f'//job:{token}@')}/datasets/local/report"
+    hub.git("clone", "-q", remote, str(tmp_path / "report"), cwd=tmp_path)
+
+    store.finish(job.id, "runner", None)
+    answer = httpx.get(
+        f"{hub.url}/api/datasets/local/facts", headers={"Authorization": f"Bearer {token}"}
+    )
+    assert answer.status_code == 401
+    assert "has ended" in answer.headers["x-error-message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/api/settings/webhooks"),
+        ("POST", "/api/settings/webhooks"),
+        ("GET", "/api/settings/deliveries"),
+        ("GET", "/settings/webhooks"),
+        ("DELETE", "/api/repos/delete"),
+        ("POST", "/api/repos/move"),
+    ],
+)
+def test_a_job_changes_nothing_else(
+    hub: RunningHub, store: JobStore, method: str, path: str
+) -> None:
+    headers = {"Authorization": f"Bearer {attempt_token(started(store), SECRET_KEY)}"}
+    answer = httpx.request(method, f"{hub.url}{path}", headers=headers)
+    assert answer.status_code == 403
+    assert "j000001" in answer.headers["x-error-message"]
+
+
+def test_a_hub_without_jobs_lets_no_such_token_in(tmp_path: Path, store: JobStore) -> None:
+    token = attempt_token(started(store), SECRET_KEY)
+    with running_hub(tmp_path / "other") as hub:
+        answer = httpx.get(f"{hub.url}/api/datasets", headers={"Authorization": f"Bearer {token}"})
+    assert answer.status_code == 401

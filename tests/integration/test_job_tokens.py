@@ -1,0 +1,47 @@
+"""A job swaps releases of its own pipeline while it runs, by the token of its attempt."""
+
+from pathlib import Path
+
+import httpx
+
+from jobs.attempt_tokens import attempt_token
+from jobs.spec import JobSpec
+from pipeline.job_store import is_token_of_running_job, open_job_store
+from pipeline.paths import Home
+from pipeline.settings import Settings
+from pipeline.tokens import load_tokens
+from tests.serving_fixtures import echo_app, echo_release, running
+
+
+def test_a_running_job_swaps_and_one_that_ended_or_is_of_another_pipeline_does_not(
+    tmp_path: Path,
+) -> None:
+    home, settings = Home(tmp_path / "home"), Settings()
+    tokens = load_tokens(home.tokens_file)
+    release = echo_release(tmp_path / "answers", 1)
+
+    def swap(server: str, token: str) -> int:
+        return httpx.post(
+            f"{server}/admin/swap",
+            json={"release": release.id},
+            headers={"Authorization": f"Bearer {token}"},
+        ).status_code
+
+    app = echo_app(
+        tmp_path / "answers",
+        job_may_swap=lambda token: is_token_of_running_job(
+            token, settings, home, tokens, pipeline="answers"
+        ),
+    )
+    with open_job_store(settings, home) as store, running(app) as server:
+        held = {}
+        for pipeline in ("answers", "other"):
+            store.submit(JobSpec(command=("true",), pipeline=pipeline))
+            job = store.claim("runner", lease_seconds=60)
+            assert job is not None
+            held[pipeline] = (job.id, attempt_token(job, tokens.key.encode()))
+        assert swap(server, held["other"][1]) == 403
+        assert swap(server, held["answers"][1]) == 200
+        store.finish(held["answers"][0], "runner", None)
+        assert swap(server, held["answers"][1]) == 403
+        assert swap(server, tokens.admin) == 403, "this server has another admin token"
