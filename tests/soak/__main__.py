@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.soak import checks
+from tests.soak.faults import OtherReceiver
 from tests.soak.rounds import Plan, play
 from tests.soak.stack import StackUnderFire
 from tests.stack_fixtures import workplace_in
@@ -59,9 +60,11 @@ def soak(folder: Path, plans: Iterable[Plan], kills: int, minutes: float = float
     deadline = time.monotonic() + 60 * minutes
     stack = StackUnderFire(workplace_in(folder))
     soaked = Soaked()
+    other: OtherReceiver | None = None
     try:
         stack.ensure_up()
         stack.clone()
+        other = OtherReceiver(stack)
         for plan in plans:
             played = play(stack, plan, lambda line: print(line, flush=True))
             soaked.num_kills += played.num_kills
@@ -69,8 +72,11 @@ def soak(folder: Path, plans: Iterable[Plan], kills: int, minutes: float = float
             soaked.num_rounds += 1
             if soaked.num_kills >= kills or time.monotonic() > deadline:
                 break
+        checks.check_other_receiver(stack, other)
     finally:
         stack.stop()
+        if other is not None:
+            other.close()
     checks.check_down(stack)
     if soaked.num_kills >= ENOUGH_KILLS:
         assert soaked.num_resumed, f"no kill met a training behind a checkpoint: {soaked}"

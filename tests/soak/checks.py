@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import re
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from jobs.job import Job
 from pipeline.retrain.checkpoint import Checkpoint
 from pipeline.retrain.job_folder import CHECKPOINT, METRICS, read_record
 from pipeline.retrain.metrics import Metric, read_metrics
-from serving.weights.release_store import UNFINISHED, release_ids, served_release
+from serving.weights.release_store import UNFINISHED, served_release
 from serving.weights.verify import verify_release
+from tests.soak.faults import OtherReceiver
 from tests.soak.stack import SERVICES, StackUnderFire, until
 
 SETTLE_SECONDS = 240.0
@@ -39,8 +41,9 @@ def settle(stack: StackUnderFire) -> None:
 
 
 def newest(stack: StackUnderFire) -> str | None:
-    ids = release_ids(stack.releases_dir)
-    return ids[-1] if ids else None
+    """The newest whole one."""
+    whole = stack.whole_releases()
+    return whole[-1].name if whole else None
 
 
 def check(stack: StackUnderFire) -> None:
@@ -48,9 +51,9 @@ def check(stack: StackUnderFire) -> None:
     _every_push_has_one_outcome(stack)
     served = served_release(stack.releases_dir)
     assert (served.name if served else None) == newest(stack), "`current` is not the newest"
-    for release_id in release_ids(stack.releases_dir):
-        reasons = verify_release(stack.releases_dir / release_id)
-        assert not reasons, f"{release_id} is not whole: {reasons}"
+    for folder in stack.whole_releases():
+        reasons = verify_release(folder)
+        assert not reasons, f"{folder.name} is not whole: {reasons}"
     until(lambda: not _leftovers(stack), 10, lambda: f"nothing is left over: {_leftovers(stack)}")
 
 
@@ -80,6 +83,24 @@ def check_refused(stack: StackUnderFire, served_before: str | None) -> None:
         ]
     assert [result for result, _ in outcomes] == ["rejected"], f"garbage came to {outcomes}"
     assert newest(stack) == served_before, "garbage made a release"
+
+
+def check_other_receiver(stack: StackUnderFire, other: OtherReceiver) -> None:
+    """Poison kept nothing from it: it has answered well each event but those of poison. A webhook
+    that is suspended for its poison gets the others with the next probes."""
+    with closing(stack.connect()) as connection:
+        told = connection.execute(
+            "SELECT new_sha FROM deliveries JOIN events ON events.seq = event_seq"
+            " WHERE webhook_id = ? AND ref = 'refs/heads/main'",
+            (other.webhook_id,),
+        ).fetchall()
+    expected = {row["new_sha"] for row in told}
+
+    def awaited() -> set[str]:
+        return {sha for sha in expected - other.answered if not other.is_poison.get(sha)}
+
+    until(lambda: not awaited(), 120, lambda: f"{awaited()} reached the other receiver")
+    assert len(expected) < 4 or any(other.is_poison.values())
 
 
 def has_resumed(stack: StackUnderFire, seen: Sighting) -> bool:

@@ -3,19 +3,23 @@
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.retrain.job_folder import METRICS
 from pipeline.retrain.metrics import STAGES, read_metrics
 from tests.soak import checks
-from tests.soak.stack import VICTIMS, StackUnderFire, rows
+from tests.soak.faults import DAMAGES, STALLED, damage, stalled
+from tests.soak.stack import STOPPED, VICTIMS, StackUnderFire, rows
 
 MOMENT_SECONDS = 60.0
 """A moment that does not come by then is over: its job may have ended already."""
 
 GARBAGE_SHARE = 0.15
 """Of the rounds: their commit is refused, and the next one brings the rows back."""
+DAMAGE_SHARE, STALLED_SHARE, STOPPED_SHARE = 0.2, 0.2, 0.15
+"""Of the rounds with a damaged file and with clients that stall, and of the shots that stop a
+service in place of killing it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,10 @@ class Plan:
     shots: tuple[Shot, ...]
     is_garbage: bool = False
     """The one commit replaces all rows; the gate must refuse it."""
+    damage: str | None = None
+    """What is damaged before the commits."""
+    stalled: str | None = None
+    """The clients that stay connected meanwhile."""
 
     @classmethod
     def of(cls, seed: int, number: int) -> "Plan":
@@ -44,18 +52,28 @@ class Plan:
         shots = tuple(_shot(choice) for _ in range(choice.choice((1, 2, 2))))
         is_garbage = number > 0 and choice.random() < GARBAGE_SHARE
         num_commits = 1 if is_garbage else choice.choice((1, 1, 2))
-        return cls(name=name, num_commits=num_commits, shots=shots, is_garbage=is_garbage)
+        # A refused commit leaves the damaged release the newest: another round's matter.
+        is_damaged = not is_garbage and number > 1 and choice.random() < DAMAGE_SHARE
+        return cls(
+            name=name,
+            num_commits=num_commits,
+            shots=shots,
+            is_garbage=is_garbage,
+            damage=choice.choice(DAMAGES) if is_damaged else None,
+            stalled=choice.choice(STALLED) if choice.random() < STALLED_SHARE else None,
+        )
 
     def __str__(self) -> str:
         shots = ", ".join(
             f"{shot.victim} at {shot.moment}+{shot.delay_seconds}" for shot in self.shots
         )
         kind = "garbage" if self.is_garbage else "commits"
-        return f"{self.name} ({self.num_commits} {kind}; {shots})"
+        faults = "".join(f"; {fault}" for fault in (self.damage, self.stalled) if fault)
+        return f"{self.name} ({self.num_commits} {kind}; {shots}{faults})"
 
 
 def _shot(choice: random.Random) -> Shot:
-    victim = choice.choice(VICTIMS)
+    victim = choice.choice(STOPPED if choice.random() < STOPPED_SHARE else VICTIMS)
     moment = choice.choice(("push", *STAGES, *3 * ("checkpoint",)))
     delay_seconds = round(choice.uniform(0.0, 0.5), 2)
     if victim == "git":
@@ -82,8 +100,16 @@ SMALL = (
         is_garbage=True,
     ),
     Plan("small, round 3", 1, (Shot("up", "train", 0.0), Shot("all", "checkpoint", 0.1))),
+    Plan(
+        "small, round 4",
+        1,
+        (Shot("stopped runner", "train", 0.0), Shot("stopped receiver", "push", 0.0)),
+        damage="short shard",
+        stalled="unread answers",
+    ),
+    Plan("small, round 5", 1, (Shot("stopped serve", "promote", 0.0),), damage="lost tokens"),
 )
-"""Every kind of victim."""
+"""Every kind of victim and of fault, but for some that share their cure."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +128,16 @@ def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) 
     sightings: list[checks.Sighting] = []
     last_job = _newest_job(stack)
     try:
-        for each in range(plan.num_commits):
-            choice = random.Random(f"{plan.name}, commit {each}")
-            stack.commit(rows(choice, len(stack.shas)), is_garbage=plan.is_garbage)
-            num_commits = len(stack.shas)
-            push = stack.push()
-            for shot in plan.shots[each :: plan.num_commits]:
-                if shot.moment != "push":
-                    # No job comes of a push that a shot before this one broke off.
-                    _see_through(stack, push, num_commits)
-                    _await(stack, shot.moment, last_job)
-                time.sleep(shot.delay_seconds)
-                job = _newest_job(stack)
-                if job is not None and job != last_job:
-                    sightings.append(checks.sighting(stack, job))
-                num_kills += stack.kill(shot.victim)
-                if shot.victim in ("up", "all"):
-                    stack.start()
-            _see_through(stack, push, num_commits)
-        checks.settle(stack)
+        if plan.damage is not None:
+            num_kills += damage(stack, plan.damage)
+            stack.ensure_up()
+        with stalled(stack, plan.stalled):
+            for each in range(plan.num_commits):
+                choice = random.Random(f"{plan.name}, commit {each}")
+                stack.commit(rows(choice, len(stack.shas)), is_garbage=plan.is_garbage)
+                shots = plan.shots[each :: plan.num_commits]
+                num_kills += _push_under_fire(stack, shots, last_job, sightings)
+            checks.settle(stack)
         checks.check(stack)
         if plan.is_garbage:
             checks.check_refused(stack, before)
@@ -129,6 +146,31 @@ def play(stack: StackUnderFire, plan: Plan, say: Callable[[str], None] = print) 
         raise AssertionError(f"{plan}: {error}") from error
     say(f"  settled in {time.monotonic() - started:.1f} s, {num_resumed} trainings went on")
     return Played(num_kills, num_resumed)
+
+
+def _push_under_fire(
+    stack: StackUnderFire,
+    shots: Sequence[Shot],
+    last_job: str | None,
+    sightings: list[checks.Sighting],
+) -> int:
+    """Push the newest commit until it is acknowledged; returns how many shots met somebody."""
+    num_commits, num_hits = len(stack.shas), 0
+    push = stack.push()
+    for shot in shots:
+        if shot.moment != "push":
+            # No job comes of a push that a shot before this one broke off.
+            _see_through(stack, push, num_commits)
+            _await(stack, shot.moment, last_job)
+        time.sleep(shot.delay_seconds)
+        job = _newest_job(stack)
+        if job is not None and job != last_job:
+            sightings.append(checks.sighting(stack, job))
+        num_hits += stack.kill(shot.victim)
+        if shot.victim in ("up", "all"):
+            stack.start()
+    _see_through(stack, push, num_commits)
+    return num_hits
 
 
 def _see_through(stack: StackUnderFire, push: subprocess.Popen[bytes], num_commits: int) -> None:

@@ -1,5 +1,6 @@
 """A stack to be killed: started in the foreground, its processes found, its pushes counted."""
 
+import base64
 import json
 import os
 import random
@@ -15,10 +16,13 @@ from pathlib import Path
 
 from jobs.folder import PROCESS, read_json
 from jobs.store import JobStore
+from serving.weights.release_store import release_ids
 from tests.stack_fixtures import Workplace, end_with_this_process
 
 SERVICES = ("hub", "receiver", "runner", "serve")
 VICTIMS = (*SERVICES, "warm parent", "leader", "job", "git", "up", "all")
+STOPPED = tuple(f"stopped {name}" for name in SERVICES)
+"""A service that gets SIGSTOP: it lives and does nothing until `up` starts another."""
 
 SETTINGS = """\
 [jobs]
@@ -75,6 +79,10 @@ class StackUnderFire:
     """So many of them stood in a push that was answered."""
     rows: str = ""
     """Of all commits but those of garbage."""
+    damaged: set[str] = field(default_factory=set)
+    """Ids of releases that were damaged on purpose."""
+
+    _git_environment: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         (self.workplace.folder / "pipeline.toml").write_text(SETTINGS)
@@ -86,6 +94,11 @@ class StackUnderFire:
     @property
     def releases_dir(self) -> Path:
         return self.home / "releases" / "facts"
+
+    def whole_releases(self) -> list[Path]:
+        """Oldest first; without those that were damaged."""
+        ids = release_ids(self.releases_dir)
+        return [self.releases_dir / each for each in ids if each not in self.damaged]
 
     # Starting and stopping
 
@@ -175,13 +188,16 @@ class StackUnderFire:
         return found
 
     def kill(self, who: str) -> bool:
-        """SIGKILL; False where there was none of that kind to kill."""
+        """SIGKILL, or SIGSTOP for one of STOPPED; False where there was none of that kind."""
+        number = signal.SIGKILL
+        if who in STOPPED:
+            who, number = who.removeprefix("stopped "), signal.SIGSTOP
         deadline = time.monotonic() + GIT_SECONDS
         while not (pids := self.victims()[who]) and who == "git" and time.monotonic() < deadline:
             pass
         for pid in pids:
             try:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
             except ProcessLookupError:
                 continue
         if who in ("up", "all") and self.up is not None and pids:
@@ -236,11 +252,21 @@ class StackUnderFire:
         ).stdout
 
     def git_environment(self) -> dict[str, str]:
-        if not hasattr(self, "_git_environment"):
+        if self._git_environment is None:
             script = 'eval "$("$0" -m pipeline env)"; unset PIPELINE_HOME; exec env -0'
             said = self.workplace.call(["bash", "-c", script, sys.executable])
             self._git_environment = dict(line.split("=", 1) for line in said.split("\0") if line)
         return self._git_environment
+
+    def token(self) -> str:
+        return self.git_environment()["HF_TOKEN"]
+
+    def authorization(self) -> str:
+        return "Basic " + base64.b64encode(f"git:{self.token()}".encode()).decode()
+
+    def forget_tokens(self) -> None:
+        """The tokens are asked for anew."""
+        self._git_environment = None
 
     # What is stored
 
@@ -248,15 +274,21 @@ class StackUnderFire:
         return JobStore.open(self.home / "jobs" / "jobs.sqlite")
 
     def deliveries(self) -> list[sqlite3.Row]:
-        """`id, status, old_sha, new_sha` of every commit that the hub has to tell of."""
-        database = f"file:{self.home / 'hub' / 'hub.sqlite'}?mode=ro"
-        with closing(sqlite3.connect(database, uri=True, timeout=10)) as connection:
-            connection.row_factory = sqlite3.Row
+        """`id, status, old_sha, new_sha` of every commit that the hub has to tell the receiver."""
+        with closing(self.connect()) as connection:
             return connection.execute(
                 "SELECT deliveries.id, status, old_sha, new_sha FROM deliveries"
                 " JOIN events ON events.seq = event_seq"
-                " WHERE ref = 'refs/heads/main' ORDER BY seq"
+                " JOIN webhooks ON webhooks.id = webhook_id"
+                " WHERE ref = 'refs/heads/main' AND url LIKE '%/webhooks/retrain' ORDER BY seq"
             ).fetchall()
+
+    def connect(self) -> sqlite3.Connection:
+        """To the hub's database, for reading."""
+        database = f"file:{self.home / 'hub' / 'hub.sqlite'}?mode=ro"
+        connection = sqlite3.connect(database, uri=True, timeout=10)
+        connection.row_factory = sqlite3.Row
+        return connection
 
 
 def rows(choice: random.Random, number: int) -> str:
