@@ -3,17 +3,18 @@
 The store starts no process; `jobs/runner.py` reads the store and runs the jobs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import select
 
-from jobs.errors import OlderSchema
+from jobs.errors import JobNotFound, OlderSchema
 from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids, failure
 from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
 from jobs.reader import JobReader
+from jobs.retention import forget_ignored, forget_jobs
 from jobs.rows import (
     end_job,
     fetch_job,
@@ -90,11 +91,12 @@ class JobStore(JobReader):
     ) -> Submission:
         """Record `delivery` and make `spec` pending; the store does both or neither.
 
-        If `delivery` was seen before, this returns the job that it led to. A delivery that was
-        ignored before now leads to a job. If the pipeline's latest job has the same `dedupe_key`,
-        this returns that job, unless it failed or was cancelled. If the pipeline has a pending job,
-        that job absorbs `spec`: it takes the new command, settings and payload, and keeps the start
-        of its own range.
+        If `delivery` was seen before, this returns the job that it led to. If that job failed or
+        was cancelled, this returns the pipeline's job of a later push; if there is none, `spec` is
+        submitted again. A delivery that was ignored before now leads to a job. If the pipeline's
+        latest job has the same `dedupe_key`, this returns that job, unless it failed or was
+        cancelled. If the pipeline has a pending job, that job absorbs `spec`: it takes the new
+        command, settings and payload, and keeps the start of its own range.
 
         A job that is submitted by hand (`by_hand`) waits beside the pending job of pushes; neither
         job absorbs the other. Raises PendingJob if a job that was submitted by hand is already
@@ -227,6 +229,30 @@ class JobStore(JobReader):
                 )
                 for number in numbers
             ]
+
+    # What keeps the store small
+
+    def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
+        """Delete the jobs that ended before this moment, with their deliveries; returns their ids.
+
+        The `newest` jobs of each pipeline stay, and so do the jobs in `kept`. Deliveries that led
+        to no job go if they were received before this moment. A delivery that is forgotten is new
+        when it is repeated.
+        """
+        forget_ignored(self._engine, before)
+        return forget_jobs(self._engine, before, newest=newest, kept=kept)
+
+    def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
+        """Replace the reason of each outcome that has one: it may quote rows that must go."""
+        for job_id in job_ids:
+            with writing(self._engine) as connection:
+                try:
+                    job = fetch_job(connection, number_of(job_id))
+                except JobNotFound:
+                    continue
+                if job.outcome is not None and job.outcome.reason is not None:
+                    outcome = job.outcome.model_copy(update={"reason": reason})
+                    update_job(connection, job_id, outcome=outcome.model_dump_json())
 
     # What a person does
 

@@ -2,9 +2,12 @@
 
 import json
 import secrets
+import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import urlsplit
 
@@ -17,6 +20,7 @@ from pipeline.hub.addresses import check_literal
 from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
+from pipeline.hub.states import WEBHOOK_MOVES, webhook_columns
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain, WatchedItem, WebhookStatus
 
@@ -118,11 +122,18 @@ class StoredWebhook:
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def stands_as(self, before: "StoredWebhook") -> bool:
-        """Whether nobody has enabled it, disabled it, or pointed it elsewhere since."""
-        return all(
+        """Whether nobody has enabled it, disabled it, pointed it elsewhere, or changed its secret
+        since."""
+        return self.target_and_proof == before.target_and_proof and all(
             getattr(self, name) == getattr(before, name)
-            for name in ("url", "job_id", "disabled", "suspended_at", "failing_since")
+            for name in ("disabled", "suspended_at", "failing_since")
         )
+
+    @property
+    def target_and_proof(self) -> tuple[object, ...]:
+        """What decides whether the receiver takes a delivery. The same secret is never encrypted
+        into the same bytes twice."""
+        return self.url, self.job_id, self.encrypted_secret
 
     def wants(self, repository: RepositoryName) -> bool:
         """Whether it is told of `repository`; the hub has events of the domain `repo` only."""
@@ -142,6 +153,7 @@ class WebhookJson(TypedDict, total=False):
     status: WebhookStatus
     job: Mapping[str, object]
     secret: str
+    warnings: list[str]
 
 
 def as_json(webhook: StoredWebhook) -> WebhookJson:
@@ -208,6 +220,19 @@ def list_webhooks(connection: Connection) -> list[StoredWebhook]:
     return [_record(row) for row in rows]
 
 
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The jobs of which webhooks start copies, read from the hub's file from outside; empty if
+    there is no hub. Raises HubError."""
+    if not path.exists():
+        return set()
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+            return {job_id for (job_id,) in rows}
+    except sqlite3.Error as error:
+        raise HubError(f"The webhooks in {path} cannot be read: {error}.") from error
+
+
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
     row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
     if row is None:
@@ -228,7 +253,7 @@ def create_webhook(
             domains=list(request.domains),
             encrypted_secret=cipher.encrypt(request.secret),
             encrypted_secrets=cipher.encrypt_variables(request.secrets or {}),
-            disabled=False,
+            **webhook_columns(WEBHOOK_MOVES["created"].target),
             created_at=time.time(),
         )
     )
@@ -263,12 +288,6 @@ def update_webhook(
         changes["encrypted_secret"] = cipher.encrypt(request.secret)
     if changes:
         connection.execute(update(table).where(table.c.id == id).values(changes))
-    return get_webhook(connection, id)
-
-
-def set_disabled(connection: Connection, id: str, disabled: bool) -> StoredWebhook:
-    get_webhook(connection, id)
-    connection.execute(update(table).where(table.c.id == id).values(disabled=disabled))
     return get_webhook(connection, id)
 
 
