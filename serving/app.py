@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
+from edge.bodies import LimitedBodies
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answer
 from serving.api_keys import check_bearer, load_api_keys
@@ -62,6 +63,7 @@ def create_app(
             await engine.close()
 
     app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.state.admission = admission
     flow = RequestFlow(
         engine=engine,

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from cryptography.fernet import Fernet
 from huggingface_hub import HfApi
 
+from edge.connections import Limits
+from edge.server import http_server
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.settings import HubSettings
@@ -125,13 +126,17 @@ def listening_socket() -> socket.socket:
 
 @contextlib.contextmanager
 def running_hub(
-    root: Path, *, jobs_store: JobStore | None = None, **settings: Any
+    root: Path,
+    *,
+    jobs_store: JobStore | None = None,
+    limits: Limits | None = None,
+    **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own."""
     listener = listening_socket()
     told = HubSettings(port=listener.getsockname()[1], **settings)
     app = create_app(told, root, token=TOKEN, secret_key=SECRET_KEY, jobs_store=jobs_store)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = http_server(app, shutdown_seconds=10, limits=limits, lifespan="on")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
