@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from edge.bodies import BodiesInFlight
 from receiver.cross_site import other_host, other_site
 from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
@@ -52,6 +53,8 @@ class RequestGuard:
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
     """The host names of this receiver, beside those of loopback."""
+    bodies: BodiesInFlight
+    """Of all handlers together."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler recognises repeats itself."""
     history: History
@@ -64,7 +67,8 @@ class RequestGuard:
         at, began, status = time.time(), time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
-            answer = await self._check_and_call(request, sent_id, call_handler)
+            with self.bodies.body() as count:
+                answer = await self._check_and_call(request, sent_id, call_handler, count)
             status = answer.status_code
             return answer
         except RequestValidationError as refusal:
@@ -90,14 +94,18 @@ class RequestGuard:
             )
 
     async def _check_and_call(
-        self, request: Request, sent_id: str | None, call_handler: CallHandler
+        self,
+        request: Request,
+        sent_id: str | None,
+        call_handler: CallHandler,
+        count: Callable[[int], None],
     ) -> Response:
         try:
             # Before the body is read: a stranger must not fill the memory.
             self._check_where_from(request)
             check_body = self.proof.check_headers(request.headers)
             async with asyncio.timeout(self.body_timeout_seconds):
-                body = await self._read(request)
+                body = await self._read(request, count)
             check_body(body)
             event = read_event(self.proof.scheme, request.headers, body)
         except ReceiverError as refusal:
@@ -153,13 +161,14 @@ class RequestGuard:
             return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)
         return JSONResponse({"delivery": id, "is_new": is_new}, status_code=202)
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read(self, request: Request, count: Callable[[int], None]) -> bytes:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > self.max_body_bytes:
             raise self._too_large()
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
+            count(len(chunk))
             if len(body) > self.max_body_bytes:
                 raise self._too_large()
         return bytes(body)

@@ -20,6 +20,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     422: {"description": "The body is not the event that the handler takes."},
+    503: {"description": "Too many large bodies arrive at once."},
 }
 
 

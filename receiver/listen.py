@@ -1,4 +1,4 @@
-"""Starts the server of a receiver or of the hub: a socket that listens, and uvicorn behind it."""
+"""Starts the server of a receiver or of the hub behind a socket that listens."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from receiver.errors import AddressUnavailable, OpenToEveryone
 
@@ -70,21 +69,6 @@ def is_inside_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def uvicorn_server(app: ASGIApp, *, shutdown_seconds: int) -> uvicorn.Server:
-    """A server that uses the logging of this process, and does not log each request.
-
-    When the server is told to stop, requests that are being answered get `shutdown_seconds` to end.
-    """
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=shutdown_seconds,
-    )
-    return uvicorn.Server(config)
 
 
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:

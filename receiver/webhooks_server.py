@@ -16,6 +16,8 @@ from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
+from edge.bodies import BodiesInFlight
+from edge.server import http_server
 from receiver import listen
 from receiver.cross_site import host_name
 from receiver.durable import DurableDeliveries
@@ -78,6 +80,7 @@ class WebhooksServer:
         self._secret_in_shell = secret_in_shell
         self._secrets = as_secrets(webhook_secret or os.environ.get("WEBHOOK_SECRET"))
         self._history = History()
+        self._bodies = BodiesInFlight(self.settings.max_body_bytes)
         self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
         self._host: str | None = None
         self._running: tuple[uvicorn.Server, threading.Thread] | None = None
@@ -232,7 +235,7 @@ class WebhooksServer:
         public = None if self._public_access is None else self._public_access.public
         print(greeting(url, self.registered_webhooks, unproven, public, page=page), flush=True)
 
-        server = listen.uvicorn_server(app, shutdown_seconds=self.settings.shutdown_seconds)
+        server = http_server(app, shutdown_seconds=self.settings.shutdown_seconds)
         self._host = host
         if prevent_thread_lock or listen.is_inside_event_loop():
             self._running = server, listen.serve_in_thread(server, *sockets)
@@ -308,6 +311,7 @@ class WebhooksServer:
             max_body_bytes=self.settings.max_body_bytes,
             body_timeout_seconds=self.settings.body_timeout_seconds,
             own_names=self._own_names,
+            bodies=self._bodies,
             cache=None if webhook.knows_repeats else self._idempotency,
             history=self._history,
             durable=self._durable if webhook.is_durable else None,

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
+from edge.bodies import LimitedBodies
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answer
 from serving.api_keys import bearer_of, check_api_key, is_one_of, load_api_keys, wrong_token
@@ -65,6 +66,7 @@ def create_app(
             await engine.close()
 
     app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
+    app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.state.admission = admission
     flow = RequestFlow(
         engine=engine,

@@ -91,6 +91,8 @@ def translated(error: Exception) -> RequestError:
         )
     if isinstance(error, ClientGone):
         return RequestError(499, "the client hung up")
+    if isinstance(error, HTTPException) and error.status_code == 503:
+        return unavailable(str(error.detail))
     if isinstance(error, HTTPException):
         code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
         return RequestError(

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.answer import Answer
 from serving.engine import Engine
 from serving.metrics import Metrics, WaitingRequest
 from serving.openai_schemas import SamplingRequest
-from serving.request_errors import RequestError, from_validation, unavailable
+from serving.request_errors import ClientGone, RequestError, from_validation, unavailable
 from serving.responses import EventStream, json_response, unless_disconnected
 from serving.settings import ServingSettings
 
@@ -48,9 +49,7 @@ class RequestFlow:
     ) -> Response:
         """Admit once, answer on that release, leave."""
         started = time.perf_counter()
-        deadline = None
-        if self.settings.request_seconds is not None:
-            deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
+        deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
         with ExitStack() as leaving:
             waiting = WaitingRequest(self.metrics.waiting)
@@ -147,14 +146,17 @@ class RequestFlow:
     async def parse(self, request: Request, kind: type[R]) -> R:
         """The request's body. Raises RequestError."""
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self.settings.max_body_bytes:
-                raise RequestError(
-                    413,
-                    f"the body is larger than {self.settings.max_body_bytes} bytes",
-                    code="body_too_large",
-                )
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > self.settings.max_body_bytes:
+                    raise RequestError(
+                        413,
+                        f"the body is larger than {self.settings.max_body_bytes} bytes",
+                        code="body_too_large",
+                    )
+        except ClientDisconnect:
+            raise ClientGone from None
         request.state.num_body_bytes = len(body)
         try:
             return kind.model_validate_json(bytes(body))

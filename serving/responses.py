@@ -51,7 +51,7 @@ class EventStream(Response):
         events: AsyncGenerator[str, None],
         *,
         headers: Mapping[str, str],
-        deadline: float | None,
+        deadline: float,
         on_end: Callable[[int], None],
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache"})

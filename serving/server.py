@@ -10,11 +10,18 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
+from edge.connections import Limits
+from edge.server import http_server
 from serving.errors import PortBusy, ServingError
 from serving.settings import ServingSettings
 
 SHUTDOWN_SECONDS = 10
 """For requests that are being answered when the server is told to stop."""
+READING_SECONDS = 30
+"""How long a client may leave its answer unread. It is less than a swap waits for requests: one such
+client must not defer the swap."""
+MAX_OTHERS = 256
+"""Connections beside those of `max_queue` requests."""
 
 
 def serve(app: FastAPI, settings: ServingSettings) -> None:
@@ -28,18 +35,19 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        config = uvicorn.Config(
+        server = http_server(
             app,
-            log_config=None,  # the process's own
-            log_level="warning",
-            access_log=False,
+            shutdown_seconds=SHUTDOWN_SECONDS,
+            # Others than those that are answered or wait: health checks, and idle clients.
+            limits=Limits(
+                max_connections=settings.max_queue + MAX_OTHERS, reading_seconds=READING_SECONDS
+            ),
             # Entered here and not by uvicorn, which would answer an error with a traceback.
             lifespan="off",
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             try:
-                runner.run(_serve(app, settings, uvicorn.Server(config), listener))
+                runner.run(_serve(app, settings, server, listener))
             except asyncio.CancelledError:
                 # What SIGTERM does to a program that does not handle it: whoever sent it can tell.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -32,7 +32,7 @@ class ServingSettings(BaseModel):
     """The bearer token for `/v1`. Unset: everyone who reaches the port may send requests."""
     api_key_file: Path | None = None
     """A file with more such tokens, one per line. Empty lines and `#` comments are skipped."""
-    request_seconds: float | None = Field(default=None, gt=0)
+    request_seconds: float = Field(default=600, gt=0)
     """Time limit of one answer. After that a request gets 504, and a stream an error event."""
     max_queue: int = Field(default=256, ge=1)
     """How many requests may run or wait at once. One more gets 429."""

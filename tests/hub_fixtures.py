@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from cryptography.fernet import Fernet
 from huggingface_hub import HfApi
 
+from edge.connections import Limits
+from edge.server import http_server
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.settings import HubSettings
@@ -129,6 +130,7 @@ def running_hub(
     *,
     jobs_store: JobStore | None = None,
     needed_commits: Callable[[], Collection[str]] | None = None,
+    limits: Limits | None = None,
     **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own."""
@@ -142,7 +144,7 @@ def running_hub(
         jobs_store=jobs_store,
         needed_commits=needed_commits,
     )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = http_server(app, shutdown_seconds=10, limits=limits, lifespan="on")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from starlette.types import ASGIApp
 
+from edge.server import http_server
 from jobs.store import JobStore
 from receiver import listen
 
@@ -34,7 +34,7 @@ def serve() -> Iterator[Callable[[ASGIApp], str]]:
         def start(app: ASGIApp) -> str:
             listening = listen.bind("127.0.0.1", 0)
             url = listen.url_of(listening, "127.0.0.1")
-            server = uvicorn.Server(uvicorn.Config(app, log_level="critical", access_log=False))
+            server = http_server(app, shutdown_seconds=10)
             thread: threading.Thread = listen.serve_in_thread(server, listening)
 
             def stop() -> None:

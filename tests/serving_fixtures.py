@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import uvicorn
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from edge.connections import Limits
+from edge.server import http_server
 from serving.app import create_app
 from serving.engine import Engine
 from serving.engines.echo_engine import EchoEngine, echo_logprobs
@@ -137,10 +138,10 @@ def echo_app(
 
 
 @contextlib.contextmanager
-def running(app: FastAPI) -> Iterator[str]:
+def running(app: FastAPI, limits: Limits | None = None) -> Iterator[str]:
     """A real server on a free port, for the block; its URL."""
     listener = bind(ServingSettings(port=0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = http_server(app, shutdown_seconds=10, limits=limits, lifespan="on")
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -9,11 +9,13 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edge.bodies import LimitedBodies
 from jobs.store import JobStore
 from pipeline.hub import (
     activity_routes,
@@ -174,6 +176,7 @@ def create_app(
             HTTPException: http_json.on_http_exception,
             Exception: http_json.on_crash,
         },
+        middleware=[Middleware(LimitedBodies, max_body_bytes=http_json.MAX_BODY_BYTES)],
         lifespan=lifespan,
     )
 

@@ -174,6 +174,9 @@ async def stream_file(
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
+        # To its end: until then the pipe stays open, and asyncio's `wait` waits for it.
+        while await process.stdout.read(_CHUNK_BYTES):
+            pass
         await process.wait()
 
 

@@ -132,6 +132,10 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         pass
     finally:
         _signal(process, signal.SIGKILL)
+    # To their end: until then the pipes stay open, and asyncio's `wait` waits for them.
+    for pipe in (process.stdout, process.stderr):
+        while pipe is not None and await pipe.read(_CHUNK_BYTES):
+            pass
     await process.wait()
 
 
@@ -154,6 +158,15 @@ def parse_head(head: bytes) -> tuple[int, Headers]:
         else:
             headers.append((name.lower(), value.strip()))
     return status, headers
+
+
+def parse_answer(told: Answer) -> tuple[int, Headers, bytes]:
+    """Status, headers and body. Raises HubError with git's own words if there is no head."""
+    head, separator, body = told.output.partition(b"\r\n\r\n")
+    if not separator:
+        reason = told.complaints.decode(errors="replace").strip()
+        raise HubError(f"git http-backend ended without an answer: {reason}")
+    return *parse_head(head), body
 
 
 def with_reason(answer: bytes) -> bytes:

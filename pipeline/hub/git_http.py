@@ -7,6 +7,7 @@ refs it moved are on disk. https://git-scm.com/docs/http-protocol, https://git-s
 
 import asyncio
 import logging
+import os
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,6 @@ from pipeline.hub.database import Database
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
-    HubError,
     RepositoryNotFound,
     RequestError,
     TooLarge,
@@ -43,6 +43,7 @@ _PATH = re.compile(
     r"/(?P<route>info/refs|git-upload-pack|git-receive-pack)"
 )
 _SERVICES = ("git-upload-pack", "git-receive-pack")
+_LS_REFS = b"0014command=ls-refs"
 _SPOOL_BYTES = 1024 * 1024
 
 
@@ -91,6 +92,9 @@ class GitHttp:
         # Apart: clones wait for their clients, pushes never do and must not wait for those.
         self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
         self._push_slots = asyncio.Semaphore(settings.max_git_processes)
+        # Every clone and push begins with the list of the refs. It is made whole before it is sent,
+        # so that its slot waits for no client.
+        self._list_slots = asyncio.Semaphore(settings.max_git_processes)
 
     async def __call__(
         self, request: GitRequest, scope: Scope, receive: Receive, send: Send
@@ -104,7 +108,9 @@ class GitHttp:
                 size = body.tell()
                 environment = git_backend.cgi_environment(request.route, repository, scope, size)
                 body.seek(0)
-                if request.route == "git-receive-pack":
+                if request.route == "info/refs" or _asks_for_refs(body):
+                    await self._list_refs(environment, body, send)
+                elif request.route == "git-receive-pack":
                     await self._push(request, environment, body, send)
                 else:
                     async with self._clone_slots:
@@ -157,6 +163,13 @@ class GitHttp:
                 waiting.clear()
         await asyncio.to_thread(body.flush)
 
+    async def _list_refs(self, environment: dict[str, str], body: IO[bytes], send: Send) -> None:
+        async with self._list_slots:
+            told = await git_backend.run(environment, body)
+        status, headers, refs = git_backend.parse_answer(told)
+        await git_backend.send_start(send, status, headers)
+        await git_backend.send_end(send, refs)
+
     async def _push(
         self, request: GitRequest, environment: dict[str, str], body: IO[bytes], send: Send
     ) -> None:
@@ -177,11 +190,7 @@ class GitHttp:
             await asyncio.to_thread(clear_repository, repository.folder)
         # Not before this returns may git's "ok" reach the client.
         changes = await asyncio.to_thread(record_ref_changes, repository, self._log)
-        head, separator, answer = told.output.partition(b"\r\n\r\n")
-        if not separator:
-            reason = told.complaints.decode(errors="replace").strip()
-            raise HubError(f"git http-backend said nothing in {repository.folder}: {reason}")
-        status, headers = git_backend.parse_head(head)
+        status, headers, answer = git_backend.parse_answer(told)
         # A big push begins with a POST that moves nothing; so does one that git refuses.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         self._metrics.pushes.labels(result=result).inc()
@@ -199,6 +208,12 @@ def _check(request: GitRequest, scope: Scope) -> None:
         f"application/x-{request.route}-request".encode()
     ):
         raise BadRequest(f"{request.route} takes a POST from git, nothing else.")
+
+
+def _asks_for_refs(body: IO[bytes]) -> bool:
+    """As protocol version 2 does, in a request of its own: gitprotocol-v2, "ls-refs"."""
+    # Not `read`, which moves the place from which git will read.
+    return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
 
 
 async def _send_error(send: Send, error: RequestError) -> None:

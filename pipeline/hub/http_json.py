@@ -45,9 +45,11 @@ async def on_request_error(_: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What the router itself refuses: no such route, no such method."""
+    """What is refused before a route sees it: no such route, no such method, too many bodies."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}. This hub has no such route."
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    if error.status_code in (404, 405):
+        message += ". This hub has no such route."
     return JSONResponse(
         {"error": message},
         status_code=error.status_code,

@@ -2,6 +2,7 @@
 
 from starlette.types import ASGIApp
 
+from edge.server import http_server
 from pipeline.hub.settings import HubSettings
 from receiver import listen
 
@@ -17,4 +18,4 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
         how_to_move="`--host` and `--port`, or `host` and `port` under [hub] in pipeline.toml",
     )
     print(f"hub on {settings.url}", flush=True)
-    listen.serve(listen.uvicorn_server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
+    listen.serve(http_server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)

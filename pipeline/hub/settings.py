@@ -50,7 +50,8 @@ class HubSettings(BaseModel):
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
     """The largest pack that one push may send."""
     max_git_processes: int = Field(default=16, ge=1)
-    """How many clones may run at once, and as many pushes beside them. Later ones wait."""
+    """How many clones may run at once, and as many pushes beside them. Later ones wait. A clone whose
+    client reads nothing for a minute is ended."""
 
     @property
     def url(self) -> str:

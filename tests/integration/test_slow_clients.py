@@ -1,0 +1,208 @@
+"""Clients that stop in the middle, on hub, receiver and server: each is ended, others are served."""
+
+import contextlib
+import select
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from edge.connections import MAX_HEADER_BYTES, Limits
+from edge.server import http_server
+from receiver import listen
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from serving.engines.echo_engine import EchoEngine
+from serving.weights.release_store import set_current
+from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
+from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
+from tests.slow_clients import connected, is_ended, num_ended, outlive, request
+
+LIMITS = Limits(max_connections=20, headers_seconds=0.4, body_seconds=0.4, reading_seconds=0.4)
+SOON = 10.0
+PIECE_BYTES = 4096
+BIG = "x" * (8 * 2**20)
+STREAM = (
+    b'{"prompt": "Hello", "max_tokens": 120, "ignore_eos": true, "stream": true, "n": 128,'
+    b' "logprobs": 5}'
+)
+
+
+@dataclass(frozen=True)
+class Service:
+    url: str
+    post: Callable[..., bytes]
+    """The head of a request with a body."""
+    large: bytes
+    """A request with an answer that no system keeps for its client."""
+
+    def is_served(self) -> bool:
+        return httpx.get(f"{self.url}/health", timeout=SOON).status_code == 200
+
+
+@contextlib.contextmanager
+def hub(folder: Path) -> Iterator[Service]:
+    with running_hub(folder / "hub", limits=LIMITS) as hub:
+        work = folder / "work"
+        hub.git("clone", "-q", hub.create_dataset("ada/facts"), str(work), cwd=folder)
+        commit_file(hub, work, "big.txt", BIG)
+        hub.git("push", "-q", "origin", "HEAD:main", cwd=work)
+        proof = {"Authorization": f"Bearer {TOKEN}"}
+        yield Service(
+            hub.url,
+            partial(request, hub.url, "POST", "/api/repos/create", **proof),
+            request(hub.url, "GET", "/datasets/ada/facts/resolve/main/big.txt", **proof),
+        )
+
+
+@contextlib.contextmanager
+def receiver(folder: Path) -> Iterator[Service]:
+    made = WebhooksServer(settings=ReceiverSettings(deliveries_path=folder / "receiver.db"))
+
+    @made.add_webhook
+    async def big(payload: WebhookPayload) -> str:
+        return BIG
+
+    @made.app.get("/big")
+    async def answer() -> str:
+        return BIG
+
+    listening = listen.bind("127.0.0.1", 0)
+    url = listen.url_of(listening, "127.0.0.1")
+    server = http_server(made.app, shutdown_seconds=10, limits=LIMITS)
+    thread = listen.serve_in_thread(server, listening)
+    try:
+        yield Service(
+            url, partial(request, url, "POST", "/webhooks/big"), request(url, "GET", "/big")
+        )
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextlib.contextmanager
+def server(folder: Path) -> Iterator[Service]:
+    set_current(folder, echo_release(folder, 1).id)
+    with running(echo_app(folder), LIMITS) as url:
+        post = partial(request, url, "POST", "/v1/completions")
+        yield Service(url, post, post(num_bytes=len(STREAM)) + STREAM)
+
+
+@pytest.fixture(scope="module", params=[hub, receiver, server], ids=lambda make: make.__name__)
+def service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    with request.param(tmp_path_factory.mktemp("service")) as service:
+        yield service
+
+
+def test_who_stops_in_the_middle_is_ended(service: Service) -> None:
+    half_headers = b"GET /health HTTP/1.1\r\nHost: a\r\n"
+    half_body = service.post(num_bytes=1000) + b'{"a":'
+    sent = {
+        "nothing": b"",
+        "headers that stop": half_headers,
+        "headers that go on": half_headers,
+        "headers of a second request": half_headers + b"\r\n" + half_headers,
+        "a body that stops": half_body,
+        "a body that hardly goes on": half_body,
+        "an answer that nobody reads": service.large,
+    }
+    more = {"headers that go on": b"X-A: b\r\n", "a body that hardly goes on": b" "}
+    with contextlib.ExitStack() as stack:
+        clients = {
+            name: stack.enter_context(connected(service.url, reads_little=True)) for name in sent
+        }
+        for name, client in clients.items():
+            client.sendall(sent[name])
+        assert outlive(clients, more, within_seconds=SOON) == []
+        assert service.is_served()
+
+
+def test_headers_of_any_size_are_not_kept(service: Service) -> None:
+    with connected(service.url) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nX-A: " + b"a" * (MAX_HEADER_BYTES + 1))
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_who_comes_is_served_however_many_do_nothing(service: Service) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(connected(service.url)) for _ in range(60)]
+        for client in idle[::2]:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\n")
+        assert service.is_served()
+        assert num_ended(idle) > 60 - LIMITS.max_connections
+
+
+@pytest.mark.slow
+def test_who_reads_slowly_gets_the_whole_answer(service: Service) -> None:
+    with connected(service.url, reads_little=True) as client:
+        client.sendall(service.large)
+        num_bytes = 0
+        while num_bytes < 2**20:  # in pieces that are smaller than what the server keeps
+            piece = client.recv(PIECE_BYTES)
+            assert piece
+            num_bytes += len(piece)
+            is_ended(client, within_seconds=0.005)
+
+
+def test_a_client_that_stops_reading_does_not_defer_a_swap(tmp_path: Path) -> None:
+    first, second, third = (echo_release(tmp_path, seed) for seed in (1, 2, 3))
+    set_current(tmp_path, first.id)
+    engine = EchoEngine()
+    with (
+        running(echo_app(tmp_path, engine, drain_seconds=SOON), LIMITS) as url,
+        connected(url, reads_little=True) as client,
+        httpx.Client(base_url=url, timeout=60) as http,
+    ):
+        post = request(url, "POST", "/v1/completions", num_bytes=len(STREAM))
+        client.sendall(post + STREAM)
+        assert client.recv(12).startswith(b"HTTP/1.1 200")
+        for release in (second, third):  # the engine holds two
+            answer = http.post(
+                "/admin/swap",
+                json={"release": release.id},
+                headers={"Authorization": f"Bearer {ADMIN_TOKEN}"},
+            )
+            assert answer.json()["result"] == "live"
+        assert engine.num_running[first.id] == 0
+
+
+def test_large_bodies_are_limited_together(tmp_path: Path) -> None:
+    settings = ReceiverSettings(deliveries_path=tmp_path / "receiver.db", max_body_bytes=2**20)
+    made = WebhooksServer(settings=settings)
+
+    @made.add_webhook
+    async def seen(payload: WebhookPayload) -> None: ...
+
+    listening = listen.bind("127.0.0.1", 0)
+    url = listen.url_of(listening, "127.0.0.1")
+    server = http_server(made.app, shutdown_seconds=0)
+    thread = listen.serve_in_thread(server, listening)
+    with contextlib.ExitStack() as stack:
+
+        @stack.callback
+        def stop() -> None:
+            server.should_exit = True
+            thread.join()
+
+        half = b"x" * (2**20 - 1)
+        clients = [stack.enter_context(connected(url)) for _ in range(12)]
+        for client in clients:
+            client.sendall(request(url, "POST", "/webhooks/seen", num_bytes=2**20) + half)
+        # Of twelve, eight fit, and less than one more since the beginnings do not count.
+        told = wait_until(lambda: len(found := readable(clients)) >= 3 and found)
+        assert len(told) <= 4
+        assert all(client.recv(12) == b"HTTP/1.1 503" for client in told)
+        small = httpx.post(f"{url}/webhooks/seen", json={"a": "b"})
+        assert small.status_code == 422, "a small one is read"
+
+
+def readable(clients: list[socket.socket]) -> list[socket.socket]:
+    found: list[socket.socket] = select.select(clients, [], [], 0)[0]
+    return found
