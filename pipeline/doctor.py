@@ -19,10 +19,10 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
 from pipeline.paths import Home
-from pipeline.probes import health, port_fault
+from pipeline.probes import health, liveness, port_fault
 from pipeline.services import services_of
 from pipeline.settings import Settings
-from pipeline.stack import read_stack, stale_settings
+from pipeline.stack_record import read_stack, stale_settings
 from pipeline.subscriptions import ROUTE
 from pipeline.tokens import load_tokens
 from pipeline.versions import installed_versions
@@ -178,8 +178,13 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
         log = home.log_file(child.name)
         if child.process is None or not is_alive(child.process):
             yield wrong(child.name, "it is down, and will be started again", f"read {log}")
-        elif child.url is not None and health(child.url) is None:
-            yield wrong(child.name, f"it does not answer on {child.url}", f"read {log}")
+        elif child.is_silent or (child.url is not None and liveness(child.url) is None):
+            where = "" if child.url is None else f" on {child.url}"
+            yield wrong(
+                child.name,
+                f"it does not answer{where}; if that lasts, it is killed and started again",
+                f"read {log}",
+            )
         else:
             yield ok(child.name, f"up, process {child.process.pid}")
 

@@ -63,6 +63,7 @@ def create_app(
 
     app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
     app.state.admission = admission
+    app.state.is_stopping = lambda: False
     flow = RequestFlow(
         engine=engine,
         admission=admission,
@@ -140,9 +141,23 @@ def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...
 
 
 def _add_own_routes(app: FastAPI, flow: RequestFlow, swapper: Swapper, admin_token: str) -> None:
+    @app.get("/live")
+    async def alive() -> Response:
+        """Whether the server works. It also does while it has no release."""
+        try:
+            await flow.engine.take_turn()
+        except EngineError as error:
+            return json_response({"status": "dead", "reason": str(error)}, status=503)
+        return json_response({"status": "ok"})
+
     @app.get("/health")
     async def health() -> Response:
+        """Whether to send requests here."""
         live = flow.admission.live
+        if app.state.is_stopping():
+            return json_response({"status": "stopping"}, status=503)
+        if (failure := flow.engine.failure) is not None:
+            return json_response({"status": "failed", "reason": failure}, status=503)
         if live is None:
             unserved = flow.admission.unserved
             reason = {} if unserved is None else {"reason": str(unserved)}

@@ -52,6 +52,8 @@ class RequestFlow:
         if self.settings.request_seconds is not None:
             deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
+        if request.app.state.is_stopping():
+            raise unavailable("the server is stopping", RETRY_AFTER_SECONDS)
         with ExitStack() as leaving:
             waiting = WaitingRequest(self.metrics.waiting)
             leaving.callback(waiting.end)

@@ -17,6 +17,36 @@ SHUTDOWN_SECONDS = 10
 """For requests that are being answered when the server is told to stop."""
 
 
+LAST_ANSWER_SECONDS = 1
+"""For what is still being answered after that."""
+DRAIN_POLL_SECONDS = 0.05
+SIGNAL_SECONDS = 1.0
+
+
+class _Server(uvicorn.Server):
+    """Goes on accepting connections until what is being answered has ended, so that `/health` can
+    say meanwhile that no request should come here."""
+
+    is_serving = False
+    is_told_to_stop = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.is_serving = True
+        try:
+            await super().serve(sockets)
+        finally:
+            self.is_serving = False
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                while self.server_state.tasks and not self.force_exit:
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+        except TimeoutError:
+            pass
+        await super().shutdown(sockets)
+
+
 def serve(app: FastAPI, settings: ServingSettings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ServingError: PortBusy, or what is wrong with a folder
     that was to be served.
@@ -35,11 +65,11 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
             access_log=False,
             # Entered here and not by uvicorn, which would answer an error with a traceback.
             lifespan="off",
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            timeout_graceful_shutdown=LAST_ANSWER_SECONDS,
         )
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             try:
-                runner.run(_serve(app, settings, uvicorn.Server(config), listener))
+                runner.run(_serve(app, settings, _Server(config), listener))
             except asyncio.CancelledError:
                 # What SIGTERM does to a program that does not handle it: whoever sent it can tell.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -47,13 +77,20 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
 
 
 async def _serve(
-    app: FastAPI, settings: ServingSettings, server: uvicorn.Server, listener: socket.socket
+    app: FastAPI, settings: ServingSettings, server: _Server, listener: socket.socket
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
-    # Before uvicorn takes the signal, and after it gives it back: what runs is ended in order.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def stop() -> None:
+        if server.is_serving:  # answers end first
+            server.should_exit = server.is_told_to_stop = True
+        elif not server.is_told_to_stop:  # uvicorn raises again what it saw
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     async with app.router.lifespan_context(app):
+        app.state.is_stopping = lambda: server.should_exit
         admission = app.state.admission
         live = admission.live
         if live is None:
@@ -67,6 +104,9 @@ async def _serve(
         gc.collect()
         gc.freeze()
         await server.serve(sockets=[listener])
+        if server.is_told_to_stop:
+            task.cancel()
+        await asyncio.sleep(SIGNAL_SECONDS)  # Ctrl-C cancels this task in the loop's next turn
 
 
 def bind(settings: ServingSettings) -> socket.socket:
