@@ -125,12 +125,16 @@ def listening_socket() -> socket.socket:
 
 @contextlib.contextmanager
 def running_hub(
-    root: Path, *, jobs_store: JobStore | None = None, **settings: Any
+    root: Path,
+    *,
+    jobs_store: JobStore | None = None,
+    secret_key: bytes = SECRET_KEY,
+    **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own."""
     listener = listening_socket()
     told = HubSettings(port=listener.getsockname()[1], **settings)
-    app = create_app(told, root, token=TOKEN, secret_key=SECRET_KEY, jobs_store=jobs_store)
+    app = create_app(told, root, token=TOKEN, secret_key=secret_key, jobs_store=jobs_store)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

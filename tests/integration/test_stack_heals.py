@@ -5,14 +5,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from pipeline.errors import PipelineError
 from pipeline.liveness import Answer, Pulse
 from pipeline.paths import Home
-from pipeline.services import RUNNER, hub_service
+from pipeline.services import RUNNER, hub_service, services_of
 from pipeline.settings import load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import Child, read_stack
@@ -90,6 +92,33 @@ def _answers(url: str) -> bool:
         return httpx.get(url).json() == {"status": "ok"}
     except httpx.HTTPError:
         return False
+
+
+def test_start_tells_that_it_waits_and_ends_after_the_services_own_time(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stack.PROGRESS_SECONDS", 0.05)
+    told: list[tuple[str, float]] = []
+    service = replace(hub_service(load_settings()), start_seconds=0.2)
+    with pytest.raises(PipelineError, match=r"hub did not answer on .* within 0\.2 s; its log: "):
+        Stack(home, [service]).start(on_wait=lambda each, waited: told.append((each.name, waited)))
+    assert [name for name, _ in told[:2]] == ["hub", "hub"]
+    assert all(0.05 <= waited <= 0.2 for _, waited in told)
+
+
+def test_a_server_may_start_as_long_as_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    text = '[serving]\nengine = "{}"\n[[pipelines]]\nname = "a"\ndataset = "o/d"\n'
+    found = {}
+    for engine in ("torch", "vllm"):
+        file.write_text(text.format(engine))
+        services = services_of(load_settings())
+        found[engine] = {each.name: each.start_seconds for each in services}
+    assert found["vllm"] == {"hub": 60, "serve": 60 + 300, "runner": 60, "receiver": 60}
+    assert found["torch"]["serve"] == 60 + 600
 
 
 def test_a_service_that_says_it_is_dead_is_not_waited_for() -> None:
