@@ -29,6 +29,8 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 _SECONDS_AFTER_STORE_ERROR = 1.0
+_ALIVE_SECONDS = 0.25
+"""How often a runner shows that it works."""
 
 Stopping = Literal["cancel", "timeout", "shutdown"]
 
@@ -53,7 +55,8 @@ class Runner:
     runner's own process are not added. In `jobs_dir`, each job gets a folder with the job's id as
     its name. `of_attempt` returns variables that one attempt gets on top, such as its tokens.
     `secret_key` is the Fernet key that encrypted the secrets in specs; without this key,
-    a job with secrets fails to start.
+    a job with secrets fails to start. The runner touches `alive_file` in each turn of its loop, so
+    that whoever watches the file sees a runner that hangs.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Runner:
         of_attempt: Callable[[Job], Mapping[str, str]] = lambda job: {},
         launcher: Launcher | None = None,
         secret_key: bytes | None = None,
+        alive_file: Path | None = None,
     ) -> None:
         self._store = store
         self._secret_key = secret_key
@@ -74,6 +78,8 @@ class Runner:
         self._environment = dict(environment)
         self._of_attempt = of_attempt
         self._launcher = launcher
+        self._alive_file = alive_file
+        self._next_sign = 0.0
         self._leased: dict[str, _LeasedJob] = {}
         self._next_claim = 0.0
         self._next_adoption = 0.0
@@ -108,6 +114,7 @@ class Runner:
                     idle = False
                 if (stop.is_set() and not self._leased) or idle:
                     return
+                self._show_that_it_works()
                 if stop.is_set():
                     time.sleep(self._settings.poll_seconds)
                 else:
@@ -125,6 +132,16 @@ class Runner:
             raise LaunchError(
                 f"No job can run in {self._jobs_dir}: {error.strerror}. Make it a writable folder."
             ) from error
+
+    def _show_that_it_works(self) -> None:
+        now = time.monotonic()
+        if self._alive_file is None or now < self._next_sign:
+            return
+        self._next_sign = now + _ALIVE_SECONDS
+        try:
+            self._alive_file.touch()
+        except OSError as error:
+            logger.warning("%s cannot be touched: %s", self._alive_file, error.strerror)
 
     def _step(self, launcher: Launcher, *, is_stopping: bool) -> None:
         now = time.monotonic()

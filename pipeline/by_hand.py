@@ -21,7 +21,8 @@ from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
 from pipeline.services import RUNNER, hub_service
 from pipeline.settings import Settings, load_settings, settings_file
-from pipeline.stack import Stack, read_stack
+from pipeline.stack import Stack
+from pipeline.stack_record import read_stack
 from pipeline.tokens import Tokens, load_tokens
 
 PRELOAD = (
@@ -105,6 +106,7 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 },
                 of_attempt=lambda job: _of_attempt(job, tokens),
                 secret_key=tokens.key.encode(),
+                alive_file=home.runner_alive,
             )
             if until_idle:
                 runner.run_until_idle(stop)

@@ -19,14 +19,15 @@ from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
 from pipeline.paths import Home
-from pipeline.probes import health, port_fault
+from pipeline.probes import health, liveness, port_fault
+from pipeline.sealed_secrets import lost_secrets
 from pipeline.services import services_of
 from pipeline.settings import Settings
-from pipeline.stack import read_stack, stale_settings
+from pipeline.stack_record import read_stack, stale_settings
 from pipeline.subscriptions import ROUTE
 from pipeline.tokens import load_tokens
 from pipeline.versions import installed_versions
-from receiver.errors import ReceiverError
+from receiver.errors import NotAllowed, ReceiverError
 from serving.errors import ServingError
 
 SPARE_BYTES = 1 << 30
@@ -117,6 +118,20 @@ def _state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok("tokens", f"only its owner can read {file}")
 
 
+def _secrets(home: Home, settings: Settings) -> Iterator[Finding]:
+    if not home.tokens_file.exists():
+        return
+    try:
+        key = load_tokens(home.tokens_file).key
+    except PipelineError:
+        return  # `_state_folder` has already reported this error
+    lost = list(lost_secrets(home, settings, key))
+    for each in lost:
+        yield wrong("secrets", each.message, f"{each.next_step}; or restore the old tokens.json")
+    if not lost:
+        yield ok("secrets", "the key in tokens.json decrypts every stored secret")
+
+
 def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
     hub = home.hub_dir / "hub.sqlite"
     try:
@@ -178,8 +193,13 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
         log = home.log_file(child.name)
         if child.process is None or not is_alive(child.process):
             yield wrong(child.name, "it is down, and will be started again", f"read {log}")
-        elif child.url is not None and health(child.url) is None:
-            yield wrong(child.name, f"it does not answer on {child.url}", f"read {log}")
+        elif child.is_silent or (child.url is not None and liveness(child.url) is None):
+            where = "" if child.url is None else f" on {child.url}"
+            yield wrong(
+                child.name,
+                f"it does not answer{where}; if that lasts, it is killed and started again",
+                f"read {log}",
+            )
         else:
             yield ok(child.name, f"up, process {child.process.pid}")
 
@@ -194,6 +214,14 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
     try:
         token = load_tokens(home.tokens_file).hub
         webhooks = list_webhooks(endpoint=settings.hub_url, token=token)
+    except NotAllowed:
+        yield wrong(
+            "webhook",
+            "the hub does not accept the token in tokens.json: the file was written anew after the "
+            "stack was started",
+            "pipeline down && pipeline up --detach",
+        )
+        return
     except (ReceiverError, PipelineError) as error:
         yield wrong(
             "webhook",
@@ -342,6 +370,7 @@ CHECKS: tuple[Check, ...] = (
     _programs,
     _state_folder,
     _schemas,
+    _secrets,
     _base_models,
     _services,
     _webhook,

@@ -56,6 +56,11 @@ class Home:
         return self.root / "stack.json"
 
     @property
+    def runner_alive(self) -> Path:
+        """The runner touches this file while it works."""
+        return self.root / "runner.alive"
+
+    @property
     def stack_lock(self) -> Path:
         return self.root / "stack.lock"
 

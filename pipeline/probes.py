@@ -1,4 +1,5 @@
-"""Finds out whether a port is free, and what a running service answers to `GET /health`."""
+"""Finds out whether a port is free, and what a running service answers to `GET /health` and
+`GET /live`."""
 
 import socket
 from typing import Any
@@ -34,7 +35,17 @@ def health(url: str) -> httpx.Response | None:
 
     A completion server that has no release answers 503: it is up and waits for its first release.
     """
+    return _get(f"{url}/health", 5)
+
+
+def liveness(url: str, seconds: float = 5) -> httpx.Response | None:
+    """The service's answer to `GET /live`, whatever its status; None if none comes in time."""
+    return _get(f"{url}/live", seconds)
+
+
+def _get(url: str, seconds: float) -> httpx.Response | None:
     try:
-        return httpx.get(f"{url}/health", timeout=5, trust_env=False)
+        # verify: not to load every certificate authority for each request over plain HTTP.
+        return httpx.get(url, timeout=seconds, trust_env=False, verify=False)
     except httpx.HTTPError:
         return None

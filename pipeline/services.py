@@ -10,6 +10,9 @@ from pipeline.errors import PipelineError
 from pipeline.probes import port_fault
 from pipeline.settings import Settings
 
+START_SECONDS = 60.0
+"""For a service to import its modules, open its database and listen."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
@@ -19,6 +22,8 @@ class Service:
     url: str | None = None
     port_setting: str | None = None
     """Tells a user where to set another port."""
+    start_seconds: float = START_SECONDS
+    """The longest start, until the first answer."""
 
     @property
     def port(self) -> int | None:
@@ -47,6 +52,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
             port_setting=_setting("serving")
             if pipeline.port is None
             else f"`port` of {pipeline.name} under [[pipelines]]",
+            start_seconds=START_SECONDS + settings.serving.start_seconds,
         )
         for pipeline in settings.pipelines
     )

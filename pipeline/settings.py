@@ -44,6 +44,7 @@ from receiver.settings import ReceiverSettings
 from serving.settings import ServingSettings
 
 SETTINGS_FILE = "pipeline.toml"
+HANG_SECONDS = 60.0
 
 
 class PipelineSettings(BaseModel):
@@ -116,6 +117,14 @@ class PipelineSettings(BaseModel):
         )
 
 
+class StackSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    hang_seconds: float = Field(default=HANG_SECONDS, gt=0)
+    """A service that answers no probe for this long hangs: `pipeline up` kills it and starts it
+    again."""
+
+
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix="PIPELINE_", env_nested_delimiter="__"
@@ -126,6 +135,7 @@ class Settings(BaseSettings):
     jobs: JobsSettings = JobsSettings()
     serving: ServingSettings = ServingSettings()
     logs: LogSettings = LogSettings()
+    stack: StackSettings = StackSettings()
     pipelines: tuple[PipelineSettings, ...] = ()
 
     @classmethod

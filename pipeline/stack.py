@@ -1,5 +1,5 @@
 """Starts the hub, the receiver, the runner and the servers as child processes, restarts a child
-that ends, and stops them all.
+that ends or hangs, and stops them all.
 
 Each child is a `pipeline` command of its own, so that a person can also start any of them by hand.
 """
@@ -16,58 +16,39 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import filelock
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.folder import write_atomically
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
+from pipeline.liveness import Pulse, ask, look_at
 from pipeline.paths import Home
-from pipeline.probes import health
+from pipeline.probes import liveness
 from pipeline.services import Service, check_port
-from pipeline.settings import settings_digest, settings_file
+from pipeline.settings import HANG_SECONDS, settings_digest
+from pipeline.stack_record import Child, StackRecord, last_record
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS = 60.0
 STOP_SECONDS = 15.0
+PROGRESS_SECONDS = 10.0
+"""How often `start` tells that it still waits for a service."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The wait before each restart of a child that keeps dying; the last value repeats."""
 STEADY_SECONDS = 60.0
 """When a child has run this long, its next restart uses the shortest wait again."""
 
 
-class Child(BaseModel):
-    """A service as `stack.json` records it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    process: ProcessIdentity | None
-    """None while the child is down and waits for its restart."""
-    url: str | None = None
-    started_at: float | None = None
-    """Seconds since the epoch."""
-    num_restarts: int = 0
-
-
-class StackRecord(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    process: ProcessIdentity
-    started_at: float
-    """Seconds since the epoch."""
-    is_ready: bool
-    """Whether every child has answered, and the hub has the webhook that posts to the receiver."""
-    settings_digest: str | None = None
-    """The digest of the settings file when the children were started."""
-    children: tuple[Child, ...] = ()
-
-
 class Stack:
     """The children of one state folder. A lock allows one stack per folder."""
 
-    def __init__(self, home: Home, services: Sequence[Service]) -> None:
+    def __init__(
+        self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
+    ) -> None:
         self._home = home
+        self._hang_seconds = hang_seconds
+        self._pulses: dict[str, Pulse] = {}
+        self._verdicts: dict[str, str] = {}
+        """Child → why it was killed, until it is started again."""
         self._services = services
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
@@ -81,8 +62,13 @@ class Stack:
         self._is_ready = False
         self._lock = filelock.FileLock(home.stack_lock)
 
-    def start(self, on_ready: Callable[[Service], None] = lambda service: None) -> None:
-        """Start every service, and return when all services answer.
+    def start(
+        self,
+        on_ready: Callable[[Service], None] = lambda service: None,
+        on_wait: Callable[[Service, float], None] = lambda service, seconds: None,
+    ) -> None:
+        """Start every service, and return when all services answer. While a service has not
+        answered, `on_wait` is told now and then for how long.
 
         Raises PipelineError if another stack uses the state folder, a port is in use, or a child
         ends.
@@ -102,7 +88,7 @@ class Stack:
             for service in self._services:
                 self._spawn(service)
             for service in self._services:
-                self._wait_until_ready(service)
+                self._wait_until_ready(service, on_wait)
                 on_ready(service)
         except BaseException:
             self.stop()
@@ -113,35 +99,58 @@ class Stack:
         self._is_ready = True
         self._write_record()
 
-    def restart_ended(self) -> list[str]:
-        """Restart each child that has ended. Returns a line for each child that has ended or is up
-        again."""
+    def tend(self) -> list[str]:
+        """Kill each child that hangs, and restart each child that has ended. Call this often.
+        Returns a line for each child that hangs, has ended or is up again."""
         events = []
-        now = time.monotonic()
         for service in self._services:
-            process = self._processes[service.name]
-            if process.poll() is None:
-                if now - self._started_at[service.name] > STEADY_SECONDS:
-                    self._restarts[service.name] = 0
+            if self._processes[service.name].poll() is None:
+                events += self._check_pulse(service)
             elif service.name not in self._restart_at:
-                wait = RESTART_SECONDS[
-                    min(self._restarts.get(service.name, 0), len(RESTART_SECONDS) - 1)
-                ]
-                self._restart_at[service.name] = now + wait
-                self._children[service.name] = self._children[service.name].model_copy(
-                    update={"process": None, "started_at": None}
-                )
-                self._record_change()
-                events.append(
-                    f"{service.name} ended with {_describe_exit(process.returncode)}; "
-                    f"starting it again in {wait:g} s (log: {self._home.log_file(service.name)})"
-                )
-            elif now >= self._restart_at[service.name]:
+                events.append(self._plan_restart(service))
+            elif time.monotonic() >= self._restart_at[service.name]:
                 del self._restart_at[service.name]
                 self._restarts[service.name] = self._restarts.get(service.name, 0) + 1
                 self._spawn(service)
                 events.append(f"{service.name} is up again")
         return events
+
+    def _check_pulse(self, service: Service) -> list[str]:
+        name = service.name
+        if name in self._verdicts:
+            return []  # it is being killed
+        if time.monotonic() - self._started_at[name] > STEADY_SECONDS:
+            self._restarts[name] = 0
+        pulse = self._pulses.get(name)
+        if pulse is None:
+            probe = ask(service.url) if service.url else look_at(self._home.runner_alive)
+            pulse = self._pulses[name] = Pulse(
+                probe, start_seconds=service.start_seconds, hang_seconds=self._hang_seconds
+            )
+        if pulse.is_silent != self._children[name].is_silent:
+            self._change(name, is_silent=pulse.is_silent)
+        if (verdict := pulse.verdict) is None:
+            return []
+        self._verdicts[name] = verdict
+        # SIGTERM would not reach a process that is stopped.
+        self._processes[name].kill()
+        return [f"{name} hangs: {verdict}; killed it (log: {self._home.log_file(name)})"]
+
+    def _plan_restart(self, service: Service) -> str:
+        name = service.name
+        if (pulse := self._pulses.pop(name, None)) is not None:
+            pulse.stop()
+        wait = RESTART_SECONDS[min(self._restarts.get(name, 0), len(RESTART_SECONDS) - 1)]
+        self._restart_at[name] = time.monotonic() + wait
+        end = f"ended with {_describe_exit(self._processes[name].returncode)}"
+        if (verdict := self._verdicts.pop(name, None)) is not None:
+            end = f"was killed because {verdict}"
+        self._change(name, process=None, started_at=None, is_silent=False, last_end=end)
+        return f"{name} {end}; starting it again in {wait:g} s (log: {self._home.log_file(name)})"
+
+    def _change(self, name: str, **changes: object) -> None:
+        self._children[name] = self._children[name].model_copy(update=changes)
+        self._record_change()
 
     def stop(self) -> None:
         """Stop the children in reverse order, then release the lock of the state folder.
@@ -151,6 +160,8 @@ class Stack:
         """
         if not self._lock.is_locked:
             return
+        for pulse in self._pulses.values():
+            pulse.stop()
         for service in reversed(self._services):
             process = self._processes.get(service.name)
             if process is None or process.poll() is not None:
@@ -186,23 +197,31 @@ class Stack:
             url=service.url,
             started_at=time.time(),
             num_restarts=0 if earlier is None else earlier.num_restarts + 1,
+            last_end=None if earlier is None else earlier.last_end,
         )
         self._record_change()
 
-    def _wait_until_ready(self, service: Service) -> None:
+    def _wait_until_ready(
+        self, service: Service, on_wait: Callable[[Service, float], None]
+    ) -> None:
         process = self._processes[service.name]
-        deadline = time.monotonic() + START_SECONDS
-        while service.url is not None and health(service.url) is None:
+        began = self._started_at[service.name]
+        next_told = began + PROGRESS_SECONDS
+        while service.url is not None and liveness(service.url) is None:
             if process.poll() is not None:
                 raise PipelineError(
                     f"{service.name} ended with {_describe_exit(process.returncode)} while "
                     f"starting:\n{_tail(self._home.log_file(service.name))}"
                 )
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > service.start_seconds:
                 raise PipelineError(
-                    f"{service.name} did not answer on {service.url} within {START_SECONDS:g} s; "
-                    f"its log: {self._home.log_file(service.name)}"
+                    f"{service.name} did not answer on {service.url} within "
+                    f"{service.start_seconds:g} s; its log: {self._home.log_file(service.name)}"
                 )
+            if time.monotonic() >= next_told:
+                next_told += PROGRESS_SECONDS
+                on_wait(service, waited)
             time.sleep(0.02)
 
     def _record_change(self) -> None:
@@ -228,34 +247,9 @@ class Stack:
         write_atomically(self._home.stack_file, record.model_dump_json(indent=2))
 
 
-def read_stack(home: Home) -> StackRecord | None:
-    """The stack that runs in this state folder; None if no stack runs in it."""
-    record = _read_record(home)
-    return record if record is not None and is_alive(record.process) else None
-
-
-def _read_record(home: Home) -> StackRecord | None:
-    try:
-        return StackRecord.model_validate_json(home.stack_file.read_bytes())
-    except (FileNotFoundError, ValidationError):
-        return None
-
-
-def stale_settings(home: Home) -> str | None:
-    """A warning if the settings file has changed since the stack was started; None if it has
-    not."""
-    record = read_stack(home)
-    if record is None or settings_digest() in (None, record.settings_digest):
-        return None
-    return (
-        f"{settings_file()} has changed since the stack was started, and the stack still uses the "
-        "old settings; to restart it: pipeline down && pipeline up --detach"
-    )
-
-
 def _end_orphans(home: Home) -> None:
     """End the children of a stack that was killed. Call this only while holding the lock."""
-    record = _read_record(home)
+    record = last_record(home)
     for child in reversed(record.children if record else ()):
         if child.process is not None:
             _end(child.process)

@@ -8,6 +8,7 @@ from receiver.webhooks import (
     WatchedItem,
     create_webhook,
     delete_webhook,
+    enable_webhook,
     list_webhooks,
     update_webhook,
 )
@@ -16,10 +17,12 @@ ROUTE = "/webhooks/retrain"
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
-    """Create missing datasets and the webhook, or correct the webhook. A second call does nothing.
+    """Create missing datasets and the webhook, or correct the webhook.
 
-    If the receiver has a new port, the webhook gets the receiver's new address, so that events that
-    waited for the old address arrive too.
+    The webhook always gets the receiver's address and secret: the hub does not tell which secret it
+    stored, and cannot even read it if `tokens.json` was written anew. Events that waited, for the
+    old address or because of the old secret, are sent at once. A webhook that a person disabled
+    stays disabled.
     """
     from huggingface_hub import HfApi
 
@@ -50,7 +53,7 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
             endpoint=settings.hub_url,
             token=tokens.hub,
         )
-    elif ours.url != url or set(ours.watched) != set(watched):
+    else:
         update_webhook(
             ours.id,
             url=url,
@@ -59,3 +62,5 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
             endpoint=settings.hub_url,
             token=tokens.hub,
         )
+        if ours.status != "disabled":
+            enable_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)

@@ -22,7 +22,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from edge.bodies import BodiesInFlight
 from receiver.cross_site import other_host, other_site
 from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
@@ -31,6 +30,7 @@ from receiver.idempotency import IdempotencyCache
 from receiver.payload import WebhookPayload, unknown_value
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof, is_svix
+from serving.http.bodies import BodiesInFlight
 
 _logger = logging.getLogger(__name__)
 

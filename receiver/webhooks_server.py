@@ -16,8 +16,6 @@ from fastapi.responses import HTMLResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from edge.bodies import BodiesInFlight
-from edge.server import http_server
 from receiver import listen
 from receiver.cross_site import host_name
 from receiver.durable import DurableDeliveries
@@ -44,6 +42,8 @@ from receiver.share import FixedUrl, open_tunnel, remembered_urls, tunnel_to_ope
 from receiver.tunnel import Tunnel
 from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
+from serving.http.bodies import BodiesInFlight
+from serving.http.server import Server, http_config
 
 if TYPE_CHECKING:
     from receiver.ui import Ui
@@ -235,7 +235,7 @@ class WebhooksServer:
         public = None if self._public_access is None else self._public_access.public
         print(greeting(url, self.registered_webhooks, unproven, public, page=page), flush=True)
 
-        server = http_server(app, shutdown_seconds=self.settings.shutdown_seconds)
+        server = Server(http_config(app, shutdown_seconds=self.settings.shutdown_seconds))
         self._host = host
         if prevent_thread_lock or listen.is_inside_event_loop():
             self._running = server, listen.serve_in_thread(server, *sockets)

@@ -9,13 +9,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
-from edge.bodies import LimitedBodies
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answer
 from serving.api_keys import bearer_of, check_api_key, is_one_of, load_api_keys, wrong_token
 from serving.chat import chat_body, chat_events, plan_chat
 from serving.completions import completion_body, completion_events, plan_completion
 from serving.engine import Engine, EngineError
+from serving.http.bodies import LimitedBodies
 from serving.metrics import Metrics
 from serving.openai_schemas import ChatRequest, CompletionRequest
 from serving.request_errors import ClientGone, RequestError, translated
@@ -68,6 +68,7 @@ def create_app(
     app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.state.admission = admission
+    app.state.is_stopping = lambda: False
     flow = RequestFlow(
         engine=engine,
         admission=admission,
@@ -151,9 +152,23 @@ def _add_own_routes(
     admin_token: str,
     job_may_swap: Callable[[str], bool],
 ) -> None:
+    @app.get("/live")
+    async def alive() -> Response:
+        """Whether the server works. It also does while it has no release."""
+        try:
+            await flow.engine.take_turn()
+        except EngineError as error:
+            return json_response({"status": "dead", "reason": str(error)}, status=503)
+        return json_response({"status": "ok"})
+
     @app.get("/health")
     async def health() -> Response:
+        """Whether to send requests here."""
         live = flow.admission.live
+        if app.state.is_stopping():
+            return json_response({"status": "stopping"}, status=503)
+        if (failure := flow.engine.failure) is not None:
+            return json_response({"status": "failed", "reason": failure}, status=503)
         if live is None:
             unserved = flow.admission.unserved
             reason = {} if unserved is None else {"reason": str(unserved)}

@@ -89,6 +89,17 @@ class Engine(Protocol):
     commit_seconds: float | None
     """Longest time for a commit, either way; None for what the server allows behind its barrier."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why it computes nothing now; None where it can compute."""
+
+    async def take_turn(self) -> None:
+        """Return once what computes has come by, or is seen to compute: the proof that it does not
+        hang. An engine that hangs never returns.
+
+        Raises EngineError if nothing will be computed until the server is started again.
+        """
+
     async def stage(self, release: Release, folder: Path) -> None:
         """Load `release` from `folder` beside what is live, without delaying running requests.
 

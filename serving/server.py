@@ -7,12 +7,11 @@ import ipaddress
 import signal
 import socket
 
-import uvicorn
 from fastapi import FastAPI
 
-from edge.connections import Limits
-from edge.server import http_server
 from serving.errors import PortBusy, ServingError
+from serving.http.connections import Limits
+from serving.http.server import Server, http_config
 from serving.settings import ServingSettings
 
 SHUTDOWN_SECONDS = 10
@@ -22,6 +21,34 @@ READING_SECONDS = 30
 client must not defer the swap."""
 MAX_OTHERS = 256
 """Connections beside those of `max_queue` requests."""
+LAST_ANSWER_SECONDS = 1
+"""For what is still being answered after that."""
+DRAIN_POLL_SECONDS = 0.05
+SIGNAL_SECONDS = 1.0
+
+
+class _Server(Server):
+    """Goes on accepting connections until what is being answered has ended, so that `/health` can
+    say meanwhile that no request should come here."""
+
+    is_serving = False
+    is_told_to_stop = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self.is_serving = True
+        try:
+            await super().serve(sockets)
+        finally:
+            self.is_serving = False
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            async with asyncio.timeout(SHUTDOWN_SECONDS):
+                while self.server_state.tasks and not self.force_exit:
+                    await asyncio.sleep(DRAIN_POLL_SECONDS)
+        except TimeoutError:
+            pass
+        await super().shutdown(sockets)
 
 
 def serve(app: FastAPI, settings: ServingSettings) -> None:
@@ -35,15 +62,18 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
         print(f"serving on http://{host}:{port}", flush=True)
-        server = http_server(
-            app,
-            shutdown_seconds=SHUTDOWN_SECONDS,
-            # Others than those that are answered or wait: health checks, and idle clients.
-            limits=Limits(
-                max_connections=settings.max_queue + MAX_OTHERS, reading_seconds=READING_SECONDS
-            ),
-            # Entered here and not by uvicorn, which would answer an error with a traceback.
-            lifespan="off",
+        server = _Server(
+            http_config(
+                app,
+                shutdown_seconds=LAST_ANSWER_SECONDS,
+                # Others than those that are answered or wait: health checks, and idle clients.
+                limits=Limits(
+                    max_connections=settings.max_queue + MAX_OTHERS,
+                    reading_seconds=READING_SECONDS,
+                ),
+                # Entered here and not by uvicorn, which would answer an error with a traceback.
+                lifespan="off",
+            )
         )
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             try:
@@ -55,13 +85,20 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
 
 
 async def _serve(
-    app: FastAPI, settings: ServingSettings, server: uvicorn.Server, listener: socket.socket
+    app: FastAPI, settings: ServingSettings, server: _Server, listener: socket.socket
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
-    # Before uvicorn takes the signal, and after it gives it back: what runs is ended in order.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def stop() -> None:
+        if server.is_serving:  # answers end first
+            server.should_exit = server.is_told_to_stop = True
+        elif not server.is_told_to_stop:  # uvicorn raises again what it saw
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     async with app.router.lifespan_context(app):
+        app.state.is_stopping = lambda: server.should_exit
         admission = app.state.admission
         live = admission.live
         if live is None:
@@ -75,6 +112,9 @@ async def _serve(
         gc.collect()
         gc.freeze()
         await server.serve(sockets=[listener])
+        if server.is_told_to_stop:
+            task.cancel()
+        await asyncio.sleep(SIGNAL_SECONDS)  # Ctrl-C cancels this task in the loop's next turn
 
 
 def bind(settings: ServingSettings) -> socket.socket:

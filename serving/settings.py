@@ -44,6 +44,12 @@ class ServingSettings(BaseModel):
     """How long a swap waits for requests that must end first. After that it is `deferred`."""
     phase_seconds: float = Field(default=600, gt=0)
     """Time limit of one phase of a swap. After that the swap has `failed`."""
+
+    @property
+    def start_seconds(self) -> float:
+        """The longest time until the engine has loaded its first release."""
+        return self.vllm.start_seconds if self.engine == "vllm" else self.phase_seconds
+
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit, and of the probe, while new requests wait. A commit of SGLang has
     ten minutes instead, because it reads the weights in that time."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("edge", "jobs", "pipeline", "receiver", "serving")
+PACKAGES = ("jobs", "pipeline", "receiver", "serving")
 FOLDER_VARIABLE = "DOORS_FOLDER"
 
 OFF, PUSH, JOB, COMPLETION = range(4)

@@ -21,11 +21,11 @@ import httpx
 from cryptography.fernet import Fernet
 from huggingface_hub import HfApi
 
-from edge.connections import Limits
-from edge.server import http_server
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.settings import HubSettings
+from serving.http.connections import Limits
+from serving.http.server import Server, http_config
 
 TOKEN = "hub-token-for-tests"
 SECRET_KEY = Fernet.generate_key()
@@ -131,6 +131,7 @@ def running_hub(
     jobs_store: JobStore | None = None,
     needed_commits: Callable[[], Collection[str]] | None = None,
     limits: Limits | None = None,
+    secret_key: bytes = SECRET_KEY,
     **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own."""
@@ -140,11 +141,11 @@ def running_hub(
         told,
         root,
         token=TOKEN,
-        secret_key=SECRET_KEY,
+        secret_key=secret_key,
         jobs_store=jobs_store,
         needed_commits=needed_commits,
     )
-    server = http_server(app, shutdown_seconds=10, limits=limits, lifespan="on")
+    server = Server(http_config(app, shutdown_seconds=10, limits=limits, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

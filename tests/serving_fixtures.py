@@ -12,11 +12,11 @@ import torch
 from fastapi import FastAPI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from edge.connections import Limits
-from edge.server import http_server
 from serving.app import create_app
 from serving.engine import Engine
 from serving.engines.echo_engine import EchoEngine, echo_logprobs
+from serving.http.connections import Limits
+from serving.http.server import Server, http_config
 from serving.server import bind
 from serving.settings import ServingSettings
 from serving.weights.publish import publish_state_dict
@@ -141,7 +141,7 @@ def echo_app(
 def running(app: FastAPI, limits: Limits | None = None) -> Iterator[str]:
     """A real server on a free port, for the block; its URL."""
     listener = bind(ServingSettings(port=0))
-    server = http_server(app, shutdown_seconds=10, limits=limits, lifespan="on")
+    server = Server(http_config(app, shutdown_seconds=10, limits=limits, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

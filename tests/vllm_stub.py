@@ -27,7 +27,7 @@ class StubbedVllm:
         self.hangs_starts = 0
         """So many starts from now on never end."""
         self.dies_in: str | None = None
-        """`stage`, `commit` or `generate`: the process dies the next time it is told to."""
+        """`stage`, `commit`, `generate` or `turn`: the process dies the next time it is told to."""
         self.hangs_in: str | None = None
         self.started: Counter[str] = Counter()
         """Starts, by release."""
@@ -61,6 +61,9 @@ class StubProcess:
     @property
     def num_running(self) -> int:
         return self._echo.num_running.total()
+
+    async def take_turn(self) -> None:
+        await self._meet("turn")
 
     def holds(self, release_id: str) -> bool:
         return release_id in self._echo.resident

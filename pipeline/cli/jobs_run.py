@@ -70,7 +70,7 @@ def run(
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override
     from pipeline.settings import load_settings
-    from pipeline.stack import stale_settings
+    from pipeline.stack_record import stale_settings
     from pipeline.submit import submit_command, submit_retraining
 
     home, loaded = Home.find(), load_settings()

@@ -68,6 +68,7 @@ def receiver(
     from pipeline.rules import retrain_rules
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
+    from receiver.liveness import add_live_route
     from receiver.metrics import measure
     from receiver.moved_webhooks import HubCredentials
     from receiver.retrain import retrain_handler
@@ -95,6 +96,7 @@ def receiver(
             secret_in_shell=f"\"$(python3 -c '{_READ_SECRET}' {home.root.name}/tokens.json)\"",
         )
         measure(server.app)
+        add_live_route(server.app, store)
         retrain = retrain_handler(store, retrain_rules(settings, home))
         server.add_webhook("/retrain", knows_repeats=True)(retrain)
         if len(settings.datasets_on_hub) < len({each.dataset for each in settings.pipelines}):

@@ -12,6 +12,7 @@ from pipeline.paths import Home
 
 if TYPE_CHECKING:
     from jobs.job import Job
+    from pipeline.stack_record import Child
 
 
 def status(
@@ -36,7 +37,7 @@ def status(
             service["state"],
             str(service["pid"] or "-"),
             f"{uptime:.0f} s" if uptime is not None else "-",
-            str(service["restarts"]),
+            str(service["restarts"]) + (f" ({service['last_end']})" if service["last_end"] else ""),
             service["url"] or "-",
         )
     console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
@@ -71,10 +72,9 @@ def status(
 
 def status_report(home: Home, settings: Any) -> dict[str, Any]:
     """The report that `--json` prints."""
-    from jobs.launchers.process import is_alive
     from pipeline.job_store import reading_jobs
     from pipeline.journal import describe
-    from pipeline.stack import read_stack, stale_settings
+    from pipeline.stack_record import read_stack, stale_settings
     from pipeline.versions import installed_versions
     from serving.weights.release_store import pending_release
 
@@ -88,6 +88,12 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
         "notices": [
             *([changed] if changed else []),
             *(
+                f"{child.name} does not answer; if that lasts, it is killed and started again "
+                f"(log: {home.log_file(child.name)})"
+                for child in children
+                if _state(child) == "hung"
+            ),
+            *(
                 f"webhook {webhook['id']} is suspended after repeated failures, and its deliveries "
                 f"wait; to send the deliveries: pipeline webhooks enable {webhook['id']}"
                 for webhook in suspended
@@ -99,11 +105,12 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
         "services": [
             {
                 "name": child.name,
-                "state": "up" if child.process and is_alive(child.process) else "down",
+                "state": _state(child),
                 "pid": child.process.pid if child.process else None,
                 "url": child.url,
                 "uptime_seconds": child.started_at and round(now - child.started_at, 1),
                 "restarts": child.num_restarts,
+                "last_end": child.last_end,
             }
             for child in children
         ],
@@ -149,6 +156,15 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                 }
             )
     return report
+
+
+def _state(child: "Child") -> str:
+    """`hung`: the process is there, and answers nothing."""
+    from jobs.launchers.process import is_alive
+
+    if child.process is None or not is_alive(child.process):
+        return "down"
+    return "hung" if child.is_silent else "up"
 
 
 def _refused(jobs: Sequence["Job"]) -> str | None:

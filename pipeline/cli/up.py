@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pipeline.settings import Settings
 
 
+STARTING = "is starting:"
+"""In a line that tells how long `up` has waited for a service."""
+
+
 def up(
     detach: Annotated[
         bool,
@@ -24,8 +28,8 @@ def up(
         ),
     ] = False,
 ) -> None:
-    """Start the hub, the receiver, the job runner and the server. Restart any of them that ends.
-    Run until Ctrl-C."""
+    """Start the hub, the receiver, the job runner and the server. Restart any of them that ends
+    or hangs. Run until Ctrl-C."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings
@@ -52,9 +56,16 @@ def up(
     # `down` sends SIGTERM, which must end the stack as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
-    stack = Stack(home, services)
+    stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
     try:
-        stack.start(on_ready=lambda service: print(f"{service.name:10} {service.url or 'ready'}"))
+        stack.start(
+            on_ready=lambda service: print(f"{service.name:10} {service.url or 'ready'}"),
+            on_wait=lambda service, seconds: print(
+                f"{service.name:10} {STARTING} {seconds:.0f} s of at most "
+                f"{service.start_seconds:.0f} s (log: {home.log_file(service.name)})",
+                flush=True,
+            ),
+        )
         subscribe(settings, tokens)
         stack.mark_ready()
         _say_where_to_push(settings)
@@ -68,7 +79,7 @@ def up(
                 # reason to stop the stack.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
-            for line in [*stack.restart_ended(), *lines]:
+            for line in [*stack.tend(), *lines]:
                 print(line, flush=True)
             time.sleep(0.2)
     except KeyboardInterrupt:
@@ -83,7 +94,8 @@ def up(
 def down() -> None:
     """Stop the stack of this state folder."""
     from jobs.launchers.process import is_alive
-    from pipeline.stack import STOP_SECONDS, read_stack
+    from pipeline.stack import STOP_SECONDS
+    from pipeline.stack_record import read_stack
 
     home = Home.find()
     record = read_stack(home)
@@ -111,7 +123,7 @@ def _say_where_to_push(settings: "Settings") -> None:
 
 
 def _detach(home: Home) -> None:
-    from pipeline.stack import read_stack
+    from pipeline.stack_record import read_stack
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +135,14 @@ def _detach(home: Home) -> None:
             stderr=stream,
             start_new_session=True,
         )
+    num_told = 0
     try:
         while True:
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            for line in lines[num_told:]:
+                if STARTING in line:
+                    print(line, end="", file=sys.stderr)
+            num_told = len(lines)
             if process.poll() is not None:
                 raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
             record = read_stack(home)

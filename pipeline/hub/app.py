@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
 
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -15,7 +17,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from edge.bodies import LimitedBodies
 from jobs.store import JobStore
 from pipeline.hub import (
     activity_routes,
@@ -47,9 +48,10 @@ from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
+from serving.http.bodies import LimitedBodies
 
 # The registry of agents is what the client fetches before it has read a token.
-_OPEN_PATHS = frozenset({"/health", "/api/agent-harnesses"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses"})
 
 PRUNE_SECONDS = 3600.0
 
@@ -161,6 +163,7 @@ def create_app(
     api = Starlette(
         routes=[
             Route("/health", health),
+            Route("/live", alive),
             Route("/metrics", render_metrics),
             Route("/api/agent-harnesses", agent_harnesses),
             *repository_routes.routes(),
@@ -199,6 +202,23 @@ def create_app(
 
 async def health(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
+
+
+async def alive(request: Request) -> Response:
+    """Answers once the database was read. An error is an answer too: a new start repairs no
+    database."""
+    hub = hub_of(request)
+
+    def read() -> str | None:
+        try:
+            with hub.database.read() as connection:
+                connection.execute(text("SELECT 1 FROM webhooks LIMIT 1"))
+        except OperationalError as error:
+            return str(error.orig)
+        return None
+
+    fault = await run_in_threadpool(read)
+    return JSONResponse({"status": "ok", **({} if fault is None else {"database": fault})})
 
 
 async def render_metrics(request: Request) -> Response:

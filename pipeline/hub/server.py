@@ -2,9 +2,9 @@
 
 from starlette.types import ASGIApp
 
-from edge.server import http_server
 from pipeline.hub.settings import HubSettings
 from receiver import listen
+from serving.http.server import Server, http_config
 
 SHUTDOWN_SECONDS = 10
 """How long a push that is under way may take when the hub is told to stop."""
@@ -18,4 +18,4 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
         how_to_move="`--host` and `--port`, or `host` and `port` under [hub] in pipeline.toml",
     )
     print(f"hub on {settings.url}", flush=True)
-    listen.serve(http_server(app, shutdown_seconds=SHUTDOWN_SECONDS), listening)
+    listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)

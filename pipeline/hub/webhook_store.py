@@ -263,7 +263,8 @@ def create_webhook(
 def update_webhook(
     connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
 ) -> StoredWebhook:
-    """Changes what the request names. An empty secret takes the secret away.
+    """Changes what the request names. An empty secret takes the secret away. Secrets of a job that
+    were encrypted under a lost key are lost: those that the request names replace them all.
 
     Raises BadRequest for `secrets` of a webhook that starts no job.
     """
@@ -276,7 +277,11 @@ def update_webhook(
     if request.secrets is not None:
         if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
             raise BadRequest("secrets: only a webhook that starts a job has them.")
-        merged = cipher.decrypt_variables(webhook) | request.secrets
+        try:
+            known = cipher.decrypt_variables(webhook)
+        except HubError:
+            known = {}
+        merged = known | request.secrets
         changes["encrypted_secrets"] = cipher.encrypt_variables(
             {k: v for k, v in merged.items() if v}
         )

@@ -23,7 +23,7 @@ from typing import Literal
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 from serving.weights.release import Release
 
-EnginePhase = Literal["stage", "commit", "generate", "step"]
+EnginePhase = Literal["stage", "commit", "generate", "step", "turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,13 @@ class EchoEngine:
         self._committed: set[str] = set()
         self._doomed: set[str] = set()
         self._live: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        return str(self.fail["turn"]) if "turn" in self.fail else None
+
+    async def take_turn(self) -> None:
+        await self._meet("turn")
 
     @property
     def resident(self) -> set[str]:

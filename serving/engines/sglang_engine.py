@@ -55,6 +55,13 @@ class SglangEngine:
         """What was committed last: what the upstream has to run, whatever it does run."""
         self._updating = asyncio.Lock()
 
+    @property
+    def failure(self) -> str | None:
+        return None
+
+    async def take_turn(self) -> None:
+        """Nothing computes in this server, and to start it again would not help the upstream."""
+
     async def stage(self, release: Release, folder: Path) -> None:
         """Asks the upstream what it runs, and reads the release's files."""
         running = Path(str((await self._model_info()).get("model_path")))

@@ -62,6 +62,21 @@ class VllmEngine:
         """The vLLM that runs now, for who measures it."""
         return self._process
 
+    @property
+    def failure(self) -> str | None:
+        if self._good is None or (self._process is not None and not self._process.is_dead):
+            return None
+        return f"vLLM died; it is started again on {self._good}"
+
+    async def take_turn(self) -> None:
+        """Starts and swaps have time limits of their own, and a dead vLLM is started again here."""
+        process = self._process
+        if process is None or process.is_dead:
+            self._begin_recovery()
+        elif not self._changing.locked():
+            with suppress(EngineError):  # it died, which the engine sees by itself
+                await process.take_turn()
+
     async def stage(self, release: Release, folder: Path) -> None:
         """The first release starts vLLM."""
         async with self._changing:

@@ -85,6 +85,10 @@ class VllmProcess:
     def is_dead(self) -> bool:
         return bool(self._llm.errored)
 
+    async def take_turn(self) -> None:
+        """A call without effect; each worker answers it between two steps. Raises EngineError."""
+        await self.call("hotpush_needed_bytes", {})
+
     def holds(self, release_id: str) -> bool:
         return release_id in self._held
 

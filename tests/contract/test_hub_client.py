@@ -312,6 +312,7 @@ def test_bodies_that_are_no_json_get_an_error(hub: RunningHub) -> None:
 
 def test_health_needs_no_token_and_metrics_count(hub: RunningHub, pushed: str) -> None:
     assert httpx.get(f"{hub.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{hub.url}/live").json() == {"status": "ok"}
     assert httpx.get(f"{hub.url}/metrics").status_code == 401
     text = hub.request("GET", "/metrics").text
     assert 'hub_pushes_total{result="ok"} 1.0' in text

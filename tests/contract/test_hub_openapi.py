@@ -79,7 +79,7 @@ BY_HAND = [
     ),
     *BODIES,
 ]
-OPEN = {"/health", "/api/agent-harnesses"}
+OPEN = {"/health", "/live", "/api/agent-harnesses"}
 
 
 def routes(folder: Path) -> set[tuple[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("edge", "jobs", "pipeline", "receiver", "serving")
+PACKAGES = ("jobs", "pipeline", "receiver", "serving")
 
 
 @pytest.fixture(scope="module")

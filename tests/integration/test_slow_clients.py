@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from edge.connections import MAX_HEADER_BYTES, Limits
-from edge.server import http_server
 from receiver import listen
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from serving.engines.echo_engine import EchoEngine
+from serving.http.connections import MAX_HEADER_BYTES, Limits
+from serving.http.server import Server, http_config
 from serving.weights.release_store import set_current
 from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
@@ -73,7 +73,7 @@ def receiver(folder: Path) -> Iterator[Service]:
 
     listening = listen.bind("127.0.0.1", 0)
     url = listen.url_of(listening, "127.0.0.1")
-    server = http_server(made.app, shutdown_seconds=10, limits=LIMITS)
+    server = Server(http_config(made.app, shutdown_seconds=10, limits=LIMITS))
     thread = listen.serve_in_thread(server, listening)
     try:
         yield Service(
@@ -182,7 +182,7 @@ def test_large_bodies_are_limited_together(tmp_path: Path) -> None:
 
     listening = listen.bind("127.0.0.1", 0)
     url = listen.url_of(listening, "127.0.0.1")
-    server = http_server(made.app, shutdown_seconds=0)
+    server = Server(http_config(made.app, shutdown_seconds=0))
     thread = listen.serve_in_thread(server, listening)
     with contextlib.ExitStack() as stack:
 

@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings, settings_digest
-from pipeline.stack import StackRecord
+from pipeline.stack_record import StackRecord
 from pipeline.submit import submit_retraining
 from serving.weights import release_store
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until

@@ -18,7 +18,7 @@ from tests.hub_fixtures import RunningHub, running_hub
 
 NUM_REQUESTS = int(os.environ.get("HUB_REQUESTS", "150"))
 
-OPEN = {"/health", "/api/agent-harnesses"}
+OPEN = {"/health", "/live", "/api/agent-harnesses"}
 TEMPLATES = (
     "/api/settings/webhooks",
     "/api/settings/webhooks/{}",

@@ -13,7 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
-from pipeline.stack import Child, StackRecord
+from pipeline.stack_record import Child, StackRecord
 from pipeline.submit import submit_retraining
 from pipeline.tokens import Tokens
 

@@ -23,6 +23,10 @@ from serving.weights.release import Release
 
 _MAX_RESIDENT = 2
 
+_LONG_STEP_SECONDS = 1.0
+_COMPUTING_SHARE = 0.01
+"""If a step takes longer, it is enough that its thread gets this share of a core."""
+
 # While requests run, staging rests this long per second it works: the core that the steps lend it
 # is the one that reads requests and writes answers, too.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
@@ -77,6 +81,29 @@ class TorchEngine:
         self._steps = StepLoop(
             num_threads=settings.num_threads, neighbours=Neighbours(settings.neighbours)
         )
+
+    @property
+    def failure(self) -> str | None:
+        return self._steps.death
+
+    async def take_turn(self) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._steps.give_turn(turn)
+        try:
+            while not turn.done():
+                before = self._steps.cpu_seconds
+                await asyncio.wait({turn}, timeout=_LONG_STEP_SECONDS)
+                now = self._steps.cpu_seconds
+                # A long prompt is one step. A thread that hangs in it uses no processor time.
+                if (
+                    not turn.done()
+                    and (before is not None and now is not None)
+                    and now - before > _COMPUTING_SHARE * _LONG_STEP_SECONDS
+                ):
+                    return
+            turn.result()
+        finally:
+            turn.cancel()
 
     async def stage(self, release: Release, folder: Path) -> None:
         async with self._staging:

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -34,6 +35,8 @@ class StepLoop:
         """The first lane, until it is warm: those that follow mostly are of its shape, and streams
         run beside them."""
         self._leaving: dict[str, Callable[[], None]] = {}
+        self._turns: list[asyncio.Future[None]] = []
+        self._cpu_clock: int | None = None
         self._is_lending = False
         self._is_stopping = False
         self._death: EngineError | None = None
@@ -47,6 +50,27 @@ class StepLoop:
     @property
     def is_busy(self) -> bool:
         return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
+
+    @property
+    def death(self) -> str | None:
+        """Why the thread is no more."""
+        return None if self._death is None else str(self._death)
+
+    @property
+    def cpu_seconds(self) -> float | None:
+        """The processor time that the thread has used; None where the system does not tell."""
+        if self._cpu_clock is None or self._death is not None:
+            return None
+        return time.clock_gettime(self._cpu_clock)
+
+    def give_turn(self, turn: "asyncio.Future[None]") -> None:
+        """Have the thread end `turn` before its next step. Raises EngineError where the thread is
+        no more."""
+        with self._changed:
+            if self._death is not None:
+                raise self._death
+            self._turns.append(turn)
+            self._changed.notify()
 
     @contextlib.contextmanager
     def lending_a_core(self) -> Iterator[None]:
@@ -109,6 +133,8 @@ class StepLoop:
 
     def _run(self) -> None:
         reason = "the engine was closed"
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             # A thread that has not asked yet gets its number at its first operation, and that is 1
             # while another one makes itself small to stage.
@@ -133,6 +159,7 @@ class StepLoop:
     def _wait_for_work(self) -> bool:
         """False when there is to be no more."""
         with self._changed:
+            self._end_turns(None)
             while not (
                 self._is_stopping
                 or self._submitted
@@ -141,6 +168,7 @@ class StepLoop:
                 or self._is_running()
             ):
                 self._changed.wait()
+                self._end_turns(None)
             while self._submitted:
                 sequence = self._submitted.popleft()
                 self._lanes[sequence.release_id].submit(sequence)
@@ -160,6 +188,13 @@ class StepLoop:
             except Exception:
                 # Nobody waits for this; what is wrong with the steps they say themselves.
                 _log.exception("the engine could not be warmed up")
+
+    def _end_turns(self, error: EngineError | None) -> None:
+        for turn in self._turns:
+            loop = turn.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_end_turn, turn, error)
+        self._turns.clear()
 
     def _is_running(self) -> bool:
         return any(not lane.is_idle for lane in self._lanes.values())
@@ -200,9 +235,19 @@ class StepLoop:
             self._cold = None
             gone = list(self._leaving.values())
             self._leaving.clear()
+            self._end_turns(error)
         _deliver(events)
         for on_gone in gone:
             on_gone()
+
+
+def _end_turn(turn: "asyncio.Future[None]", error: EngineError | None) -> None:
+    if turn.done():  # nobody waits for it any more
+        return
+    if error is None:
+        turn.set_result(None)
+    else:
+        turn.set_exception(error)
 
 
 def _deliver(events: list[Event]) -> None:

@@ -5,20 +5,21 @@ from typing import Literal
 import uvicorn
 from starlette.types import ASGIApp
 
-from edge.connections import Connection, Limits, connections_of
+from serving.http.connections import Connection, Limits, connections_of
 
 _TICKS_PER_LOOK = 2
 """uvicorn ticks ten times a second."""
 
 
-def http_server(
+def http_config(
     app: ASGIApp,
     *,
     shutdown_seconds: int,
     limits: Limits | None = None,
     lifespan: Literal["auto", "on", "off"] = "auto",
-) -> uvicorn.Server:
-    """A server that uses the logging of this process, and does not log each request.
+) -> uvicorn.Config:
+    """The settings of a `Server` that uses the logging of this process, and does not log each
+    request.
 
     When the server is told to stop, requests that are being answered get `shutdown_seconds` to end.
     """
@@ -27,7 +28,7 @@ def http_server(
         pass
 
     Limited.limits = limits or Limits()
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         http=Limited,
         log_config=None,
@@ -36,10 +37,11 @@ def http_server(
         lifespan=lifespan,
         timeout_graceful_shutdown=shutdown_seconds,
     )
-    return _Server(config)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
+    """Looks at its clients from time to time."""
+
     async def on_tick(self, counter: int) -> bool:
         if counter % _TICKS_PER_LOOK == 0 and self.server_state.connections:
             connections = connections_of(self.server_state.connections)

@@ -1,0 +1,82 @@
+"""Finds the stored secrets that the key in `tokens.json` does not decrypt. They are lost, unless
+the old file comes back from a backup."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from cryptography.fernet import Fernet, InvalidToken
+
+from jobs.errors import JobError
+from pipeline.job_store import reading_jobs
+from pipeline.paths import Home
+from pipeline.settings import Settings
+from pipeline.subscriptions import ROUTE
+
+CAUSE = "encrypted under another key: tokens.json was written anew, or PIPELINE_SECRET_KEY changed"
+
+
+@dataclass(frozen=True)
+class LostSecret:
+    message: str
+    next_step: str
+
+
+def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
+    """Reads both databases, and changes neither. A database that cannot be read is passed over."""
+    try:
+        fernet = Fernet(key)
+    except ValueError:
+        return
+    yield from _of_webhooks(home, fernet)
+    yield from _of_jobs(home, settings, fernet)
+
+
+def _of_webhooks(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
+    database = home.hub_dir / "hub.sqlite"
+    if not database.exists():
+        return
+    query = "SELECT id, url, job_id, encrypted_secret, encrypted_secrets FROM webhooks"
+    try:
+        with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute(query).fetchall()
+    except sqlite3.Error:
+        return
+    for id, url, job_id, secret, variables in rows:
+        options = [] if _reads(fernet, secret) else ["--secret …"]
+        if not _reads(fernet, variables):
+            options.append(f"--job-id {job_id} --secrets NAME=VALUE")
+        if not options:
+            continue
+        step = f"set it again: pipeline webhooks update {id} {' '.join(options)}"
+        if urlsplit(url).path == ROUTE:
+            step = "restart the stack, which repairs it: pipeline down && pipeline up --detach"
+        target = url or f"job {job_id}"
+        yield LostSecret(f"webhook {id} to {target} delivers nothing: its secret was {CAUSE}", step)
+
+
+def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSecret]:
+    try:
+        with reading_jobs(settings, home) as store:
+            waiting = [] if store is None else [*store.list(state="SCHEDULING")]
+    except JobError:
+        return
+    for job in waiting:
+        sealed = job.spec.sealed_env
+        if sealed is not None and not _reads(fernet, sealed.encode()):
+            yield LostSecret(
+                f"{job.id} cannot start: its secrets were {CAUSE}",
+                f"pipeline jobs cancel {job.id}, and submit it again with its secrets",
+            )
+
+
+def _reads(fernet: Fernet, sealed: bytes | None) -> bool:
+    if sealed is None:
+        return True
+    try:
+        fernet.decrypt(sealed)
+    except InvalidToken:
+        return False
+    return True

@@ -1,0 +1,177 @@
+"""A stack whose services hang: each is seen by its own work, killed and started again."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pipeline.errors import PipelineError
+from pipeline.liveness import Answer, Pulse
+from pipeline.paths import Home
+from pipeline.services import RUNNER, hub_service, services_of
+from pipeline.settings import load_settings
+from pipeline.stack import Stack
+from pipeline.stack_record import Child, read_stack
+from tests.ports import free_ports
+from tests.stack_fixtures import Workplace, configure, stack_up, workplace
+
+__all__ = ["workplace"]
+
+
+def until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to hold in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+    hub, metrics = free_ports(2)
+    for name, value in {
+        "PIPELINE_HOME": str(tmp_path / ".pipeline"),
+        "PIPELINE_SETTINGS": str(tmp_path / "pipeline.toml"),
+        "PIPELINE_HUB__PORT": str(hub),
+        "PIPELINE_JOBS__METRICS_PORT": str(metrics),
+        "PIPELINE_JOBS__PRELOAD": "[]",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }.items():
+        monkeypatch.setenv(name, value)
+    yield Home.find()
+
+
+def child(home: Home, name: str) -> Child:
+    record = read_stack(home)
+    assert record is not None
+    return next(child for child in record.children if child.name == name)
+
+
+@pytest.mark.parametrize("name", ["hub", "runner"])
+def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) -> None:
+    service = {"hub": hub_service(load_settings()), "runner": RUNNER}[name]
+    stack = Stack(home, [service], hang_seconds=0.9)
+    stack.start()
+    try:
+        alive = home.runner_alive
+        until(lambda: name == "hub" or alive.exists())
+        before, events = child(home, name).process, list[str]()
+        assert before is not None
+        events += stack.tend()  # watches from now on
+        until(lambda: stack._pulses[name]._has_answered)
+        os.kill(before.pid, signal.SIGSTOP)
+
+        def is_said_to_be_silent() -> bool:
+            events.extend(stack.tend())
+            return child(home, name).is_silent
+
+        def is_up_again() -> bool:
+            events.extend(stack.tend())
+            return child(home, name).process not in (None, before)
+
+        until(is_said_to_be_silent)
+        until(is_up_again)
+        assert child(home, name).num_restarts == 1
+        assert child(home, name).last_end == "was killed because it did not answer for 0.9 s"
+        assert f"{name} hangs: it did not answer for 0.9 s; killed it" in events[0]
+        assert events[-1] == f"{name} is up again"
+        if service.url is not None:
+            url = service.url
+            until(lambda: _answers(f"{url}/live"))
+    finally:
+        stack.stop()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).json() == {"status": "ok"}
+    except httpx.HTTPError:
+        return False
+
+
+def test_start_tells_that_it_waits_and_ends_after_the_services_own_time(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.stack.PROGRESS_SECONDS", 0.05)
+    told: list[tuple[str, float]] = []
+    service = replace(hub_service(load_settings()), start_seconds=0.2)
+    with pytest.raises(PipelineError, match=r"hub did not answer on .* within 0\.2 s; its log: "):
+        Stack(home, [service]).start(on_wait=lambda each, waited: told.append((each.name, waited)))
+    assert [name for name, _ in told[:2]] == ["hub", "hub"]
+    assert all(0.05 <= waited <= 0.2 for _, waited in told)
+
+
+def test_a_server_may_start_as_long_as_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pipeline.toml"
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(file))
+    text = '[serving]\nengine = "{}"\n[[pipelines]]\nname = "a"\ndataset = "o/d"\n'
+    found = {}
+    for engine in ("torch", "vllm"):
+        file.write_text(text.format(engine))
+        services = services_of(load_settings())
+        found[engine] = {each.name: each.start_seconds for each in services}
+    assert found["vllm"] == {"hub": 60, "serve": 60 + 300, "runner": 60, "receiver": 60}
+    assert found["torch"]["serve"] == 60 + 600
+
+
+def test_a_service_that_says_it_is_dead_is_not_waited_for() -> None:
+    pulse = Pulse(lambda seconds: "dead", start_seconds=600, hang_seconds=60)
+    try:
+        until(lambda: pulse.verdict == "it said that it works only after a new start")
+    finally:
+        pulse.stop()
+
+
+def test_time_in_which_the_watching_process_was_away_does_not_count() -> None:
+    answers: Iterator[Answer] = iter(["works", "silent"])
+    is_known = threading.Event()
+    verdicts: list[str | None] = []
+
+    def probe(seconds: float) -> Answer:
+        is_known.wait()
+        verdicts.append(pulse.verdict)
+        answer = next(answers, "works")
+        if answer == "silent":
+            time.sleep(10 * seconds)  # as if this process had been stopped meanwhile
+        return answer
+
+    pulse = Pulse(probe, start_seconds=0.6, hang_seconds=0.6)
+    is_known.set()
+    try:
+        until(lambda: len(verdicts) > 3)
+        assert set(verdicts) == {None}
+    finally:
+        pulse.stop()
+
+
+@pytest.mark.slow
+def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -> None:
+    configure(workplace)
+    env = workplace.env | {  # type: ignore[operator]
+        "PIPELINE_SERVING__ENGINE": "echo",
+        "PIPELINE_STACK__HANG_SECONDS": "3",
+    }
+    workplace = Workplace(workplace.folder, env)
+    with stack_up(workplace):
+        home = Home(workplace.home)
+        before = {each: child(home, each) for each in ("hub", "serve", "runner", "receiver")}
+        until(home.runner_alive.exists)
+        time.sleep(1)  # all have answered once
+        for each in before.values():
+            assert each.process is not None
+            os.kill(each.process.pid, signal.SIGSTOP)
+
+        def services() -> dict[str, tuple[str, int]]:
+            found = workplace.json("status")["services"]
+            return {each["name"]: (each["state"], each["restarts"]) for each in found}
+
+        until(lambda: set(services().values()) == {("up", 1)})
+        for each in ("hub", "serving", "receiver"):
+            until(lambda each=each: _answers(f"{workplace.url(each)}/live"))  # type: ignore[misc]
