@@ -25,6 +25,9 @@ STOPPED = tuple(f"stopped {name}" for name in SERVICES)
 """A service that gets SIGSTOP: it lives and does nothing until `up` starts another."""
 
 SETTINGS = """\
+[stack]
+hang_seconds = 10
+
 [jobs]
 lease_seconds = 2
 heartbeat_seconds = 0.5

@@ -59,3 +59,14 @@ def drawn(moves: Iterable[Move[Any]]) -> set[tuple[str, str]]:
 def test_every_count_of_the_doors_is_written_down() -> None:
     rows = re.findall(r"^\| ([^|(]+?) (?:\([^)]*\) )?\| [\w, ]+ \| (\d+) \|$", TEXT, re.MULTILINE)
     assert [what for what, _ in rows] == list(DOORS)
+
+
+def test_every_fault_that_is_survived_names_its_test() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = text.split("## What it survives\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    named = [re.search(r"`(tests/[\w/]+\.py)::(\w+)` \|$", line) for line in lines]
+    assert len(named) > 25
+    for line, found in zip(lines, named, strict=True):
+        assert found is not None, line
+        assert f"def {found[2]}(" in (ROOT / found[1]).read_text(encoding="utf-8"), line
