@@ -195,6 +195,8 @@ class Stack:
             name=service.name,
             process=identify(self._processes[service.name].pid),
             url=service.url,
+            pipeline=service.pipeline,
+            metrics_port=service.metrics_port,
             started_at=time.time(),
             num_restarts=0 if earlier is None else earlier.num_restarts + 1,
             last_end=None if earlier is None else earlier.last_end,
