@@ -35,14 +35,17 @@ class Job:
     """None while the job has not ended, and for a plain command that exited with 0."""
     created_at: float
     run_after: float
-    """When a pending job may start. Each commit that the job absorbs may postpone its start."""
+    """When a pending job may start. Each commit that the job absorbs may postpone its start. For a
+    job whose attempt failed for a cause that can pass: when the next attempt may start."""
     started_at: float | None
-    """When the first attempt started."""
+    """When the first attempt started, moved on by the time in which the job could not run: it had
+    no runner, or waited for its next attempt."""
     ended_at: float | None
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost; at `spec.max_attempts` the job fails."""
+    """How many attempts were lost, or failed for a cause that can pass; at `spec.max_attempts` the
+    job fails."""
     owner: str | None
     """The runner that holds the lease."""
     lease_until: float | None

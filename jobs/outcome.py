@@ -41,5 +41,7 @@ class JobOutcome(BaseModel):
     """The release whose weights the training started from."""
     served_release: str | None = None
     """The release that the server served when the job ended; None if the job does not know it."""
+    may_pass: bool = False
+    """Whether the cause of a failure can pass by itself. The job then gets another attempt."""
     counts: Counts | None = None
     """What was learned and kept; None if the job ended before it measured this."""

@@ -10,6 +10,7 @@ from jobs.folder import LOG, OUTCOME
 from jobs.job import Job, delivery_ids, failure
 from jobs.launcher import Status
 from jobs.outcome import JobOutcome
+from jobs.passing import TEMPORARY_FAILURE
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ def outcome_of_exit(
         return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
     if status.error is not None:
         return failure(job, stage="launch", reason=status.error, exit_code=code)
+    if code == TEMPORARY_FAILURE and job.spec.pipeline is not None:
+        reason = f"{job.spec.command[0]} failed for a cause that may pass{_last_log_line(job_dir)}"
+        failed = failure(job, stage=None, reason=reason, exit_code=code)
+        return failed.model_copy(update={"may_pass": True})
     how = f"exited with {code}" if code > 0 else f"was ended by signal {-code}"
     reason = f"{job.spec.command[0]} {how}{_last_log_line(job_dir)}"
     return failure(job, stage=None, reason=reason, exit_code=code)

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.errors import LaunchError, LeaseLost, StoreError
+from jobs.folder import OUTCOME
 from jobs.job import Job, delivery_ids, failure, log_fields
 from jobs.launcher import Launcher, Status
 from jobs.launchers.local import LocalLauncher
 from jobs.launching import start_attempt
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Lost, outcome_of_exit
+from jobs.passing import can_pass
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
 
@@ -31,6 +33,9 @@ logger = logging.getLogger(__name__)
 _SECONDS_AFTER_STORE_ERROR = 1.0
 _ALIVE_SECONDS = 0.25
 """How often a runner shows that it works."""
+
+_RETRY_FACTOR = 4
+"""Each wait for a cause that can pass is longer than the one before it by this factor."""
 
 Stopping = Literal["cancel", "timeout", "shutdown"]
 
@@ -44,6 +49,11 @@ class _LeasedJob:
     next_heartbeat: float
     deadline: float
     """When the job's time limit ends, by the monotonic clock; infinite if the job has no limit."""
+    failed: JobOutcome | None = None
+    """Why the last attempt failed, while the job waits for its next attempt."""
+    launch_at: float = 0.0
+    """When that wait ends; the attempt is launched as soon as there is room."""
+    waits_since: float = 0.0
     stopping: Stopping | None = None
     kill_at: float | None = None
 
@@ -171,10 +181,16 @@ class Runner:
             )
             self._track(job)
 
+    @property
+    def _has_room(self) -> bool:
+        """Whether another attempt may run. A job that waits for its next attempt takes no room."""
+        running = sum(leased.failed is None for leased in self._leased.values())
+        return running < self._settings.max_running
+
     def _claim(self, now: float, changed: bool) -> None:
         if not changed and now < self._next_claim:
             return
-        while len(self._leased) < self._settings.max_running:
+        while self._has_room:
             job = self._store.claim(self.owner, self._settings.lease_seconds)
             if job is None:
                 break
@@ -186,7 +202,7 @@ class Runner:
             )
             self._track(job)
         wait = self._store.seconds_to_next()
-        if wait is None or len(self._leased) >= self._settings.max_running:
+        if wait is None or not self._has_room:
             wait = self._settings.heartbeat_seconds
         self._next_claim = now + min(wait, self._settings.heartbeat_seconds)
 
@@ -195,12 +211,17 @@ class Runner:
         limit, deadline = self._time_limit(job), math.inf
         if limit is not None and job.started_at is not None:
             deadline = now + limit - (self._store.now() - job.started_at)
-        self._leased[job.id] = _LeasedJob(
+        leased = self._leased[job.id] = _LeasedJob(
             job=job,
             handle=job.handle,
             next_heartbeat=now + self._settings.heartbeat_seconds,
             deadline=deadline,
         )
+        is_attempted_again = job.handle is None and job.attempt > 1
+        if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
+            # Another runner has seen the attempt fail, and only its log tells why.
+            reason = f"Attempt {job.attempt - 1} of {job.id} failed."
+            self._wait(leased, failure(job, stage="lost", reason=reason), wait)
 
     # Running jobs
 
@@ -215,13 +236,63 @@ class Runner:
                 num_threads=self._settings.threads(),
                 secret_key=self._secret_key,
             )
-            self._store.started(job.id, self.owner, leased.handle)
+            waited = 0.0 if leased.failed is None else time.monotonic() - leased.waits_since
+            self._store.started(job.id, self.owner, leased.handle, waited_seconds=waited)
+            leased.deadline += waited
+            leased.failed = None
         except (LaunchError, OSError) as error:
             outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
-            self._store.finish(job.id, self.owner, outcome)
             logger.warning("%s", outcome.reason, extra=log_fields(job))
-            del self._leased[job.id]
-            self._next_claim = 0.0
+            if can_pass(error):
+                self._conclude(leased, self._retry(leased, outcome))
+            else:
+                self._conclude(leased, self._store.finish(job.id, self.owner, outcome))
+
+    def _wait(self, leased: _LeasedJob, failed: JobOutcome, seconds: float) -> None:
+        now = time.monotonic()
+        if leased.failed is None:
+            leased.waits_since = now
+        leased.failed, leased.launch_at = failed, now + seconds
+
+    def _retry(self, leased: _LeasedJob, failed: JobOutcome) -> Job:
+        """Plan the next attempt of a job that failed for a cause that can pass, or end the job."""
+        job = leased.job
+        seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
+        job = self._store.retry(job.id, self.owner, failed, seconds)
+        if not job.has_ended:
+            # Only now: without the outcome, a runner that took over would call the attempt failed
+            # for good.
+            (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
+            logger.warning(
+                "Job %s is tried again in %g s: %s",
+                job.id,
+                seconds,
+                failed.reason,
+                extra=log_fields(job),
+            )
+            self._wait(leased, failed, seconds)
+        return job
+
+    def _continue_waiting(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
+        """Whether the job goes on waiting for its next attempt. It ends if it is cancelled, or if
+        newer commits take over."""
+        job = leased.job
+        if job.cancel_requested:
+            outcome = JobOutcome(
+                result="cancelled",
+                stage=failed.stage,
+                reason=f"Cancelled while it waited for another attempt. {failed.reason}",
+                delivery_ids=delivery_ids(job),
+                job_id=job.id,
+            )
+            self._conclude(leased, self._store.finish(job.id, self.owner, outcome))
+            return True
+        if changed:
+            ended = self._store.give_way(job.id, self.owner, failed)
+            if ended.has_ended:
+                self._conclude(leased, ended)
+                return True
+        return time.monotonic() < leased.launch_at or not self._has_room
 
     def _advance(
         self, leased: _LeasedJob, launcher: Launcher, *, changed: bool, is_stopping: bool
@@ -239,7 +310,9 @@ class Runner:
         if leased.handle is None:
             if is_stopping:
                 self._release(leased)
-            else:
+            elif leased.failed is None or not self._continue_waiting(
+                leased, leased.failed, changed
+            ):
                 self._launch(leased, launcher)
             return
         status = launcher.poll(leased.handle)
@@ -296,9 +369,16 @@ class Runner:
                 self._release(leased)
                 return
             logger.warning("Job %s: %s", leased.job.id, result.reason, extra=log_fields(leased.job))
-            job = self._store.retry(leased.job.id, self.owner, result.reason)
+            lost = failure(leased.job, stage="lost", reason=result.reason)
+            job = self._store.retry(leased.job.id, self.owner, lost)
+        elif result is not None and result.result == "failed" and result.may_pass:
+            job = self._retry(leased, result)
         else:
             job = self._store.finish(leased.job.id, self.owner, result)
+        self._conclude(leased, job)
+
+    def _conclude(self, leased: _LeasedJob, job: Job) -> None:
+        """Follow what the store says after an attempt: another one, or the end of the job."""
         if not job.has_ended:
             leased.job, leased.handle = job, None
             return

@@ -22,7 +22,11 @@ class JobsSettings(BaseModel):
     """Threads of a job. Unset means as many as there are cores. While the server answers requests,
     it has priority over the job on every core except one; that core is left to the job."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long a job may run. Unset, there is no limit."""
+    """How long a job may run, without the time in which the stack was down. Unset, there is no
+    limit."""
+    retry_seconds: float = Field(default=30.0, gt=0)
+    """The wait before a job is attempted again that failed for a cause that can pass, such as a hub
+    that is away or a full disk. Each further wait is four times longer."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """A runner that has sent no heartbeat for this long counts as dead; another runner adopts its
     jobs."""

@@ -75,7 +75,8 @@ class JobSpec(_Record):
     resources: Resources = Resources()
     launcher: str = "local"
     max_attempts: int = Field(default=3, ge=1)
-    """How often the job is started if its process keeps vanishing without an outcome."""
+    """How often the job is started if its process keeps vanishing without an outcome, or keeps
+    failing for a cause that can pass."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job starts once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)

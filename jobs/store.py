@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
 from jobs.errors import JobNotFound, OlderSchema
-from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids, failure
+from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids
 from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
 from jobs.reader import JobReader
@@ -144,11 +144,13 @@ class JobStore(JobReader):
                 lease_until=now + lease_seconds,
             )
 
-    def started(self, job_id: str, owner: str, handle: str) -> None:
-        """Record the launcher's handle of the attempt. Raises LeaseLost."""
+    def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
+        """Record the launcher's handle of the attempt, for which the job waited. Raises
+        LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
-            update_job(connection, job_id, handle=handle)
+            started_at = JOBS.c.started_at + waited_seconds
+            update_job(connection, job_id, handle=handle, started_at=started_at)
 
     def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> bool:
         """Extend the lease. Returns True if somebody asked to cancel the job. Raises LeaseLost.
@@ -170,28 +172,36 @@ class JobStore(JobReader):
             job = fetch_leased(connection, job_id, owner)
             return end_job(connection, job, outcome, self._now(connection))
 
-    def retry(self, job_id: str, owner: str, reason: str) -> Job:
-        """Start the next attempt of a job whose process vanished, or end the job as failed.
+    def retry(self, job_id: str, owner: str, failed: JobOutcome, wait_seconds: float = 0.0) -> Job:
+        """Let the job wait for its next attempt, or end it with the outcome `failed`.
 
-        The job fails after `max_attempts` lost attempts. A job of pushes also fails if another job
+        The job ends at its last attempt of `max_attempts`. A job of pushes also ends if another job
         of pushes is pending; that job then takes over the commits. Returns the job, which is
         RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
-            num_lost = job.num_lost + 1
-            successor = fetch_successor(connection, job)
-            if successor is None and num_lost < job.spec.max_attempts:
-                return update_job(
-                    connection, job_id, attempt=job.attempt + 1, num_lost=num_lost, handle=None
-                )
-            if successor is not None:
-                reason = f"{reason} {successor.id} takes over its commits."
-            else:
-                reason = f"{reason} That was attempt {num_lost} of {job.spec.max_attempts}."
-            job = update_job(connection, job_id, num_lost=num_lost)
-            outcome = failure(job, stage="lost", reason=reason)
-            return end_job(connection, job, outcome, self._now(connection))
+            now = self._now(connection)
+            job = update_job(connection, job_id, num_lost=job.num_lost + 1)
+            if (ended := _give_way(connection, job, failed, now)) is not None:
+                return ended
+            if job.num_lost >= job.spec.max_attempts:
+                last = f"That was attempt {job.num_lost} of {job.spec.max_attempts}."
+                return end_job(connection, job, _because(failed, last), now)
+            return update_job(
+                connection,
+                job_id,
+                attempt=job.attempt + 1,
+                handle=None,
+                run_after=now + wait_seconds,
+            )
+
+    def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
+        """End a job that waits for its next attempt, if a pending job of pushes can take over its
+        commits. Returns the job, which is RUNNING or has ended. Raises LeaseLost."""
+        with writing(self._engine) as connection:
+            job = fetch_leased(connection, job_id, owner)
+            return _give_way(connection, job, failed, self._now(connection)) or job
 
     def release(self, job_id: str, owner: str) -> None:
         """Give up the lease of a job whose process this runner has stopped or never started.
@@ -225,7 +235,12 @@ class JobStore(JobReader):
             ).all()
             return [
                 update_job(
-                    connection, job_id_of(number), owner=owner, lease_until=now + lease_seconds
+                    connection,
+                    job_id_of(number),
+                    owner=owner,
+                    lease_until=now + lease_seconds,
+                    # Nobody could have continued the job since its lease ran out.
+                    started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
             ]
@@ -276,3 +291,18 @@ class JobStore(JobReader):
                     return update_job(connection, job_id, cancel_requested=True)
                 case _:
                     return job
+
+
+def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) -> Job | None:
+    successor = fetch_successor(connection, job)
+    if successor is None:
+        return None
+    return end_job(
+        connection, job, _because(failed, f"{successor.id} takes over its commits."), now
+    )
+
+
+def _because(failed: JobOutcome, why_no_more: str) -> JobOutcome:
+    """The outcome of an attempt as the outcome of the job."""
+    reason = " ".join(filter(None, (failed.reason, why_no_more)))
+    return failed.model_copy(update={"reason": reason, "may_pass": False})

@@ -22,7 +22,7 @@ from pipeline.paths import Home
 from pipeline.services import RUNNER, hub_service
 from pipeline.settings import Settings, load_settings, settings_file
 from pipeline.stack import Stack
-from pipeline.stack_record import read_stack
+from pipeline.stack_record import at_running_stack, read_stack
 from pipeline.tokens import Tokens, load_tokens
 
 PRELOAD = (
@@ -44,11 +44,9 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     runner, and stops both at the end of the context. With `detach`, this starts only the hub; at
     the end of the context it starts a runner with a hub, which stops by itself once no job is left.
     """
-    record = read_stack(home)
-    if record is not None:
+    if read_stack(home) is not None:
         # A detached runner has its hub on a port of its own.
-        urls = [child.url for child in record.children if child.name == "hub" and child.url]
-        yield urls[0] if urls else settings.hub_url
+        yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
     # The child processes read the port from the environment, and so does `load_settings` below.

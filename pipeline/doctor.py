@@ -6,14 +6,13 @@ import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from jobs.errors import JobError
 from jobs.launchers.process import is_alive
 from jobs.migrations import HEAD as JOBS_SCHEMA
+from pipeline.doctor_jobs import base_models, metrics_port, trainers
 from pipeline.errors import PipelineError
+from pipeline.findings import Finding, ok, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
@@ -36,31 +35,12 @@ OLDEST_GIT = (2, 31)
 """The first version that reads `GIT_CONFIG_COUNT`, which `pipeline env` sets."""
 
 
-class Finding(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-    check: str
-    level: Literal["ok", "wrong"]
-    message: str
-    """What was found."""
-    next_step: str | None = None
-    """What to do about it; None if nothing is wrong."""
-
-
 Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
     """Run every check. A fault that causes other faults is listed before these."""
     return [finding for check in CHECKS for finding in check(home, settings)]
-
-
-def ok(check: str, message: str) -> Finding:
-    return Finding(check=check, level="ok", message=message)
-
-
-def wrong(check: str, message: str, next_step: str) -> Finding:
-    return Finding(check=check, level="wrong", message=message, next_step=next_step)
 
 
 def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
@@ -152,15 +132,6 @@ def _schema_words(found: str | None, head: str) -> str:
     if found is None:
         return "not there yet; the first start creates it"
     return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
-
-
-def _base_models(home: Home, settings: Settings) -> Iterator[Finding]:
-    for pipeline in settings.pipelines:
-        missing = pipeline.missing_base()
-        if missing is not None:
-            yield wrong("base model", missing, "do what the message says")
-        else:
-            yield ok("base model", f"{pipeline.name}: {pipeline.base_model}")
 
 
 def _services(home: Home, settings: Settings) -> Iterator[Finding]:
@@ -371,7 +342,9 @@ CHECKS: tuple[Check, ...] = (
     _state_folder,
     _schemas,
     _secrets,
-    _base_models,
+    base_models,
+    trainers,
+    metrics_port,
     _services,
     _webhook,
     _deliveries,

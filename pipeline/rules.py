@@ -36,7 +36,7 @@ def retrain_rule(
         force_reason=force_reason,
         skip_if=skip_if,
     )
-    own = {} if pipeline.command is None else {"command": _program(*pipeline.command)}
+    own = {} if pipeline.command is None else {"command": program_of(*pipeline.command)}
     return RetrainRule(
         **own,
         pipeline=pipeline.name,
@@ -60,7 +60,7 @@ def branch_ref(pipeline: PipelineSettings) -> str:
     return pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
 
 
-def _program(name: str, *arguments: str) -> tuple[str, ...]:
+def program_of(name: str, *arguments: str) -> tuple[str, ...]:
     """The command. If the program is a relative path, the path starts at the folder of the settings
     file, because the job runs in another folder."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

@@ -2,7 +2,7 @@
 and each except the runner has a port."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
 
@@ -20,6 +20,10 @@ class Service:
     arguments: tuple[str, ...]
     """The arguments after `pipeline` on the command line."""
     url: str | None = None
+    pipeline: str | None = None
+    """The pipeline that a server serves."""
+    metrics_port: int | None = None
+    """The port of the runner's metrics, if it serves any."""
     port_setting: str | None = None
     """Tells a user where to set another port."""
     start_seconds: float = START_SECONDS
@@ -49,6 +53,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
             name="serve" if len(settings.pipelines) == 1 else f"serve-{pipeline.name}",
             arguments=("serve", "--pipeline", pipeline.name),
             url=settings.server_url(pipeline),
+            pipeline=pipeline.name,
             port_setting=_setting("serving")
             if pipeline.port is None
             else f"`port` of {pipeline.name} under [[pipelines]]",
@@ -59,7 +64,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     services = (
         hub_service(settings),
         *servers,
-        RUNNER,
+        replace(RUNNER, metrics_port=settings.jobs.metrics_port or None),
         Service(
             name="receiver",
             arguments=("receiver",),

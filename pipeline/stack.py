@@ -20,9 +20,9 @@ import filelock
 from jobs.folder import write_atomically
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
-from pipeline.liveness import Pulse, ask, look_at
+from pipeline.liveness import PROBE_SECONDS, Probe, Pulse, ask, look_at
+from pipeline.log_files import rotate
 from pipeline.paths import Home
-from pipeline.probes import liveness
 from pipeline.services import Service, check_port
 from pipeline.settings import HANG_SECONDS, settings_digest
 from pipeline.stack_record import Child, StackRecord, last_record
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
 """How often `start` tells that it still waits for a service."""
+ROTATE_SECONDS = 10.0
+"""How often the sizes of the logs are looked at."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The wait before each restart of a child that keeps dying; the last value repeats."""
 STEADY_SECONDS = 60.0
@@ -46,7 +48,9 @@ class Stack:
     ) -> None:
         self._home = home
         self._hang_seconds = hang_seconds
+        self._probes: dict[str, Probe] = {}
         self._pulses: dict[str, Pulse] = {}
+        self._rotate_at = 0.0
         self._verdicts: dict[str, str] = {}
         """Child → why it was killed, until it is started again."""
         self._services = services
@@ -100,8 +104,8 @@ class Stack:
         self._write_record()
 
     def tend(self) -> list[str]:
-        """Kill each child that hangs, and restart each child that has ended. Call this often.
-        Returns a line for each child that hangs, has ended or is up again."""
+        """Kill each child that hangs, restart each child that has ended, and keep the logs small.
+        Call this often. Returns a line for each child that hangs, has ended or is up again."""
         events = []
         for service in self._services:
             if self._processes[service.name].poll() is None:
@@ -113,6 +117,10 @@ class Stack:
                 self._restarts[service.name] = self._restarts.get(service.name, 0) + 1
                 self._spawn(service)
                 events.append(f"{service.name} is up again")
+        if time.monotonic() >= self._rotate_at:
+            self._rotate_at = time.monotonic() + ROTATE_SECONDS
+            for name in ("up", *(service.name for service in self._services)):
+                rotate(self._home.log_file(name))
         return events
 
     def _check_pulse(self, service: Service) -> list[str]:
@@ -123,9 +131,10 @@ class Stack:
             self._restarts[name] = 0
         pulse = self._pulses.get(name)
         if pulse is None:
-            probe = ask(service.url) if service.url else look_at(self._home.runner_alive)
             pulse = self._pulses[name] = Pulse(
-                probe, start_seconds=service.start_seconds, hang_seconds=self._hang_seconds
+                self._probes[name],
+                start_seconds=service.start_seconds,
+                hang_seconds=self._hang_seconds,
             )
         if pulse.is_silent != self._children[name].is_silent:
             self._change(name, is_silent=pulse.is_silent)
@@ -176,6 +185,9 @@ class Stack:
         self._lock.release()
 
     def _spawn(self, service: Service) -> None:
+        self._probes[service.name] = (
+            ask(service.url) if service.url else look_at(self._home.runner_alive)
+        )
         log = self._home.log_file(service.name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
@@ -195,6 +207,8 @@ class Stack:
             name=service.name,
             process=identify(self._processes[service.name].pid),
             url=service.url,
+            pipeline=service.pipeline,
+            metrics_port=service.metrics_port,
             started_at=time.time(),
             num_restarts=0 if earlier is None else earlier.num_restarts + 1,
             last_end=None if earlier is None else earlier.last_end,
@@ -207,7 +221,7 @@ class Stack:
         process = self._processes[service.name]
         began = self._started_at[service.name]
         next_told = began + PROGRESS_SECONDS
-        while service.url is not None and liveness(service.url) is None:
+        while self._probes[service.name](PROBE_SECONDS) == "silent":
             if process.poll() is not None:
                 raise PipelineError(
                     f"{service.name} ended with {_describe_exit(process.returncode)} while "
@@ -215,9 +229,10 @@ class Stack:
                 )
             waited = time.monotonic() - began
             if waited > service.start_seconds:
+                where = "" if service.url is None else f" on {service.url}"
                 raise PipelineError(
-                    f"{service.name} did not answer on {service.url} within "
-                    f"{service.start_seconds:g} s; its log: {self._home.log_file(service.name)}"
+                    f"{service.name} did not answer{where} within {service.start_seconds:g} s; "
+                    f"its log: {self._home.log_file(service.name)}"
                 )
             if time.monotonic() >= next_told:
                 next_told += PROGRESS_SECONDS

@@ -1,10 +1,11 @@
 """`stack.json`: what a running stack tells other commands: its processes and their addresses."""
 
+import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from jobs.launchers.process import ProcessIdentity, is_alive
 from pipeline.paths import Home
-from pipeline.settings import settings_digest, settings_file
+from pipeline.settings import Settings, load_settings, settings_digest, settings_file
 
 
 class Child(BaseModel):
@@ -16,6 +17,10 @@ class Child(BaseModel):
     process: ProcessIdentity | None
     """None while the child is down and waits for its restart."""
     url: str | None = None
+    pipeline: str | None = None
+    """The pipeline that a server serves; None for any other service."""
+    metrics_port: int | None = None
+    """The port of the runner's metrics; None for any other service."""
     started_at: float | None = None
     """Seconds since the epoch."""
     num_restarts: int = 0
@@ -62,3 +67,37 @@ def stale_settings(home: Home) -> str | None:
         f"{settings_file()} has changed since the stack was started, and the stack still uses the "
         "old settings; to restart it: pipeline down && pipeline up --detach"
     )
+
+
+def running_settings(home: Home) -> Settings:
+    """The settings, with the addresses of the stack that runs in this state folder. Its ports may
+    have come from the environment of another shell, or from an earlier version of the file."""
+    return at_running_stack(load_settings(), home)
+
+
+def at_running_stack(settings: Settings, home: Home) -> Settings:
+    record = read_stack(home)
+    children = record.children if record is not None else ()
+    changes: dict[str, object] = {}
+    served = {}
+    for child in children:
+        if child.metrics_port is not None:
+            changes["jobs"] = settings.jobs.model_copy(update={"metrics_port": child.metrics_port})
+        if child.url is None:
+            continue
+        url = httpx.URL(child.url)
+        address = {"host": url.host, "port": url.port or 80}
+        if child.name == "hub":
+            changes["hub"] = settings.hub.model_copy(update=address)
+        elif child.name == "receiver":
+            changes["receiver"] = settings.receiver.model_copy(update=address)
+        elif child.pipeline is not None:
+            served[child.pipeline] = address["port"]
+            changes["serving"] = settings.serving.model_copy(update={"host": url.host})
+    changes["pipelines"] = tuple(
+        pipeline.model_copy(update={"port": served[pipeline.name]})
+        if pipeline.name in served
+        else pipeline
+        for pipeline in settings.pipelines
+    )
+    return settings.model_copy(update=changes)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import pytest
 from sqlalchemy import create_engine, text
 
+from jobs.job import Job, failure
 from jobs.launchers.process import identify
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
@@ -125,6 +126,10 @@ def revisions(new: str, old: str | None = None) -> RevisionRange:
     return RevisionRange(
         repo="acme/faq", ref="refs/heads/main", old_sha=old, new_sha=new, delivery_ids=()
     )
+
+
+def lost(job: Job) -> JobOutcome:
+    return failure(job, stage="lost", reason="Its process vanished.")
 
 
 def delivery(id: str, source: str = "hub") -> Delivery:

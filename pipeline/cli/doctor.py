@@ -13,9 +13,10 @@ def doctor(
 ) -> None:
     """Find what is wrong, and say what to do about it. The exit code is 1 if anything is wrong."""
     from pipeline.doctor import examine
-    from pipeline.settings import load_settings
+    from pipeline.stack_record import running_settings
 
-    findings = examine(Home.find(), load_settings())
+    home = Home.find()
+    findings = examine(home, running_settings(home))
     if as_json:
         print(json.dumps([finding.model_dump() for finding in findings]))
     else:

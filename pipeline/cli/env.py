@@ -33,7 +33,8 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
 
 def env() -> None:
     """Print exports that make git and the HF clients use the hub: eval "$(pipeline env)"."""
-    from pipeline.settings import load_settings, settings_file
+    from pipeline.settings import settings_file
+    from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
 
     home = Home.find()
@@ -42,7 +43,7 @@ def env() -> None:
             f"there is no {settings_file().name} in {settings_file().parent}; change to the folder "
             "of your project, or start one there: pipeline init --name NAME --dataset OWNER/NAME"
         )
-    exports = environment(load_settings().hub_url, load_tokens(home.tokens_file).hub, home)
+    exports = environment(running_settings(home).hub_url, load_tokens(home.tokens_file).hub, home)
     if "PIPELINE_SETTINGS" in os.environ or settings_file().exists():
         exports["PIPELINE_SETTINGS"] = str(settings_file())
     for name, value in exports.items():

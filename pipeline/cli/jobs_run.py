@@ -69,11 +69,11 @@ def run(
     """
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override
-    from pipeline.settings import load_settings
-    from pipeline.stack_record import stale_settings
+    from pipeline.stack_record import running_settings, stale_settings
     from pipeline.submit import submit_command, submit_retraining
 
-    home, loaded = Home.find(), load_settings()
+    home = Home.find()
+    loaded = running_settings(home)
     changes = [f"train.mode={mode}"] if mode is not None else []
     changes += settings or []
     if command and (force or changes):

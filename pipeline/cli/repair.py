@@ -75,10 +75,11 @@ def rm(
 ) -> None:
     """Remove a release, whole or damaged, but never the served, the pending or a pinned one."""
     from pipeline.probes import server_state
-    from pipeline.settings import load_settings
+    from pipeline.stack_record import running_settings
     from serving.weights.release_store import release_number, remove
 
-    settings = load_settings()
+    home = Home.find()
+    settings = running_settings(home)
     chosen = settings.pipeline(pipeline)
     release_number(release)
     if server_state(settings.server_url(chosen)).get("release") == release:
@@ -86,5 +87,5 @@ def rm(
             f"{release} is not removed, because it is served; first serve another one: pipeline "
             "releases rollback"
         )
-    remove(Home.find().releases_dir / chosen.name, release)
+    remove(home.releases_dir / chosen.name, release)
     print(f"removed {release}")

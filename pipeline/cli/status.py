@@ -19,9 +19,10 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show the services, the served release and its dataset commit, and the queued jobs."""
-    from pipeline.settings import load_settings
+    from pipeline.stack_record import running_settings
 
-    report = status_report(Home.find(), load_settings())
+    home = Home.find()
+    report = status_report(home, running_settings(home))
     if as_json:
         print(json.dumps(report))
         return

@@ -21,14 +21,16 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     """
     import httpx
 
-    from pipeline.settings import load_settings
+    from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
     from serving.errors import SwapAnswerError
     from serving.swap_client import request_swap
     from serving.weights.release_store import clear_pending, set_pending
 
     home = Home.find()
-    url, folder = load_settings().server_url(pipeline), home.releases_dir / pipeline.name
+    settings = running_settings(home)
+    url = settings.server_url(settings.pipeline(pipeline.name))
+    folder = home.releases_dir / pipeline.name
     # First mark the release as pending, so that a server that starts after the attempt finds it.
     set_pending(folder, release)
     try:

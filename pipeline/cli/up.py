@@ -127,7 +127,8 @@ def _detach(home: Home) -> None:
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as stream:
+    log.write_bytes(b"")  # of this start only
+    with log.open("ab") as stream:  # `rotate` needs a file that is appended to
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "up"],
             stdin=subprocess.DEVNULL,

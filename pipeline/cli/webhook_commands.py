@@ -210,11 +210,12 @@ def hub_access(endpoint: str | None) -> HubAccess:
     then looks for a token itself. Without `--endpoint`, this is the stack's own hub."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
-    from pipeline.settings import load_settings
+    from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens
 
-    token = load_tokens(Home.find().tokens_file).hub
-    return {"endpoint": load_settings().hub_url, "token": token}
+    home = Home.find()
+    token = load_tokens(home.tokens_file).hub
+    return {"endpoint": running_settings(home).hub_url, "token": token}
 
 
 class _Given(TypedDict):

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jobs.outcome import JobOutcome
+from jobs.passing import TEMPORARY_FAILURE, can_pass
 from pipeline.errors import PipelineError
 from pipeline.retrain import job_folder
+from pipeline.retrain.errors import HubAway
 from pipeline.retrain.job import RetrainJob
 from pipeline.retrain.run import retrain
-from serving.errors import ServingError
+from serving.errors import NotEnoughSpace, ServingError
 
 logger = logging.getLogger("pipeline.retrain")
 
@@ -33,24 +35,40 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         outcome = retrain(job)
     except (PipelineError, ServingError) as error:
         logger.error("%s", error)
-        outcome = _failed(job, environ, str(error))
+        passes = isinstance(error, HubAway | NotEnoughSpace) or can_pass(error)
+        outcome = _failed(job, environ, str(error), may_pass=passes)
     except Exception as error:
         logger.exception("the job broke off")
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        outcome = _failed(job, environ, f"{reason} (unexpected; the job's log has the traceback)")
+        outcome = _failed(
+            job,
+            environ,
+            f"{reason} (unexpected; the job's log has the traceback)",
+            may_pass=can_pass(error),
+        )
     logger.info("%s %s", outcome.result, outcome.reason or "")
     if "JOB_DIR" in environ:
-        job_folder.write_record(Path(environ["JOB_DIR"]) / job_folder.OUTCOME, outcome)
+        try:
+            job_folder.write_record(Path(environ["JOB_DIR"]) / job_folder.OUTCOME, outcome)
+        except OSError as error:
+            if not can_pass(error):
+                raise
+            logger.error("the outcome cannot be written: %s", error)
+            return TEMPORARY_FAILURE
     return outcome.exit_code or 0
 
 
-def _failed(job: RetrainJob | None, environ: Mapping[str, str], reason: str) -> JobOutcome:
+def _failed(
+    job: RetrainJob | None, environ: Mapping[str, str], reason: str, *, may_pass: bool
+) -> JobOutcome:
     one_line = " ".join(reason.split())
     if job is None:
-        return JobOutcome(
+        outcome = JobOutcome(
             result="failed", reason=one_line, exit_code=1, job_id=environ.get("JOB_ID")
         )
-    return job.outcome("failed", one_line)
+    else:
+        outcome = job.outcome("failed", one_line)
+    return outcome.model_copy(update={"may_pass": may_pass})
 
 
 if __name__ == "__main__":

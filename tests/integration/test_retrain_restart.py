@@ -213,3 +213,19 @@ def test_an_unexpected_error_names_itself_and_leaves_the_traceback_to_the_log(
     assert (outcome.result, outcome.stage) == ("failed", "snapshot")
     assert "NotADirectoryError" in str(outcome.reason)
     assert len(json.dumps(outcome.reason).splitlines()) == 1
+
+
+def test_only_a_failure_that_can_pass_asks_for_another_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.retrain import snapshot
+
+    monkeypatch.setattr(snapshot, "PATIENCE_SECONDS", 0.0)
+    pipeline = Pipeline(tmp_path, train=SMALL)
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "spec.json").write_text(pipeline.spec("0" * 40).model_dump_json())
+    away = pipeline.run(folder)  # nothing listens where the hub should be
+    assert (away.result, away.stage, away.may_pass) == ("failed", "snapshot", True)
+    (folder / "spec.json").write_text("{")
+    assert not pipeline.run(folder).may_pass

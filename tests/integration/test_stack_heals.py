@@ -58,8 +58,6 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
     stack = Stack(home, [service], hang_seconds=0.9)
     stack.start()
     try:
-        alive = home.runner_alive
-        until(lambda: name == "hub" or alive.exists())
         before, events = child(home, name).process, list[str]()
         assert before is not None
         events += stack.tend()  # watches from now on
@@ -162,7 +160,6 @@ def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -
     with stack_up(workplace):
         home = Home(workplace.home)
         before = {each: child(home, each) for each in ("hub", "serve", "runner", "receiver")}
-        until(home.runner_alive.exists)
         time.sleep(1)  # all have answered once
         for each in before.values():
             assert each.process is not None

@@ -17,12 +17,12 @@ from pipeline.errors import PipelineError
 from pipeline.job_store import open_job_store
 from pipeline.paths import Home
 from pipeline.settings import load_settings, settings_digest
-from pipeline.stack_record import StackRecord
+from pipeline.stack_record import Child, StackRecord, running_settings
 from pipeline.submit import submit_retraining
 from serving.weights import release_store
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
 from tests.ports import free_ports
-from tests.serving_fixtures import echo_release
+from tests.serving_fixtures import echo_app, echo_release, running
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -104,6 +104,41 @@ def test_settings_that_changed_are_loud_and_comments_are_none(hub: RunningHub) -
     assert f"! {file} has changed since the stack was started" in pipeline("status")
     (advice,) = [next_step for message, next_step in wrong() if "has changed" in message]
     assert advice == "pipeline down && pipeline up --detach"
+
+
+def test_another_shell_finds_the_stack_that_runs_not_the_ports_of_the_file(
+    hub: RunningHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.create_dataset("local/facts")
+    home, me = Home.find(), identify(os.getpid())
+    assert me is not None
+    pipeline_dir = home.releases_dir / "facts"
+    release_store.set_current(pipeline_dir, echo_release(pipeline_dir, 1).id)
+    receiver_port, metrics_port = free_ports(2)
+    with running(echo_app(pipeline_dir)) as server_url:
+        children = (
+            Child(name="hub", process=me, url=hub.url),
+            Child(name="serve", process=me, url=server_url, pipeline="facts"),
+            Child(name="runner", process=me, metrics_port=metrics_port),
+            Child(name="receiver", process=me, url=f"http://127.0.0.1:{receiver_port}"),
+        )
+        record = StackRecord(process=me, started_at=0.0, is_ready=True, children=children)
+        home.stack_file.write_text(record.model_dump_json())
+        # The file names no port, and nothing listens on the default ones.
+        for name in ("HUB", "SERVING"):
+            monkeypatch.delenv(f"PIPELINE_{name}__PORT")
+        id = hub.api.create_webhook(
+            url="http://127.0.0.1:9/mine", watched=[{"type": "dataset", "name": "local/facts"}]
+        ).id
+
+        assert f"export HF_ENDPOINT={hub.url}\n" in pipeline("env")
+        assert id in pipeline("webhooks", "ls")
+        served = json.loads(pipeline("status", "--json"))["pipelines"][0]["served"]
+        assert served["is_live"] and served["url"] == server_url
+        url = f"http://127.0.0.1:{receiver_port}/webhooks/retrain"
+        assert f"the hub has no webhook for {url}" in dict(wrong())
+        assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+        assert running_settings(home).jobs.metrics_port == metrics_port
 
 
 def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(

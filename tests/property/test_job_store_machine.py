@@ -20,6 +20,7 @@ __all__ = ["postgres_server"]
 
 NUM_EXAMPLES = int(os.environ.get("JOBS_STORE_EXAMPLES", "10"))
 LEASE_SECONDS = 10.0
+LOST = JobOutcome(result="failed", stage="lost", reason="Its process vanished.")
 PIPELINES = st.sampled_from(["faq", "lore"])
 OWNERS = st.sampled_from(["one", "two"])
 
@@ -212,7 +213,8 @@ class StoreMachine(RuleBasedStateMachine):
         for call in (
             lambda: self.store.heartbeat(job.id, owner, LEASE_SECONDS),
             lambda: self.store.finish(job.id, owner, None),
-            lambda: self.store.retry(job.id, owner, "lost"),
+            lambda: self.store.retry(job.id, owner, LOST),
+            lambda: self.store.give_way(job.id, owner, LOST),
             lambda: self.store.release(job.id, owner),
         ):
             with pytest.raises(LeaseLost):
@@ -245,12 +247,20 @@ class StoreMachine(RuleBasedStateMachine):
     def lose_the_process(self, data: st.DataObject, owner: str) -> None:
         job = self.leased(data, owner)
         if job is not None:
-            self.store.retry(job.id, owner, "Its process vanished.")
+            self.store.retry(job.id, owner, LOST)
             job.num_lost += 1
             if job.num_lost == 2 or self.model.successor(job) is not None:
                 self.model.fail(job)
             else:
                 job.attempt += 1
+
+    @rule(data=st.data(), owner=OWNERS)
+    def give_way(self, data: st.DataObject, owner: str) -> None:
+        job = self.leased(data, owner)
+        if job is not None:
+            self.store.give_way(job.id, owner, LOST)
+            if self.model.successor(job) is not None:
+                self.model.fail(job)
 
     @rule(data=st.data(), owner=OWNERS)
     def release(self, data: st.DataObject, owner: str) -> None:

@@ -28,8 +28,9 @@ def mount(*arguments: str) -> None:
 
 
 @pytest.fixture
-def stack(tmp_path: Path) -> Iterator[StackUnderFire]:
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StackUnderFire]:
     """A stack whose state is on a disk of its own, with one release."""
+    monkeypatch.setenv("PIPELINE_JOBS__RETRY_SECONDS", "1")
     stack = StackUnderFire(workplace_in(tmp_path))
     stack.home.mkdir()
     mount("-t", "tmpfs", "-o", "size=256m", "tmpfs", str(stack.home))

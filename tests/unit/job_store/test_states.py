@@ -7,7 +7,7 @@ import pytest
 from jobs.errors import JobNotFound, LeaseLost
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
-from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, spec
+from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, lost, spec
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_a_lost_job_is_attempted_again_up_to_its_limit(store: JobStore) -> None:
     assert job is not None
     store.started(job.id, "me", "pid 7")
     assert store.get(job.id).handle == "pid 7"
-    again = store.retry(job.id, "me", "Its process vanished.")
+    again = store.retry(job.id, "me", lost(job))
     assert (again.state, again.attempt, again.num_lost, again.handle) == ("RUNNING", 2, 1, None)
-    ended = store.retry(job.id, "me", "Its process vanished.")
+    ended = store.retry(job.id, "me", lost(job))
     assert ended.state == "ERROR" and ended.outcome is not None
     assert (ended.outcome.stage, ended.outcome.job_id) == ("lost", job.id)
     assert ended.outcome.reason == "Its process vanished. That was attempt 2 of 2."
@@ -82,11 +82,53 @@ def test_a_lost_job_with_a_successor_is_not_attempted_again(store: JobStore) -> 
     job = store.claim("me", 60)
     assert job is not None
     successor = store.submit(spec("c", "b")).job
-    ended = store.retry(job.id, "me", "Its process vanished.")
+    ended = store.retry(job.id, "me", lost(job))
     assert ended.state == "ERROR" and ended.outcome is not None
     assert ended.outcome.reason == f"Its process vanished. {successor.id} takes over its commits."
     joined = store.get(successor.id).spec.revisions
     assert joined is not None and (joined.old_sha, joined.new_sha) == ("a", "c")
+
+
+def test_an_attempt_that_failed_for_a_cause_that_can_pass_waits(
+    store: JobStore, clock: Clock
+) -> None:
+    store.submit(spec("b", "a", max_attempts=2))
+    job = store.claim("me", 60)
+    assert job is not None
+    away = lost(job).model_copy(update={"may_pass": True, "reason": "The hub is away."})
+    again = store.retry(job.id, "me", away, 30)
+    assert (again.state, again.attempt, again.run_after) == ("RUNNING", 2, clock.now + 30)
+    assert store.give_way(job.id, "me", away) == again
+    clock.now += 30
+    store.started(job.id, "me", "pid 7", waited_seconds=30)
+    assert store.get(job.id).started_at == clock.now
+    ended = store.retry(job.id, "me", away, 120)
+    assert ended.outcome is not None and not ended.outcome.may_pass
+    assert ended.outcome.reason == "The hub is away. That was attempt 2 of 2."
+
+
+def test_a_job_that_waits_gives_way_to_newer_commits(store: JobStore) -> None:
+    store.submit(spec("b", "a"))
+    job = store.claim("me", 60)
+    assert job is not None
+    store.retry(job.id, "me", lost(job), 30)
+    successor = store.submit(spec("c", "b")).job
+    ended = store.give_way(job.id, "me", lost(job))
+    assert ended.state == "ERROR" and ended.outcome is not None
+    assert ended.outcome.reason == f"Its process vanished. {successor.id} takes over its commits."
+    joined = store.get(successor.id).spec.revisions
+    assert joined is not None and (joined.old_sha, joined.new_sha) == ("a", "c")
+
+
+def test_time_without_a_runner_is_no_run_time(store: JobStore, clock: Clock) -> None:
+    store.submit(spec())
+    job = store.claim("dead", 10)
+    assert job is not None and job.started_at == clock.now
+    clock.now += 5
+    store.heartbeat(job.id, "dead", 10)
+    clock.now += 3600
+    (adopted,) = store.adopt("me", 10)
+    assert adopted.started_at == clock.now - 5 - 10
 
 
 def test_a_dead_runners_job_is_adopted_when_its_lease_ends(store: JobStore, clock: Clock) -> None:
@@ -105,7 +147,7 @@ def test_a_dead_runners_job_is_adopted_when_its_lease_ends(store: JobStore, cloc
         lambda: store.heartbeat(job.id, "dead", 10),
         lambda: store.started(job.id, "dead", "h"),
         lambda: store.finish(job.id, "dead", DONE),
-        lambda: store.retry(job.id, "dead", "gone"),
+        lambda: store.retry(job.id, "dead", lost(job)),
         lambda: store.release(job.id, "dead"),
     ):
         with pytest.raises(LeaseLost, match=job.id):

@@ -1,0 +1,95 @@
+"""Checks of `pipeline doctor`: what jobs and their runner need."""
+
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import httpx
+
+from jobs.launchers.process import is_alive
+from pipeline.errors import PipelineError
+from pipeline.findings import Finding, ok, wrong
+from pipeline.paths import Home
+from pipeline.probes import port_fault
+from pipeline.retrain.reporters import check_reporters
+from pipeline.rules import program_of
+from pipeline.settings import PipelineSettings, Settings, settings_file
+from pipeline.stack_record import read_stack
+
+NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
+
+
+def base_models(home: Home, settings: Settings) -> Iterator[Finding]:
+    for pipeline in settings.pipelines:
+        missing = pipeline.missing_base()
+        if missing is not None:
+            yield wrong("base model", missing, "do what the message says")
+        else:
+            yield ok("base model", f"{pipeline.name}: {pipeline.base_model}")
+
+
+def trainers(home: Home, settings: Settings) -> Iterator[Finding]:
+    """What the jobs of each pipeline run."""
+    for pipeline in settings.pipelines:
+        faults = list(_command(pipeline) if pipeline.command else _training(pipeline))
+        yield from faults
+        if not faults:
+            what = pipeline.command[0] if pipeline.command else "the built-in training"
+            yield ok("trainer", f"{pipeline.name}: {what}")
+
+
+def _command(pipeline: PipelineSettings) -> Iterator[Finding]:
+    assert pipeline.command is not None
+    program = program_of(*pipeline.command)[0]
+    if shutil.which(program) is None:
+        what = "is no program that can be run" if "/" in program else "is no program on PATH"
+        yield wrong(
+            "trainer",
+            f"{pipeline.name}: {program} {what}, so every job fails",
+            f"correct `command` under [[pipelines]] in {settings_file()}, or install the program",
+        )
+
+
+def _training(pipeline: PipelineSettings) -> Iterator[Finding]:
+    missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
+    if missing:
+        rank = "" if pipeline.train.lora_rank is None else ", and so does `lora_rank`"
+        yield wrong(
+            "trainer",
+            f"{pipeline.name}: {', '.join(missing)} not installed; the built-in training needs "
+            f"{'them' if len(missing) > 1 else 'it'}{rank}",
+            "pip install 'hotpush[torch]', or set `command` under [[pipelines]]",
+        )
+    for name in pipeline.train.report_to:
+        try:
+            check_reporters([name])
+        except PipelineError as error:
+            yield wrong("trainer", f"{pipeline.name}: {error}", "do what the message says")
+
+
+def metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
+    """Whether the runner can serve its metrics, or serves them."""
+    port = settings.jobs.metrics_port
+    step = "free the port, or set metrics_port under [jobs] to another one; 0 turns the metrics off"
+    record = read_stack(home)
+    if record is None:
+        if port and port_fault(f"http://127.0.0.1:{port}") is not None:
+            message = f"port {port} of the runner's metrics is in use, and no stack is up"
+            yield wrong("ports", message, step)
+        return
+    runner = next((child for child in record.children if child.metrics_port is not None), None)
+    if runner is None or runner.process is None or not is_alive(runner.process):
+        return
+    if not _serves_our_metrics(port):
+        message = f"port {port} does not serve the runner's metrics; does another program use it?"
+        yield wrong("ports", message, f"{step}; then restart the stack")
+    else:
+        yield ok("metrics", f"the runner's are on port {port}")
+
+
+def _serves_our_metrics(port: int) -> bool:
+    try:
+        response = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return "pipeline_outcomes" in response.text

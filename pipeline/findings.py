@@ -1,0 +1,24 @@
+"""What `pipeline doctor` finds."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Finding(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    check: str
+    level: Literal["ok", "wrong"]
+    message: str
+    """What was found."""
+    next_step: str | None = None
+    """What to do about it; None if nothing is wrong."""
+
+
+def ok(check: str, message: str) -> Finding:
+    return Finding(check=check, level="ok", message=message)
+
+
+def wrong(check: str, message: str, next_step: str) -> Finding:
+    return Finding(check=check, level="wrong", message=message, next_step=next_step)

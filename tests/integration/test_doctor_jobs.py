@@ -1,0 +1,104 @@
+"""What the doctor finds of the things that jobs and their runner need."""
+
+import os
+import socket
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from prometheus_client import start_http_server
+
+from jobs.launchers.process import identify
+from jobs.store import JobStore
+from pipeline import doctor_jobs
+from pipeline.findings import Finding
+from pipeline.paths import Home
+from pipeline.runner_metrics import RunnerMetrics
+from pipeline.settings import load_settings
+from pipeline.stack_record import Child, StackRecord
+from tests.ports import free_port
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    monkeypatch.setenv("PIPELINE_JOBS__METRICS_PORT", str(free_port()))
+    home = Home(tmp_path / ".pipeline")
+    home.root.mkdir()
+    return home
+
+
+def wrong(found: Iterator[Finding]) -> list[tuple[str, str]]:
+    return [(each.message, each.next_step or "") for each in found if each.level == "wrong"]
+
+
+def trainers(home: Home, *keys: str, table: str = "") -> list[tuple[str, str]]:
+    text = '[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + "\n".join(keys) + f"\n{table}\n"
+    (home.root.parent / "pipeline.toml").write_text(text)
+    return wrong(doctor_jobs.trainers(home, load_settings()))
+
+
+def test_a_command_that_is_not_there(home: Home) -> None:
+    assert trainers(home) == []
+    [(message, step)] = trainers(home, 'command = ["no-such-trainer", "--fast"]')
+    assert message.startswith("a: no-such-trainer is no program on PATH")
+    assert "`command` under [[pipelines]]" in step
+
+    program = home.root.parent / "train.sh"
+    [(message, _)] = trainers(home, 'command = ["./train.sh"]')
+    assert "train.sh is no program that can be run" in message
+    program.write_text("#!/bin/sh\n")
+    assert len(trainers(home, 'command = ["./train.sh"]')) == 1, "it is not executable"
+    program.chmod(0o755)
+    assert trainers(home, 'command = ["./train.sh"]') == []
+
+
+def test_what_the_training_needs_and_is_not_installed(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = {"datasets", "wandb"}
+    finds = {name: find_spec(name) for name in doctor_jobs.NEEDED_TO_TRAIN}
+
+    def find(name: str) -> object:
+        return None if name in absent else finds.get(name, True)
+
+    monkeypatch.setattr(doctor_jobs, "find_spec", find)
+    monkeypatch.setattr("pipeline.retrain.reporters.find_spec", find)
+    table = '[pipelines.train]\nlora_rank = 8\nreport_to = ["wandb", "tensorboard"]'
+    [extra, reporter] = trainers(home, table=table)
+    assert "datasets not installed" in extra[0] and "`lora_rank`" in extra[0]
+    assert extra[1].startswith("pip install 'hotpush[torch]'")
+    assert "wandb, which is not installed: pip install wandb" in reporter[0]
+
+
+def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
+    settings = load_settings()
+    port = settings.jobs.metrics_port
+
+    def found() -> list[tuple[str, str]]:
+        return wrong(doctor_jobs.metrics_port(home, settings))
+
+    assert found() == []
+    with socket.create_server(("127.0.0.1", port)):
+        [(message, step)] = found()
+        assert message == f"port {port} of the runner's metrics is in use, and no stack is up"
+        assert "metrics_port under [jobs]" in step
+
+    me = identify(os.getpid())
+    assert me is not None
+    runner = Child(name="runner", process=me, metrics_port=port)
+    record = StackRecord(process=me, started_at=0.0, is_ready=True, children=(runner,))
+    home.stack_file.write_text(record.model_dump_json())
+    [(message, step)] = found()
+    assert f"port {port} does not serve the runner's metrics" in message
+    assert "restart the stack" in step
+    with JobStore.open(tmp_path / "jobs.sqlite") as store:
+        registry = RunnerMetrics(store).registry
+        server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+        try:
+            assert found() == []
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()

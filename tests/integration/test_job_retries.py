@@ -1,0 +1,173 @@
+"""Failures that can pass are tried again after a wait, and those that cannot are not."""
+
+import errno
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.errors import LaunchError
+from jobs.job import Job
+from jobs.launcher import Launch, Launcher
+from jobs.launchers.local import LocalLauncher
+from jobs.passing import can_pass
+from jobs.runner import Runner
+from jobs.settings import JobsSettings
+from jobs.spec import JobSpec, Resources
+from jobs.store import JobStore
+from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
+from tests.jobs_fixtures import delivery, pids_in, revisions, until
+
+__all__ = ["house"]
+
+SOON = SETTINGS.model_copy(update={"retry_seconds": 0.05})
+LATER = SETTINGS.model_copy(update={"retry_seconds": 600.0, "max_running": 1})
+
+
+def is_waiting(house: House, job: Job) -> bool:
+    now = house.store.get(job.id)
+    return now.state == "RUNNING" and now.attempt == 2 and now.handle is None
+
+
+def test_a_failure_that_passes_is_forgotten(house: House) -> None:
+    house.run(SOON)
+    job = house.ended(house.store.submit(program("fail_for_now", "2")).job)
+    assert (job.state, job.attempt, job.num_lost) == ("COMPLETED", 3, 2)
+    assert job.outcome is not None and job.outcome.result == "promoted"
+
+
+def test_a_failure_that_does_not_pass_ends_the_job_after_its_last_attempt(house: House) -> None:
+    house.run(SOON)
+    job = house.ended(house.store.submit(program("fail_for_now", "9", max_attempts=2)).job)
+    assert (job.state, job.attempt) == ("ERROR", 2) and job.outcome is not None
+    assert job.outcome.reason == "The hub is away. That was attempt 2 of 2."
+    assert job.outcome.stage == "snapshot"
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts"), [(75, 2), (1, 1)], ids=["temporary failure", "any other"]
+)
+def test_the_exit_code_of_a_trainer_says_whether_its_failure_may_pass(
+    house: House, code: int, attempts: int
+) -> None:
+    house.run(SOON)
+    command = ("sh", "-c", f"echo no room; exit {code}")
+    spec = JobSpec(command=command, pipeline="faq", max_attempts=2)
+    job = house.ended(house.store.submit(spec).job)
+    assert (job.state, job.attempt) == ("ERROR", attempts) and job.outcome is not None
+    assert "no room" in str(job.outcome.reason) and job.outcome.exit_code == code
+
+
+def test_a_job_that_waits_gives_way_to_a_newer_push_and_holds_up_no_other(house: House) -> None:
+    house.run(LATER)
+    spec = program("fail_for_now", "9", revisions=revisions("b", "a"))
+    first = house.store.submit(spec, delivery=delivery("d1")).job
+    until(lambda: is_waiting(house, first))
+    # The only place of this runner is free meanwhile.
+    house.ended(house.store.submit(JobSpec(command=("true",))).job)
+    assert is_waiting(house, first)
+    spec = program("write_outcome", "promoted", "0", revisions=revisions("c", "b"))
+    second = house.ended(house.store.submit(spec, delivery=delivery("d2")).job)
+    assert second.state == "COMPLETED" and second.spec.revisions is not None
+    assert second.spec.revisions.old_sha == "a"
+    assert second.spec.revisions.delivery_ids == ("d1", "d2")
+    outcome = house.store.get(first.id).outcome
+    assert outcome is not None and outcome.reason is not None
+    assert outcome.reason == f"The hub is away. {second.id} takes over its commits."
+
+
+def test_a_job_that_waits_can_be_cancelled(house: House) -> None:
+    house.run(LATER)
+    job = house.store.submit(program("fail_for_now", "9")).job
+    until(lambda: is_waiting(house, job))
+    house.store.cancel(job.id)
+    ended = house.ended(job)
+    assert ended.state == "CANCELED" and ended.outcome is not None
+    assert "while it waited for another attempt. The hub is away." in str(ended.outcome.reason)
+
+
+def test_the_next_runner_keeps_the_wait(house: House) -> None:
+    _, stop, thread = house.run(LATER)
+    job = house.store.submit(program("fail_for_now", "9")).job
+    until(lambda: is_waiting(house, job))
+    stop.set()
+    thread.join()
+    runner, _, _ = house.run(LATER)
+    until(lambda: job.id in runner._leased)
+    house.ended(house.store.submit(JobSpec(command=("true",))).job)
+    assert house.log(job).read_text() == "attempt\n"
+
+
+class FailingAtFirst(LocalLauncher):
+    """No process can be started at first."""
+
+    def __init__(self, jobs_dir: Path, error: OSError) -> None:
+        super().__init__(jobs_dir, environment=ENVIRONMENT)
+        self.error: OSError | None = error
+
+    def start(self, launch: Launch) -> str:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise LaunchError(f"No process could be started: {error}") from error
+        return super().start(launch)
+
+
+@pytest.mark.parametrize(("code", "state"), [(errno.EAGAIN, "COMPLETED"), (errno.EACCES, "ERROR")])
+def test_a_failed_fork_is_tried_again(house: House, code: int, state: str) -> None:
+    house.jobs_dir.mkdir()
+    launcher: Launcher = FailingAtFirst(house.jobs_dir, OSError(code, "no"))
+    stop = threading.Event()
+    job = house.store.submit(program("write_outcome", "promoted", "0")).job
+    with JobStore.open(house.url) as store:
+        runner = Runner(store, house.jobs_dir, SOON, ENVIRONMENT, launcher=launcher)
+        runner.run_until_idle(stop)
+    assert house.store.get(job.id).state == state
+
+
+@pytest.mark.slow
+def test_the_time_limit_leaves_out_the_time_in_which_no_runner_was_there(house: House) -> None:
+    settings = JobsSettings(**SETTINGS.model_dump() | {"lease_seconds": 0.4})
+    job = house.store.submit(
+        program("stop_politely", "cancelled", resources=Resources(timeout_seconds=600))
+    ).job
+    offset = 0.0
+
+    def run() -> tuple[threading.Event, threading.Thread]:
+        store = JobStore.open(house.url, clock=lambda: time.time() + offset)
+        stop = threading.Event()
+
+        def work() -> None:
+            with store:
+                Runner(store, house.jobs_dir, settings, ENVIRONMENT).run(stop)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return stop, thread
+
+    stop, thread = run()
+    pids_in(house.log(job))
+    stop.set()
+    thread.join()
+    offset = 3600.0
+    stop, thread = run()
+    try:
+        pids_in(house.log(job), 2)
+        house.store.cancel(job.id)
+        assert house.ended(job).state == "CANCELED"
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_what_can_pass() -> None:
+    def caused_by(cause: Exception) -> Exception:
+        try:
+            raise ValueError("no shard") from cause
+        except ValueError as error:
+            return error
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert can_pass(full) and can_pass(caused_by(full)) and can_pass(MemoryError())
+    gone = FileNotFoundError(errno.ENOENT, "No such file")
+    assert not can_pass(gone) and not can_pass(caused_by(gone))

@@ -1,0 +1,56 @@
+"""The log of a service that goes on writing is cut by size, and loses no line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from pipeline.log_files import NUM_KEPT, rotate
+
+WRITE = """
+import os, sys
+for number in map(int, sys.stdin):
+    os.write(1, b"%06d\\n" % number)
+    print("written", file=sys.stderr, flush=True)
+"""
+
+
+def lines(file: Path) -> list[int]:
+    return [int(line) for line in file.read_text().splitlines()]
+
+
+def test_a_log_that_is_held_open_is_rotated(tmp_path: Path) -> None:
+    log = tmp_path / "hub.log"
+    with log.open("ab") as stream:
+        service = subprocess.Popen(
+            [sys.executable, "-c", WRITE],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=subprocess.PIPE,
+        )
+    assert service.stdin is not None and service.stderr is not None
+    try:
+        for number in range(60):
+            service.stdin.write(b"%d\n" % number)
+            service.stdin.flush()
+            service.stderr.readline()
+            rotate(log, max_bytes=70)
+    finally:
+        service.stdin.close()
+        service.wait()
+        service.stderr.close()
+    parts = [log, *(tmp_path / f"hub.log.{number}" for number in range(1, NUM_KEPT + 1))]
+    assert sorted(tmp_path.iterdir()) == sorted(parts)
+    assert all(file.stat().st_size <= 77 for file in parts)
+    kept = [number for file in reversed(parts) for number in lines(file)]
+    assert kept == list(range(60 - len(kept), 60)), "the newest lines, in order"
+    assert len(kept) > 30
+
+
+def test_a_small_log_and_one_that_is_not_there_are_left_alone(tmp_path: Path) -> None:
+    log = tmp_path / "hub.log"
+    rotate(log)
+    log.write_text("a line\n")
+    rotate(log)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [
+        ("hub.log", "a line\n")
+    ]
