@@ -85,7 +85,19 @@ class Deliverer:
         while True:
             await self._more.wait()
             self._more.clear()
-            for webhook_id in await self._persist(self._to_serve):
+            try:
+                to_serve = await self._persist(self._to_serve)
+            except Exception:
+                # A damaged file, or what nobody foresaw. Without this loop no webhook is served.
+                self._metrics.worker_failures.labels(worker="dispatcher").inc()
+                logger.exception(
+                    "what there is to deliver cannot be read; trying again in %g s",
+                    BROKEN_OFF_SECONDS,
+                )
+                await asyncio.sleep(BROKEN_OFF_SECONDS)
+                self._more.set()
+                continue
+            for webhook_id in to_serve:
                 if webhook_id in self._workers:
                     self._workers[webhook_id][1].set()
                 else:
@@ -114,18 +126,20 @@ class Deliverer:
     async def _work(self, webhook_id: str, more: asyncio.Event) -> None:
         """Until there is nothing to send for the webhook."""
         while True:
-            poster = Poster(self._settings.delivery_timeout_seconds)
             try:
-                return await self._deliver_all(poster, webhook_id, more)
+                poster = Poster(self._settings.delivery_timeout_seconds)
+                try:
+                    return await self._deliver_all(poster, webhook_id, more)
+                finally:
+                    await poster.close()
             except Exception:
                 # Whatever it was, the deliveries are still there, and must not wait for a restart.
+                self._metrics.worker_failures.labels(worker="webhook").inc()
                 logger.exception(
                     "webhook %s: its deliveries broke off; they go on in %g s",
                     *(webhook_id, BROKEN_OFF_SECONDS),
                 )
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
-            finally:
-                await poster.close()
 
     async def _deliver_all(self, poster: Poster, webhook_id: str, more: asyncio.Event) -> None:
         refused_wait = self._settings.refused_min_seconds
@@ -200,6 +214,7 @@ class Deliverer:
             error = str(failure)
         except Exception as failure:
             # Nobody foresaw it. Raised further, it would be met again each second, for ever.
+            self._metrics.worker_failures.labels(worker="attempt").inc()
             logger.exception(
                 "delivery %s to %s: the hub failed",
                 *(due.id, webhook.target),

@@ -21,6 +21,12 @@ class HubMetrics:
             ["result"],
             registry=self._registry,
         )
+        self.worker_failures = Counter(
+            "hub_worker_failures",
+            "Errors that nobody foresaw, after which a worker went on: dispatcher, webhook, attempt",
+            ["worker"],
+            registry=self._registry,
+        )
         self.delivery_seconds = Histogram(
             "hub_delivery_seconds",
             "From the event stored to the 2xx answer",

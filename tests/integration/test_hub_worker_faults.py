@@ -1,0 +1,144 @@
+"""What nobody foresaw ends no worker of the hub: it is logged, counted, and the work goes on.
+
+The faults are real: the rows and the schema of the hub's file are damaged behind its back.
+"""
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.hub import deliveries
+from pipeline.hub.database import open_database
+from pipeline.hub.deliveries import Deliverer
+from pipeline.hub.events import EventLog
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.repositories import Repositories
+from pipeline.hub.settings import HubSettings
+from pipeline.hub.webhook_store import CreateWebhook, HubWatchedItem, SecretCipher, create_webhook
+from tests.hub_fixtures import SECRET_KEY, Receiver, recording_receiver
+
+NAME = RepositoryName(type="dataset", owner="local", name="facts")
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliveries, "BROKEN_OFF_SECONDS", 0.02)
+
+
+class Outbox:
+    """One event for each of two webhooks, told to two receivers, and the means to damage them."""
+
+    def __init__(self, folder: Path, *receivers: Receiver) -> None:
+        self._file = folder / "hub.sqlite"
+        self.database = open_database(self._file)
+        self.metrics = HubMetrics()
+        log = EventLog(
+            database=self.database, hub_url="http://hub", metrics=self.metrics, wake=lambda: None
+        )
+        watched = (HubWatchedItem(type="user", name="local"),)
+        with self.database.write() as connection:
+            repository = Repositories(folder).adopt(connection, NAME, private=True)
+            self.ids = [
+                create_webhook(
+                    connection,
+                    CreateWebhook(url=receiver.url, watched=watched),
+                    SecretCipher(SECRET_KEY),
+                ).id
+                for receiver in receivers
+            ]
+            log.record(connection, repository, action="create")
+
+    def sql(self, statement: str, *values: str) -> None:
+        with contextlib.closing(sqlite3.connect(self._file)) as connection, connection:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute(statement, values)
+            # The hub's connections read the schema anew when this has changed.
+            (version,) = connection.execute("PRAGMA schema_version").fetchone()
+            connection.execute(f"PRAGMA schema_version = {version + 1}")
+
+    def failures(self, worker: str) -> float:
+        return float(self.metrics.worker_failures.labels(worker=worker)._value.get())
+
+    def deliver(self, *conditions: Callable[[], bool], repair: Callable[[], None]) -> None:
+        """Serve until the first condition holds, repair, and serve until the second one does."""
+
+        async def serve() -> None:
+            deliverer = Deliverer(
+                self.database, HubSettings(), SecretCipher(SECRET_KEY), self.metrics, None
+            )
+            deliverer.start()
+            try:
+                async with asyncio.timeout(30):
+                    for number, condition in enumerate(conditions):
+                        while not condition():
+                            await asyncio.sleep(0.01)
+                        if number == 0:
+                            repair()
+            finally:
+                await deliverer.stop()
+
+        asyncio.run(serve())
+
+
+@pytest.fixture
+def receivers() -> Iterator[list[Receiver]]:
+    with recording_receiver() as one, recording_receiver() as other:
+        yield [one, other]
+
+
+@pytest.fixture
+def outbox(tmp_path: Path, receivers: list[Receiver]) -> Iterator[Outbox]:
+    outbox = Outbox(tmp_path, *receivers)
+    yield outbox
+    outbox.database.close()
+
+
+def test_a_dispatcher_that_meets_a_damaged_file_goes_on_when_it_is_repaired(
+    outbox: Outbox, receivers: list[Receiver], caplog: pytest.LogCaptureFixture
+) -> None:
+    index = "SELECT sql FROM sqlite_schema WHERE name = 'deliveries_pending'"
+    with outbox.database.read() as connection:
+        whole = connection.exec_driver_sql(index).scalar_one()
+    change = "UPDATE sqlite_schema SET sql = ? WHERE name = 'deliveries_pending'"
+    outbox.sql(change, "CREATE INDEX nonsense")
+    with caplog.at_level(logging.ERROR, "pipeline.hub.deliveries"):
+        outbox.deliver(
+            lambda: outbox.failures("dispatcher") >= 2,
+            lambda: all(len(each.received) == 1 for each in receivers),
+            repair=lambda: outbox.sql(change, whole),
+        )
+    assert "malformed database schema" in caplog.text
+
+
+def test_a_worker_that_meets_a_damaged_row_goes_on_and_holds_up_no_other(
+    outbox: Outbox, receivers: list[Receiver], caplog: pytest.LogCaptureFixture
+) -> None:
+    change = "UPDATE webhooks SET watched = ? WHERE id = ?"
+    outbox.sql(change, '[{"type": "nonsense"}]', outbox.ids[0])
+    with caplog.at_level(logging.ERROR, "pipeline.hub.deliveries"):
+        outbox.deliver(
+            lambda: outbox.failures("webhook") >= 2 and len(receivers[1].received) == 1,
+            lambda: len(receivers[0].received) == 1,
+            repair=lambda: outbox.sql(
+                change, '[{"type": "user", "name": "local"}]', outbox.ids[0]
+            ),
+        )
+    assert f"webhook {outbox.ids[0]}: its deliveries broke off" in caplog.text
+
+
+def test_a_damaged_payload_is_an_attempt_that_failed(
+    outbox: Outbox, receivers: list[Receiver]
+) -> None:
+    # Bytes where there was text, as from a program that wrote into the file.
+    outbox.sql("UPDATE deliveries SET payload = x'FF' WHERE webhook_id = ?", outbox.ids[0])
+    outbox.deliver(
+        lambda: outbox.failures("attempt") == 1 and len(receivers[1].received) == 1,
+        repair=lambda: None,
+    )
+    assert receivers[0].received == []
