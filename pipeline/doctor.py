@@ -203,6 +203,12 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
         return
     ours = next((webhook for webhook in webhooks if webhook.url == url), None)
     for webhook in webhooks:
+        for warning in webhook.warnings:
+            yield wrong(
+                "webhook",
+                f"{webhook.id}: {warning}",
+                f"correct what it watches: pipeline webhooks update {webhook.id} --watch …",
+            )
         if webhook.status == "suspended" and webhook != ours:
             yield wrong(
                 "webhook",

@@ -70,6 +70,9 @@ class WebhookRecord(BaseModel):
     domains: tuple[Domain, ...]
     status: WebhookStatus
     """A webhook is `suspended` after repeated failures; only the embedded hub reports this."""
+    warnings: tuple[str, ...] = ()
+    """What the webhook watches in vain, such as a repository that does not exist; only the embedded
+    hub reports this."""
     secret: str | None = Field(default=None, repr=False)
     """Set only in the record that `create_webhook` returns."""
 

@@ -87,6 +87,8 @@ def ls(
         ]
         headings = ("id", "status", "url", "watched", "domains")
         print_table(headings, rows, empty="No webhook yet.")
+        for webhook in webhooks:
+            _warn(webhook)
 
 
 @app.command()
@@ -307,7 +309,15 @@ def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:
     return webhook.model_dump(mode="json", exclude={"secret"})
 
 
+def _warn(webhook: "WebhookRecord") -> None:
+    """To standard error, so that scripts read what they read before."""
+    for warning in webhook.warnings:
+        print(f"{webhook.id}: {warning}", file=sys.stderr)
+
+
 def _report(verb: str, webhook: "WebhookRecord", as_json: bool, quiet: bool) -> None:
+    if verb in ("created", "updated"):
+        _warn(webhook)
     if as_json:
         print(json.dumps(_as_json(webhook)))
     else:

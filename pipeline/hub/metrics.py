@@ -23,7 +23,7 @@ class HubMetrics:
         )
         self.worker_failures = Counter(
             "hub_worker_failures",
-            "Errors that nobody foresaw, after which a worker went on: dispatcher, webhook, attempt",
+            "Errors that nobody foresaw and a worker outlived: dispatcher, webhook, attempt",
             ["worker"],
             registry=self._registry,
         )

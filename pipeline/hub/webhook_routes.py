@@ -2,13 +2,14 @@
 
 import contextlib
 
+from sqlalchemy import Connection
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from jobs.errors import JobNotFound
-from pipeline.hub import suspension, webhook_store
+from pipeline.hub import suspension, watches, webhook_store
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import read_json
 from pipeline.hub.service import Hub, hub_of
@@ -34,7 +35,9 @@ async def list_all(request: Request) -> Response:
 
     def read() -> list[WebhookJson]:
         with hub.database.read() as connection:
-            return [_described(hub, one) for one in webhook_store.list_webhooks(connection)]
+            return [
+                _described(hub, connection, one) for one in webhook_store.list_webhooks(connection)
+            ]
 
     return JSONResponse(await run_in_threadpool(read))
 
@@ -44,7 +47,8 @@ async def show(request: Request) -> Response:
 
     def read() -> WebhookJson:
         with hub.database.read() as connection:
-            return _described(hub, webhook_store.get_webhook(connection, request.path_params["id"]))
+            webhook = webhook_store.get_webhook(connection, request.path_params["id"])
+            return _described(hub, connection, webhook)
 
     return JSONResponse({"webhook": await run_in_threadpool(read)})
 
@@ -60,7 +64,8 @@ async def create(request: Request) -> Response:
     def act() -> WebhookJson:
         _check_job(hub, body)
         with hub.database.write() as connection:
-            return _described(hub, webhook_store.create_webhook(connection, body, hub.cipher))
+            created = webhook_store.create_webhook(connection, body, hub.cipher)
+            return _described(hub, connection, created)
 
     created = await run_in_threadpool(act)
     if body.secret:
@@ -69,7 +74,8 @@ async def create(request: Request) -> Response:
 
 
 async def change(request: Request) -> Response:
-    """What waits for a new attempt is sent at once where the webhook now calls something else."""
+    """What waits for a new attempt is sent at once where the webhook now calls something else, or
+    with another secret."""
     hub = hub_of(request)
     body = await read_json(request, UpdateWebhook)
 
@@ -79,9 +85,9 @@ async def change(request: Request) -> Response:
             id = request.path_params["id"]
             before = webhook_store.get_webhook(connection, id)
             after = webhook_store.update_webhook(connection, id, body, hub.cipher)
-            if (after.url, after.job_id) != (before.url, before.job_id):
+            if after.target_and_proof != before.target_and_proof:
                 suspension.resume(connection, after)
-            return _described(hub, webhook_store.get_webhook(connection, id))
+            return _described(hub, connection, webhook_store.get_webhook(connection, id))
 
     changed = await run_in_threadpool(act)
     hub.log.wake()
@@ -118,7 +124,8 @@ async def _set_disabled(request: Request, disabled: bool) -> Response:
         with hub.database.write() as connection:
             id = request.path_params["id"]
             suspension.resume(connection, webhook_store.get_webhook(connection, id))
-            return _described(hub, webhook_store.set_disabled(connection, id, disabled))
+            changed = webhook_store.set_disabled(connection, id, disabled)
+            return _described(hub, connection, changed)
 
     return JSONResponse({"webhook": await run_in_threadpool(act)})
 
@@ -137,8 +144,11 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
         raise BadRequest(str(error)) from None
 
 
-def _described(hub: Hub, webhook: StoredWebhook) -> WebhookJson:
+def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> WebhookJson:
     described = webhook_store.as_json(webhook)
+    present = [repository.name for repository in hub.repositories.all(connection)]
+    if found := watches.warnings(webhook, present):
+        described["warnings"] = found
     if webhook.job_id is not None and hub.launcher is not None:
         # Of a job that is gone its id is all there is to tell.
         with contextlib.suppress(JobNotFound):

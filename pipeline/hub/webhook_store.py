@@ -118,11 +118,18 @@ class StoredWebhook:
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def stands_as(self, before: "StoredWebhook") -> bool:
-        """Whether nobody has enabled it, disabled it, or pointed it elsewhere since."""
-        return all(
+        """Whether nobody has enabled it, disabled it, pointed it elsewhere, or changed its secret
+        since."""
+        return self.target_and_proof == before.target_and_proof and all(
             getattr(self, name) == getattr(before, name)
-            for name in ("url", "job_id", "disabled", "suspended_at", "failing_since")
+            for name in ("disabled", "suspended_at", "failing_since")
         )
+
+    @property
+    def target_and_proof(self) -> tuple[object, ...]:
+        """What decides whether the receiver takes a delivery. The same secret is never encrypted
+        into the same bytes twice."""
+        return self.url, self.job_id, self.encrypted_secret
 
     def wants(self, repository: RepositoryName) -> bool:
         """Whether it is told of `repository`; the hub has events of the domain `repo` only."""
@@ -142,6 +149,7 @@ class WebhookJson(TypedDict, total=False):
     status: WebhookStatus
     job: Mapping[str, object]
     secret: str
+    warnings: list[str]
 
 
 def as_json(webhook: StoredWebhook) -> WebhookJson:

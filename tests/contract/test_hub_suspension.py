@@ -144,6 +144,20 @@ def test_a_suspension_outlives_the_hub_and_another_url_ends_it(
         assert status(hub, id) == "enabled"
 
 
+def test_another_secret_ends_a_suspension(receiver: Receiver, tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub", **PATIENT) as hub:
+        receiver.answers = [(403, {})]
+        id = hub.api.create_webhook(url=receiver.url, watched=WATCHED, secret="wrong").id
+        hub.create_dataset("local/a")
+        wait_until(lambda: status(hub, id) == "suspended")
+        hub.api.update_webhook(id, domains=["repo"])
+        assert status(hub, id) == "suspended", "nothing that the receiver sees has changed"
+        hub.api.update_webhook(id, secret="right")
+        assert receiver.wait_for(2)[1].headers["x-webhook-secret"] == "right"
+        wait_until(lambda: states(hub, id) == ["delivered"])
+        assert status(hub, id) == "enabled"
+
+
 def test_a_suspended_webhook_that_is_disabled_keeps_what_waited(
     receiver: Receiver, tmp_path: Path
 ) -> None:

@@ -96,6 +96,37 @@ def test_a_webhook_from_its_creation_to_its_end(webhooks: Command) -> None:
     assert webhooks("ls") == "No webhook yet."
 
 
+@pytest.mark.parametrize(
+    ("watched", "domain", "told"),
+    [
+        (
+            "dataset:owner/fatcs",
+            "repo",
+            "no dataset:owner/fatcs here; did you mean dataset:owner/f",
+        ),
+        ("model:owner/facts", "repo", "there is no model:owner/facts here"),
+        ("user:ownre", "repo", "user:ownre has no repository here; did you mean owner?"),
+        ("bucket:owner/facts", "repo", "this hub has no buckets"),
+        ("dataset:owner/facts", "discussion", "this hub has none of the domain discussion"),
+    ],
+)
+def test_a_watch_that_never_fires_is_told(
+    hub: RunningHub, webhooks: Command, watched: str, domain: str, told: str
+) -> None:
+    hub.api.create_repo("owner/facts", repo_type="dataset", exist_ok=True)
+    well = ("--watch", "dataset:owner/facts", "--domain", "repo")
+    created = webhooks.run("create", *well, "--url", NOWHERE, "--quiet")
+    assert created.stderr == ""
+    id = created.stdout.strip()
+    changed = webhooks.run("update", id, "--watch", watched, "--domain", domain, "--quiet")
+    assert changed.stdout.strip() == id
+    assert changed.stderr.startswith(f"{id}: ") and told in changed.stderr
+    assert told in webhooks.run("ls").stderr
+    (warning,) = webhooks.json("info", id)["warnings"]
+    assert told in warning
+    assert webhooks.run("update", id, *well).stderr == ""
+
+
 def test_a_deletion_is_confirmed(webhooks: Command) -> None:
     id = webhooks("create", "--watch", "user:local", "--url", NOWHERE, "--quiet")
     assert "Are you sure" in webhooks("delete", id, code=1, typed="n\n")

@@ -125,9 +125,7 @@ def test_a_worker_that_meets_a_damaged_row_goes_on_and_holds_up_no_other(
         outbox.deliver(
             lambda: outbox.failures("webhook") >= 2 and len(receivers[1].received) == 1,
             lambda: len(receivers[0].received) == 1,
-            repair=lambda: outbox.sql(
-                change, '[{"type": "user", "name": "local"}]', outbox.ids[0]
-            ),
+            repair=lambda: outbox.sql(change, '[{"type": "user", "name": "local"}]', outbox.ids[0]),
         )
     assert f"webhook {outbox.ids[0]}: its deliveries broke off" in caplog.text
 

@@ -85,6 +85,16 @@ def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> Non
     assert any(f"{id} is suspended" in message for message, _ in wrong())
 
 
+def test_doctor_names_a_watch_that_never_fires(hub: RunningHub) -> None:
+    hub.create_dataset("local/facts")
+    watched = [{"type": "dataset", "name": "local/fatcs"}]
+    id = hub.api.create_webhook(url="http://127.0.0.1:9/", watched=watched).id
+    told = f"{id}: there is no dataset:local/fatcs here; did you mean dataset:local/facts?"
+    assert told in [message for message, _ in wrong()]
+    hub.create_dataset("local/fatcs")
+    assert told not in [message for message, _ in wrong()]
+
+
 def test_settings_that_changed_are_loud_and_comments_are_none(hub: RunningHub) -> None:
     hub.create_dataset("local/facts")
     file = Path(os.environ["PIPELINE_SETTINGS"])
