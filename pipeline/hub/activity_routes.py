@@ -15,9 +15,10 @@ from pipeline.hub import outbox, suspension, webhook_store
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import iso_time, query_int
 from pipeline.hub.names import RepositoryName
-from pipeline.hub.outbox import DeliveryStatus, OutboxDelivery
+from pipeline.hub.outbox import OutboxDelivery
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.states import DeliveryStatus
 from pipeline.hub.webhook_store import StoredWebhook
 
 _WEBHOOK = "/api/settings/webhooks/{id}"

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sqlalchemy import (
     Connection,
@@ -33,9 +32,9 @@ from pipeline.hub.errors import WebhookNotFound
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.states import DELIVERY_MOVES, DeliveryEvent, DeliveryStatus, move_deliveries
 from pipeline.hub.webhook_store import StoredWebhook
 
-DeliveryStatus = Literal["pending", "delivered", "dead"]
 HEAD_CHARACTERS = 1000
 
 # Literal, as in the partial index: SQLite cannot match an index with a bound value.
@@ -145,46 +144,44 @@ def settle(
     connection: Connection, due: Due, attempt: Attempt, settings: HubSettings
 ) -> DeliveryStatus:
     """Stores how an attempt ended and plans the next one."""
-    values: dict[str, object] = {}
-    status = due.status
-    if attempt.succeeded or not due.is_probe:
-        made = due.attempt if attempt.refused else due.attempt + 1
-        status, next_attempt_at = _plan(due, attempt, made, settings)
-        if attempt.refused and status == "dead":
-            made = 0  # `died_unheard` finds it by this
-        values = {"status": status, "attempt": made, "next_attempt_at": next_attempt_at}
-    connection.execute(
-        update(table)
-        # A replay while it was under way starts over; its end is not this attempt's to decide.
-        .where(table.c.id == due.id, table.c.queued_at == due.queued_at)
-        .values(
-            **values,
-            last_attempt_at=attempt.started_at,
-            response_status=attempt.response_status,
-            response_head=attempt.response_head,
-            error=attempt.error,
-            milliseconds=attempt.milliseconds,
-        )
+    # A replay while it was under way starts over; its end is not this attempt's to decide.
+    this = table.c.id == due.id, table.c.queued_at == due.queued_at
+    ended: dict[str, object] = {
+        "last_attempt_at": attempt.started_at,
+        "response_status": attempt.response_status,
+        "response_head": attempt.response_head,
+        "error": attempt.error,
+        "milliseconds": attempt.milliseconds,
+    }
+    if due.is_probe and not attempt.succeeded:
+        connection.execute(update(table).where(*this).values(ended))
+        return due.status
+    made = due.attempt if attempt.refused else due.attempt + 1
+    event, next_attempt_at = _plan(due, attempt, made, settings)
+    if attempt.refused and event == "given up":
+        made = 0  # `died_unheard` finds it by this
+    move_deliveries(
+        connection, event, *this, **ended, attempt=made, next_attempt_at=next_attempt_at
     )
-    return status
+    return DELIVERY_MOVES[event].target
 
 
 def _plan(
     due: Due, attempt: Attempt, made: int, settings: HubSettings
-) -> tuple[DeliveryStatus, float | None]:
+) -> tuple[DeliveryEvent, float | None]:
     now = time.time()
     if attempt.succeeded:
-        return "delivered", None
+        return "taken", None
     if attempt.refused:
         # Costs nothing and says nothing about the receiver, so only age ends it.
         given_up = now - due.queued_at > settings.refused_give_up_seconds
-        return ("dead", None) if given_up else ("pending", now)
+        return ("given up", None) if given_up else ("failed", now)
     schedule = settings.delivery_schedule_seconds
     if made >= len(schedule):
-        return "dead", None
+        return "given up", None
     jitter = random.uniform(1 - settings.delivery_jitter, 1 + settings.delivery_jitter)
     wait = max(schedule[made] * jitter, attempt.retry_after_seconds or 0)
-    return "pending", now + wait
+    return "failed", now + wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,10 +262,13 @@ def replay(
             replay_of=delivery_id,
         )
         return get_delivery(connection, webhook_id, id)
-    connection.execute(
-        update(table)
-        .where(table.c.id == delivery_id)
-        .values(status="pending", attempt=0, queued_at=now, next_attempt_at=now)
+    move_deliveries(
+        connection,
+        "replayed",
+        table.c.id == delivery_id,
+        attempt=0,
+        queued_at=now,
+        next_attempt_at=now,
     )
     return get_delivery(connection, webhook_id, delivery_id)
 
@@ -290,7 +290,7 @@ def put(
             webhook_id=webhook_id,
             event_seq=event_seq,
             payload=payload,
-            status="pending",
+            status=DELIVERY_MOVES["queued"].target,
             attempt=0,
             created_at=now,
             queued_at=now,

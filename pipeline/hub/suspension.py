@@ -13,10 +13,11 @@ from typing import Literal
 from sqlalchemy import Connection, update
 
 from pipeline.hub import outbox
-from pipeline.hub.outbox import PENDING, Attempt, DeliveryStatus
+from pipeline.hub.outbox import PENDING, Attempt
 from pipeline.hub.schema import deliveries
 from pipeline.hub.schema import webhooks as table
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.states import DeliveryStatus, WebhookEvent, move_deliveries, move_webhook
 from pipeline.hub.webhook_store import StoredWebhook
 
 Turn = Literal["suspended", "resumed", "gone"]
@@ -34,14 +35,13 @@ def after_attempt(
     """Notes how an attempt ended; what that turned the webhook into, if anything."""
     if attempt.succeeded:
         if webhook.suspended_at is not None:
-            resume(connection, webhook)
+            resume(connection, webhook, "answered")
             return "resumed"
         if webhook.num_failures:
             _change(connection, webhook, num_failures=0, failing_since=None)
         return None
     if attempt.response_status == GONE:
-        resume(connection, webhook)
-        _change(connection, webhook, disabled=True)
+        resume(connection, webhook, "gone")
         return "gone"
     if webhook.suspended_at is not None:
         _plan_probe(connection, webhook, attempt, webhook.num_probes + 1, settings)
@@ -57,34 +57,30 @@ def after_attempt(
         or outbox.num_failing(connection, webhook, failing_since) < settings.suspend_after_failures
     ):
         return None
-    _change(connection, webhook, suspended_at=time.time())
+    move_webhook(connection, webhook, "failing")
     _plan_probe(connection, webhook, attempt, 0, settings)
     return "suspended"
 
 
-def resume(connection: Connection, webhook: StoredWebhook) -> None:
-    """Forgets every failure: what waits is due now, and so is what nobody listened to."""
+def resume(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) -> None:
+    """Ends what `event` ends, and forgets every failure: what waits is due now, and so is what
+    nobody listened to."""
     now = time.time()
     if webhook.suspended_at is not None:
-        connection.execute(
-            update(deliveries)
-            .where(deliveries.c.webhook_id == webhook.id, outbox.died_unheard(webhook))
-            .values(status="pending", queued_at=now)
+        move_deliveries(
+            connection,
+            "heard again",
+            deliveries.c.webhook_id == webhook.id,
+            outbox.died_unheard(webhook),
+            queued_at=now,
         )
     connection.execute(
         update(deliveries)
         .where(deliveries.c.webhook_id == webhook.id, PENDING)
         .values(next_attempt_at=now)
     )
-    _change(
-        connection,
-        webhook,
-        num_failures=0,
-        failing_since=None,
-        suspended_at=None,
-        probe_at=None,
-        num_probes=0,
-    )
+    move_webhook(connection, webhook, event)
+    _change(connection, webhook, num_failures=0, failing_since=None, probe_at=None, num_probes=0)
 
 
 def probe_now(connection: Connection, webhook: StoredWebhook) -> None:

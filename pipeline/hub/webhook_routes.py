@@ -13,6 +13,7 @@ from pipeline.hub import suspension, watches, webhook_store
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import read_json
 from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.states import WebhookEvent
 from pipeline.hub.webhook_store import CreateWebhook, StoredWebhook, UpdateWebhook, WebhookJson
 
 _BASE = "/api/settings/webhooks"
@@ -86,7 +87,7 @@ async def change(request: Request) -> Response:
             before = webhook_store.get_webhook(connection, id)
             after = webhook_store.update_webhook(connection, id, body, hub.cipher)
             if after.target_and_proof != before.target_and_proof:
-                suspension.resume(connection, after)
+                suspension.resume(connection, after, "changed")
             return _described(hub, connection, webhook_store.get_webhook(connection, id))
 
     changed = await run_in_threadpool(act)
@@ -96,14 +97,14 @@ async def change(request: Request) -> Response:
 
 async def enable(request: Request) -> Response:
     """Ends a suspension too. What was pending is sent now, and earlier failures do not count."""
-    changed = await _set_disabled(request, False)
+    changed = await _resume(request, "enabled")
     hub_of(request).log.wake()
     return changed
 
 
 async def disable(request: Request) -> Response:
     """What is pending waits; what happens from here on is told to nobody."""
-    return await _set_disabled(request, True)
+    return await _resume(request, "disabled")
 
 
 async def remove(request: Request) -> Response:
@@ -117,15 +118,14 @@ async def remove(request: Request) -> Response:
     return JSONResponse({})
 
 
-async def _set_disabled(request: Request, disabled: bool) -> Response:
+async def _resume(request: Request, event: WebhookEvent) -> Response:
     hub = hub_of(request)
 
     def act() -> WebhookJson:
         with hub.database.write() as connection:
             id = request.path_params["id"]
-            suspension.resume(connection, webhook_store.get_webhook(connection, id))
-            changed = webhook_store.set_disabled(connection, id, disabled)
-            return _described(hub, connection, changed)
+            suspension.resume(connection, webhook_store.get_webhook(connection, id), event)
+            return _described(hub, connection, webhook_store.get_webhook(connection, id))
 
     return JSONResponse({"webhook": await run_in_threadpool(act)})
 

@@ -17,6 +17,7 @@ from pipeline.hub.addresses import check_literal
 from pipeline.hub.errors import BadRequest, HubError, WebhookNotFound
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.schema import webhooks as table
+from pipeline.hub.states import WEBHOOK_MOVES, webhook_columns
 from receiver.verify import check_signing_secret
 from receiver.webhooks import Domain, WatchedItem, WebhookStatus
 
@@ -236,7 +237,7 @@ def create_webhook(
             domains=list(request.domains),
             encrypted_secret=cipher.encrypt(request.secret),
             encrypted_secrets=cipher.encrypt_variables(request.secrets or {}),
-            disabled=False,
+            **webhook_columns(WEBHOOK_MOVES["created"].target),
             created_at=time.time(),
         )
     )
@@ -271,12 +272,6 @@ def update_webhook(
         changes["encrypted_secret"] = cipher.encrypt(request.secret)
     if changes:
         connection.execute(update(table).where(table.c.id == id).values(changes))
-    return get_webhook(connection, id)
-
-
-def set_disabled(connection: Connection, id: str, disabled: bool) -> StoredWebhook:
-    get_webhook(connection, id)
-    connection.execute(update(table).where(table.c.id == id).values(disabled=disabled))
     return get_webhook(connection, id)
 
 

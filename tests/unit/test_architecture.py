@@ -1,11 +1,13 @@
 """`docs/architecture.md` names files that exist, and its diagrams have the states of the code."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from jobs.job import TRANSITIONS, JobState
-from pipeline.hub.outbox import DeliveryStatus
+from pipeline.hub.states import DELIVERY_MOVES, WEBHOOK_MOVES, DeliveryStatus, Move
+from receiver.webhooks import WebhookStatus
 from serving.swap_schemas import SwapPhase, SwapResult
 from tests.doors import DOORS, ROOT
 
@@ -30,17 +32,28 @@ def test_every_file_exists() -> None:
 
 
 def test_the_diagrams_have_the_states_of_the_code() -> None:
-    delivery, job, swap = diagrams()
+    delivery, webhook, job, swap = diagrams()
     results = get_args(SwapResult.model_fields["result"].annotation)
     assert states(delivery) == set(get_args(DeliveryStatus))
+    assert states(webhook) == set(get_args(WebhookStatus))
     assert states(job) == set(get_args(JobState))
     assert states(swap) == {*get_args(SwapPhase), *results}
 
 
 def test_the_diagram_of_a_job_has_the_transitions_of_the_code() -> None:
-    _, job, _ = diagrams()
+    _, _, job, _ = diagrams()
     allowed = {(state, later) for state, following in TRANSITIONS.items() for later in following}
     assert job == {(OUTSIDE, "SCHEDULING"), *allowed}
+
+
+def test_the_diagrams_of_a_delivery_and_a_webhook_have_the_moves_of_the_code() -> None:
+    delivery, webhook, _, _ = diagrams()
+    assert delivery == drawn(DELIVERY_MOVES.values())
+    assert webhook == drawn(WEBHOOK_MOVES.values())
+
+
+def drawn(moves: Iterable[Move[Any]]) -> set[tuple[str, str]]:
+    return {(source, move.target) for move in moves for source in move.sources or {OUTSIDE}}
 
 
 def test_every_count_of_the_doors_is_written_down() -> None:

@@ -41,7 +41,7 @@ def waits(attempt: int, failed: Attempt) -> list[float]:
     """The wait after the `attempt`-th attempt failed, many times over."""
     now = time.time()
     plans = [outbox._plan(due(attempt - 1), failed, attempt, HubSettings()) for _ in range(500)]
-    assert {status for status, _ in plans} == {"pending"}
+    assert {event for event, _ in plans} == {"failed"}
     return [at - now for _, at in plans if at is not None]
 
 
@@ -57,7 +57,7 @@ def test_each_wait_is_the_schedules_with_a_fifth_more_or_less(attempt: int, seco
 
 def test_after_the_tenth_attempt_it_is_dead() -> None:
     failed = Attempt(started_at=0, milliseconds=1, error="no answer within 15 s")
-    assert outbox._plan(due(9), failed, 10, HubSettings()) == ("dead", None)
+    assert outbox._plan(due(9), failed, 10, HubSettings()) == ("given up", None)
 
 
 def test_a_receiver_may_ask_for_a_longer_wait_and_not_for_a_shorter_one() -> None:
