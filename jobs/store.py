@@ -90,11 +90,12 @@ class JobStore(JobReader):
     ) -> Submission:
         """Record `delivery` and make `spec` pending; the store does both or neither.
 
-        If `delivery` was seen before, this returns the job that it led to. A delivery that was
-        ignored before now leads to a job. If the pipeline's latest job has the same `dedupe_key`,
-        this returns that job, unless it failed or was cancelled. If the pipeline has a pending job,
-        that job absorbs `spec`: it takes the new command, settings and payload, and keeps the start
-        of its own range.
+        If `delivery` was seen before, this returns the job that it led to. If that job failed or
+        was cancelled, this returns the pipeline's job of a later push; if there is none, `spec` is
+        submitted again. A delivery that was ignored before now leads to a job. If the pipeline's
+        latest job has the same `dedupe_key`, this returns that job, unless it failed or was
+        cancelled. If the pipeline has a pending job, that job absorbs `spec`: it takes the new
+        command, settings and payload, and keeps the start of its own range.
 
         A job that is submitted by hand (`by_hand`) waits beside the pending job of pushes; neither
         job absorbs the other. Raises PendingJob if a job that was submitted by hand is already

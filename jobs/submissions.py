@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, insert, select, update
 
 from jobs.errors import JobNotFound, PendingJob
-from jobs.job import Delivery, Job, JobRequest, Submission
+from jobs.job import Delivery, Job, JobRequest, JobState, Submission
 from jobs.rows import (
     DeliveryLink,
     due_at,
@@ -32,6 +32,8 @@ from jobs.spec import JobSpec
 DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
+_FREE_AGAIN: tuple[JobState, ...] = ("ERROR", "CANCELED")
+
 
 def submit_all(
     connection: Connection, requests: Sequence[JobRequest], now: float
@@ -48,10 +50,12 @@ def submit_all(
             continue
         key = delivery.source, delivery.id
         number = answered[key][1] if key in answered else known.get(key)
-        if number is not None:
-            submission = Submission(job=batch.job(number), is_new=False, how="duplicate")
+        answer = None if number is None else batch.answer(number)
+        if answer is not None:
+            submission = Submission(job=answer, is_new=False, how="duplicate")
         else:
             submission = batch.submit(request)
+        if number != number_of(submission.job.id):
             answered[key] = delivery, number_of(submission.job.id)
         submissions.append(submission)
     batch.write()
@@ -97,7 +101,8 @@ def _write_answers(
     ]
     if new:
         connection.execute(insert(DELIVERIES), new)
-    for key in answered.keys() & known.keys():  # these deliveries were ignored before
+    # These deliveries were ignored before, or their job failed or was cancelled.
+    for key in answered.keys() & known.keys():
         answer = update(DELIVERIES).where(*matches_delivery(*key))
         connection.execute(answer.values(job_number=answered[key][1], ignored_reason=None))
 
@@ -182,6 +187,31 @@ class _Batch:
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
         return Submission(job=self._insert(request), is_new=True, how="created")
+
+    def answer(self, number: int) -> Job | None:
+        """The job that a repeated delivery gets, if job `number` was its first answer; None if it
+        needs a new one.
+
+        A job that failed or was cancelled is no answer. Where a later push of the pipeline has a
+        job, that one is: its commit is newer, and a training would go back behind it.
+        """
+        job = self.job(number)
+        if not _is_free_again(job):
+            return job
+        later = (
+            select(JOBS.c.number)
+            .where(
+                JOBS.c.pipeline == job.spec.pipeline,
+                JOBS.c.number > number,
+                JOBS.c.by_hand.is_(False),
+                JOBS.c.state.not_in(_FREE_AGAIN),
+                JOBS.c.cancel_requested.is_(False),
+            )
+            .order_by(JOBS.c.number.desc())
+            .limit(1)
+        )
+        newest = self._connection.scalar(later)
+        return None if newest is None else self.job(newest)
 
     def job(self, number: int) -> Job:
         """The job, with the changes of this batch so far."""
@@ -272,7 +302,7 @@ class _Batch:
 
 def _is_free_again(job: Job) -> bool:
     """Whether another job may do what this one did not do: it failed, or a person cancelled it."""
-    return job.state in ("ERROR", "CANCELED") or job.cancel_requested
+    return job.state in _FREE_AGAIN or job.cancel_requested
 
 
 def _as_json(payload: dict[str, Any] | None) -> str | None:

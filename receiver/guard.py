@@ -52,7 +52,8 @@ class RequestGuard:
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
     """The host names of this receiver, beside those of loopback."""
-    cache: IdempotencyCache
+    cache: IdempotencyCache | None
+    """The answers to earlier deliveries. None if the handler recognises repeats itself."""
     history: History
     durable: DurableDeliveries | None
     """Where the deliveries of a durable handler wait. None if the handler is not durable, so that
@@ -112,7 +113,7 @@ class RequestGuard:
         if self.durable is not None:
             return await self._store(self.durable, request, event)
         proven = _with_body(request, event)
-        if sent_id is None:
+        if sent_id is None or self.cache is None:
             return await call_handler(proven)
         return await self.cache.once((self.path, sent_id), lambda: call_handler(proven))
 

@@ -33,6 +33,7 @@ class RegisteredWebhook:
     secret_in_shell: str
     """How a shell command that creates the webhook writes the secret."""
     is_durable: bool
+    knows_repeats: bool
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:

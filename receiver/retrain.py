@@ -28,12 +28,12 @@ Answer = dict[str, str | list[str]]
 def retrain_handler(
     store: JobStore, rules: Sequence[RetrainRule]
 ) -> Callable[[WebhookPayload, Request], Awaitable[Answer]]:
-    """A handler for `WebhooksServer.add_webhook("/retrain")`.
+    """A handler for `WebhooksServer.add_webhook("/retrain", knows_repeats=True)`.
 
     The handler answers `{"job": id}` once the job and the delivery are stored. If several pipelines
     follow the dataset, `"jobs"` lists all their jobs. If an event needs no job, the answer is
-    `{"ignored": reason}`. A repeated delivery gets the first answer again, whatever happened to its
-    job since.
+    `{"ignored": reason}`. A repeated delivery gets the first answer again, unless its job failed or
+    was cancelled: then it gets a new job, or the job of a later commit.
 
     Raises:
         ValueError: Two rules name the same pipeline.

@@ -109,6 +109,7 @@ class WebhooksServer:
         webhook_secret: str | Sequence[str] | None = None,
         proof: ProofScheme | None = None,
         durable: bool = False,
+        knows_repeats: bool = False,
     ) -> Callable[[F], F]: ...
 
     def add_webhook(
@@ -118,6 +119,7 @@ class WebhooksServer:
         webhook_secret: str | Sequence[str] | None = None,
         proof: ProofScheme | None = None,
         durable: bool = False,
+        knows_repeats: bool = False,
     ) -> Any:
         """Register the decorated function as `POST /webhooks/<path>`. The function can still be
         called directly.
@@ -132,6 +134,8 @@ class WebhooksServer:
             proof: Replaces the settings' proof for this function.
             durable: Store each delivery, answer 202, and then call the function until it succeeds,
                 also after a restart. The function must take a `WebhookPayload`.
+            knows_repeats: Call the function for a repeated delivery too, because it recognises
+                repeats itself. Without this, the receiver repeats the first answer.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
@@ -154,6 +158,7 @@ class WebhooksServer:
                     "SECRET-OF-THIS-HANDLER" if webhook_secret else self._secret_in_shell
                 ),
                 is_durable=durable,
+                knows_repeats=knows_repeats,
             )
             if self._host is not None and not secrets:
                 self._refuse_unproven(
@@ -303,7 +308,7 @@ class WebhooksServer:
             max_body_bytes=self.settings.max_body_bytes,
             body_timeout_seconds=self.settings.body_timeout_seconds,
             own_names=self._own_names,
-            cache=self._idempotency,
+            cache=None if webhook.knows_repeats else self._idempotency,
             history=self._history,
             durable=self._durable if webhook.is_durable else None,
         )

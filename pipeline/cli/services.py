@@ -93,10 +93,10 @@ def receiver(
         )
         measure(server.app)
         retrain = retrain_handler(store, retrain_rules(settings, home))
-        server.add_webhook("/retrain")(retrain)
+        server.add_webhook("/retrain", knows_repeats=True)(retrain)
         if len(settings.datasets_on_hub) < len({each.dataset for each in settings.pipelines}):
             for sender in get_args(PushSender):
-                server.add_webhook(f"/retrain/{sender}", proof=sender)(retrain)
+                server.add_webhook(f"/retrain/{sender}", proof=sender, knows_repeats=True)(retrain)
         server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
 
 

@@ -86,7 +86,7 @@ def replay(
     """Send a delivery again, to the webhook's present URL.
 
     The delivery keeps its id. A receiver that has already handled the delivery therefore gives its
-    first answer again.
+    first answer again. If the job of the delivery failed or was cancelled, it runs again.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

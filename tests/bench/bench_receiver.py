@@ -56,7 +56,8 @@ folder = Path(sys.argv[1])
 settings = ReceiverSettings(port=int(sys.argv[2]), deliveries_path=folder / "receiver.db")
 server = WebhooksServer(webhook_secret="s3cret", settings=settings)
 rules = [RetrainRule(pipeline="answers", dataset="acme/answers")]
-server.add_webhook("/retrain")(retrain_handler(JobStore.open(folder / "jobs.db"), rules))
+retrain = retrain_handler(JobStore.open(folder / "jobs.db"), rules)
+server.add_webhook("/retrain", knows_repeats=True)(retrain)
 
 @server.add_webhook("/durable", durable=True)
 async def durable(payload: WebhookPayload) -> None: ...

@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
+from jobs.outcome import JobOutcome, OutcomeResult
 from jobs.store import JobStore
 from receiver.retrain import RetrainRule, retrain_handler
 from receiver.server import WebhooksServer
@@ -32,7 +33,9 @@ from tests.receiver_payloads import (
 )
 
 RULES = [
-    RetrainRule(pipeline="answers", dataset="acme/answers", settings={"seed": 1}),
+    RetrainRule(
+        pipeline="answers", dataset="acme/answers", settings={"seed": 1}, debounce_seconds=0
+    ),
     RetrainRule(pipeline="answers-dev", dataset="acme/answers", ref="dev"),
     RetrainRule(pipeline="answers-small", dataset="acme/answers", ref="dev"),
 ]
@@ -40,7 +43,7 @@ RULES = [
 
 def receiver(store: JobStore, rules: list[RetrainRule] = RULES) -> WebhooksServer:
     server = WebhooksServer(webhook_secret="s3cret")
-    server.add_webhook("/retrain")(retrain_handler(store, rules))
+    server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, rules))
     return server
 
 
@@ -91,7 +94,7 @@ def test_a_repeated_delivery_gets_the_first_job_even_from_another_process(
     post: Callable[..., dict[str, Any]],
 ) -> None:
     first = post(dataset_update(), "d1")
-    store.cancel(first["job"])
+    finish(store, "promoted")
     assert post(dataset_update(), "d1") == first
     with TestClient(receiver(store).app, headers={"X-Webhook-Secret": "s3cret"}) as restarted:
         headers = {"Webhook-Id": "d1"}
@@ -100,12 +103,41 @@ def test_a_repeated_delivery_gets_the_first_job_even_from_another_process(
     assert len(store.list()) == 1
 
 
+def finish(store: JobStore, result: OutcomeResult) -> None:
+    job = store.claim("me", 60)
+    assert job is not None
+    store.finish(job.id, "me", JobOutcome(result=result))
+
+
+@pytest.mark.parametrize("end", ["before it began", "while it is stopped", "cancelled", "failed"])
+def test_a_repeated_delivery_whose_job_was_cancelled_or_failed_gets_a_new_one(
+    store: JobStore, post: Callable[..., dict[str, Any]], end: str
+) -> None:
+    first = post(dataset_update(), "d1")
+    if end == "before it began":
+        store.cancel(first["job"])
+    elif end == "while it is stopped":
+        assert store.claim("me", 60) is not None
+        store.cancel(first["job"])
+    else:
+        finish(store, end)  # type: ignore[arg-type]
+    second = post(dataset_update(), "d1")
+    assert second["job"] != first["job"]
+    assert store.get(second["job"]).state == "SCHEDULING"
+    assert store.get(second["job"]).spec.revisions == store.get(first["job"]).spec.revisions
+    assert post(dataset_update(), "d1") == second, "it waits, so it is not made a second time"
+    store.cancel(second["job"])
+    later = post(dataset_update(ref_update(new="c" * 40)), "d2")
+    assert post(dataset_update(), "d1") == later, "it must not train behind a later commit"
+    assert post(dataset_update(), "d1") == later
+
+
 def test_without_an_id_the_body_is_the_id(
     store: JobStore,
     post: Callable[..., dict[str, Any]],
 ) -> None:
     first = post(dataset_update())
-    store.cancel(first["job"])
+    finish(store, "promoted")
     assert post(dataset_update()) == first
     assert post(dataset_update(ref_update(new="c" * 40))) != first
 

@@ -59,7 +59,7 @@ def test_a_burst_of_pushes_while_a_job_runs_is_one_running_and_one_pending(tmp_p
         running_hub(tmp_path / "hub", delivery_schedule_seconds=(0,) * 9) as hub,
         running(store, tmp_path / "jobs"),
     ):
-        server.add_webhook("/retrain")(retrain_handler(store, [rule]))
+        server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, [rule]))
         url = server.launch(prevent_thread_lock=True)
         try:
             created = hub.api.create_webhook(

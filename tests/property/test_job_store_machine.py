@@ -42,13 +42,17 @@ class Expected:
     cancel_requested: bool = False
     by_hand: bool = False
 
+    @property
+    def is_free_again(self) -> bool:
+        return self.state in ("ERROR", "CANCELED") or self.cancel_requested
+
 
 @dataclass
 class Model:
     jobs: list[Expected] = field(default_factory=list)
     answers: dict[str, str] = field(default_factory=dict)
-    commits: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Delivery → its pipeline and commit."""
+    commits: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """Delivery → its pipeline, the commit before it, and its commit."""
     heads: dict[str, int] = field(default_factory=lambda: {"faq": 0, "lore": 0})
 
     def running(self, pipeline: str) -> Expected | None:
@@ -102,13 +106,18 @@ class StoreMachine(RuleBasedStateMachine):
         pending = self.model.pending(pipeline, by_hand=False)
         latest = pending or (mine[-1] if mine else None)
         if delivery in self.model.answers:
-            assert submission.how == "duplicate"
-            assert submission.job.id == self.model.answers[delivery]
-            return
-        is_free_again = latest is not None and (
-            latest.state in ("ERROR", "CANCELED") or latest.cancel_requested
-        )
-        if latest is not None and latest.key == key and not is_free_again:
+            first = next(job for job in mine if job.id == self.model.answers[delivery])
+            later = [
+                job
+                for job in mine[mine.index(first) + 1 :]
+                if not job.by_hand and not job.is_free_again
+            ]
+            if not first.is_free_again or later:
+                assert submission.how == "duplicate"
+                assert submission.job.id == (later[-1] if first.is_free_again else first).id
+                self.model.answers[delivery] = submission.job.id
+                return
+        if latest is not None and latest.key == key and not latest.is_free_again:
             assert submission.how == "duplicate"
             job = latest
             if job.state == "SCHEDULING":
@@ -125,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.jobs.append(job)
         assert submission.job.id == job.id
         self.model.answers[delivery] = job.id
-        self.model.commits[delivery] = (pipeline, new)
+        self.model.commits[delivery] = (pipeline, old, new)
 
     @rule(pipeline=PIPELINES)
     def submit_by_hand(self, pipeline: str) -> None:
@@ -159,8 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
     def deliver_again(self, data: st.DataObject) -> None:
         if self.model.answers:
             delivery = data.draw(st.sampled_from(sorted(self.model.answers)))
-            job = next(j for j in self.model.jobs if j.id == self.model.answers[delivery])
-            self.submit(job.pipeline, 0, 99, delivery)
+            self.submit(*self.model.commits[delivery], delivery)
 
     @rule(owner=OWNERS)
     def claim(self, owner: str) -> None:
@@ -292,7 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_job_that_answers_for_a_delivery_is_found_by_its_commit(self) -> None:
-        for delivery, (pipeline, commit) in self.model.commits.items():
+        for delivery, (pipeline, _, commit) in self.model.commits.items():
             found = [job.id for job in self.store.of_commit(str(commit))]
             mine = [job.id for job in self.model.jobs if delivery in job.deliveries]
             assert set(mine) <= set(found)

@@ -65,7 +65,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClien
     ]
     with JobStore.open(folder / "jobs.db") as store:
         server = WebhooksServer(webhook_secret="s3cret")
-        server.add_webhook("/retrain")(retrain_handler(store, rules))
+        server.add_webhook("/retrain", knows_repeats=True)(retrain_handler(store, rules))
         with TestClient(server.app) as client:
             yield client, store
 
