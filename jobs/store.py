@@ -3,7 +3,7 @@
 The store starts no process; `jobs/runner.py` reads the store and runs the jobs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids, failur
 from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
 from jobs.reader import JobReader
+from jobs.retention import forget_ignored, forget_jobs
 from jobs.rows import (
     end_job,
     fetch_job,
@@ -228,6 +229,18 @@ class JobStore(JobReader):
                 )
                 for number in numbers
             ]
+
+    # What keeps the store small
+
+    def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
+        """Delete the jobs that ended before this moment, with their deliveries; returns their ids.
+
+        The `newest` jobs of each pipeline stay, and so do the jobs in `kept`. Deliveries that led
+        to no job go if they were received before this moment. A delivery that is forgotten is new
+        when it is repeated.
+        """
+        forget_ignored(self._engine, before)
+        return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     # What a person does
 

@@ -1,7 +1,7 @@
 """What happens after a job has ended, in threads beside the runner.
 
-Outcomes are counted and sent to `on_outcome`. Job folders are cleaned up, and old job folders are
-removed every hour.
+Outcomes are counted and sent to `on_outcome`. Job folders are cleaned up, and old job folders and
+old jobs are removed every hour.
 """
 
 import logging
@@ -13,6 +13,7 @@ from jobs.errors import StoreError
 from jobs.job import Job
 from jobs.store import JobStore
 from pipeline import on_outcome, retention
+from pipeline.hub.errors import HubError
 from pipeline.job_store import open_job_store
 from pipeline.outcomes import Outcomes
 from pipeline.paths import Home
@@ -83,20 +84,23 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
     while True:
         try:
             prune(settings, home, store)
-        except (StoreError, OSError) as error:
-            logger.error("old job folders are kept until the next attempt: %s", error)
+        except (StoreError, HubError, OSError) as error:
+            logger.error("old jobs and their folders are kept until the next attempt: %s", error)
         if stop.wait(PRUNE_SECONDS):
             return
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove old job folders, except those of jobs whose release still exists."""
+    """Remove old job folders, except those of jobs whose release still exists. Jobs that are much
+    older are forgotten."""
     kept = {
         release.lineage.job_id
         for folder in home.releases_dir.glob("*/")
         for release in list_releases(folder)
         if release.lineage.job_id is not None
     }
-    return retention.prune_job_folders(
+    removed = retention.prune_job_folders(
         store, home.jobs_dir, keep_days=settings.jobs.keep_days, kept=kept
     )
+    retention.forget_jobs(store, settings, home, kept=kept)
+    return removed

@@ -1,20 +1,26 @@
-"""Cleans up after ended jobs: removes checkpoints at once, and whole job folders after
-`keep_days`."""
+"""Cleans up after ended jobs: removes checkpoints at once, whole job folders after `keep_days`, and
+much later the jobs themselves."""
 
 import logging
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from jobs.folder import STALE
 from jobs.job import Job
 from jobs.store import JobStore
+from pipeline.hub.webhook_store import jobs_of_webhooks
+from pipeline.paths import Home
 from pipeline.retrain.job_folder import CHECKPOINTS_DIR
+from pipeline.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 
+KEEP_JOBS_DAYS = 90.0
+KEEP_JOBS = 1000
+"""The newest jobs of each pipeline stay in the store, however old they are."""
 RETRAINING = "pipeline.retrain"
 """The module in the command of a retraining job. Checkpoints of other jobs are not removed."""
 
@@ -51,3 +57,31 @@ def prune_job_folders(
     if removed:
         logger.info("removed the folders of %d jobs: %s", len(removed), ", ".join(removed))
     return removed
+
+
+def forget_jobs(
+    store: JobStore, settings: Settings, home: Home, *, kept: Collection[str] = ()
+) -> Sequence[str]:
+    """Delete old jobs and deliveries from the store; returns the ids of the jobs.
+
+    A job stays while its folder does, while it is in `kept`, and while a webhook starts copies of
+    it. Raises HubError if the hub's webhooks cannot be read.
+    """
+    forgotten = store.forget(
+        store.now() - 86400 * remembered_days(settings),
+        newest=KEEP_JOBS,
+        kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
+    )
+    if forgotten:
+        logger.info("forgot %d jobs, %s to %s", len(forgotten), forgotten[0], forgotten[-1])
+    return forgotten
+
+
+def remembered_days(settings: Settings) -> float:
+    """How long a repeated delivery is recognised: longer than the hub tries it or can replay it."""
+    schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
+    refused = settings.hub.refused_give_up_seconds
+    tried_days = (schedule + refused) / 86400
+    return max(
+        KEEP_JOBS_DAYS, settings.jobs.keep_days, settings.hub.keep_deliveries_days + tried_days
+    )

@@ -22,15 +22,15 @@ from pipeline.hub import (
     content_routes,
     git_http,
     http_json,
-    outbox,
     pages,
     ref_routes,
     repository_routes,
+    retention,
     upload_routes,
     webhook_routes,
 )
 from pipeline.hub.background import every
-from pipeline.hub.database import Database, check_schema, open_database
+from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.deliveries import Deliverer
 from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
 from pipeline.hub.events import EventLog
@@ -106,7 +106,12 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
-            prune = partial(run_in_threadpool, _prune, database, settings)
+            prune = partial(
+                run_in_threadpool,
+                retention.prune,
+                database,
+                keep_days=settings.keep_deliveries_days,
+            )
             await prune()
             reconcile_at_start(repositories, log)
             deliverer.start()
@@ -239,11 +244,6 @@ async def repository_files(request: Request) -> Response:
         repository = requested_name(type, owner, name.removesuffix(".git"))
         return await upload_routes.refuse_lfs(request, hub, repository)
     raise HTTPException(404)
-
-
-def _prune(database: Database, settings: HubSettings) -> None:
-    with database.write() as connection:
-        outbox.prune(connection, keep_days=settings.keep_deliveries_days)
 
 
 def _database_path(root: Path) -> Path:

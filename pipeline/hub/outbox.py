@@ -17,7 +17,6 @@ from sqlalchemy import (
     ScalarSelect,
     Select,
     and_,
-    delete,
     exists,
     func,
     insert,
@@ -299,28 +298,6 @@ def put(
         )
     )
     return id
-
-
-def prune(connection: Connection, *, keep_days: float) -> None:
-    """Removes deliveries that ended more than `keep_days` ago, then the events of all that went.
-
-    Not the dead ones of a suspended webhook: they are sent when it is back.
-    """
-    before = time.time() - 86400 * keep_days
-    suspended = select(webhooks.c.id).where(webhooks.c.suspended_at.is_not(None))
-    connection.execute(
-        delete(table).where(
-            table.c.last_attempt_at < before,
-            table.c.created_at < before,
-            table.c.queued_at < before,
-            or_(
-                table.c.status == "delivered",
-                and_(table.c.status == "dead", table.c.webhook_id.not_in(suspended)),
-            ),
-        )
-    )
-    told = exists().where(table.c.event_seq == events.c.seq)
-    connection.execute(delete(events).where(events.c.created_at < before, ~told))
 
 
 def _activity() -> Select[tuple[object, ...]]:

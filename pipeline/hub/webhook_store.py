@@ -2,9 +2,12 @@
 
 import json
 import secrets
+import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 from urllib.parse import urlsplit
 
@@ -215,6 +218,19 @@ class SecretCipher:
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:
     rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
     return [_record(row) for row in rows]
+
+
+def jobs_of_webhooks(path: Path) -> set[str]:
+    """The jobs of which webhooks start copies, read from the hub's file from outside; empty if
+    there is no hub. Raises HubError."""
+    if not path.exists():
+        return set()
+    try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
+            rows = connection.execute("SELECT job_id FROM webhooks WHERE job_id IS NOT NULL")
+            return {job_id for (job_id,) in rows}
+    except sqlite3.Error as error:
+        raise HubError(f"The webhooks in {path} cannot be read: {error}.") from error
 
 
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:

@@ -10,18 +10,28 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cryptography.fernet import Fernet
 from prometheus_client import generate_latest
 
+from jobs.errors import JobNotFound
 from jobs.outcome import JobOutcome
 from jobs.spec import JobSpec, RevisionRange
 from jobs.store import Delivery, JobStore
 from pipeline import retention
-from pipeline.after_jobs import after_jobs
+from pipeline.after_jobs import after_jobs, prune
+from pipeline.hub.database import open_database
+from pipeline.hub.webhook_store import (
+    CreateWebhook,
+    HubWatchedItem,
+    SecretCipher,
+    create_webhook,
+)
 from pipeline.job_store import open_job_store
 from pipeline.logs import JsonFormatter
 from pipeline.paths import Home
 from pipeline.runner_metrics import RunnerMetrics
 from pipeline.settings import load_settings
+from serving.weights.release import RELEASE_FILE, Lineage, Release
 from tests.after_jobs_fixtures import end_one, store
 
 __all__ = ["store"]
@@ -70,6 +80,49 @@ def test_folders_of_old_jobs_go_and_their_place_in_the_list_stays(
     assert removed == [old.id]
     assert not (tmp_path / old.id).exists()
     assert store.get(old.id).outcome is not None
+
+
+def test_jobs_are_forgotten_when_no_delivery_can_be_repeated_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "KEEP_JOBS", 1)
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    home, settings, now = Home(tmp_path), load_settings(), time.time()
+    home.hub_dir.mkdir()
+    home.jobs_dir.mkdir()
+    database = open_database(home.hub_dir / "hub.sqlite")
+    with JobStore.open(home.jobs_database, clock=lambda: now) as store:
+        copied, old, of_a_release, newest = (end_one(store) for _ in range(4))
+        release = Release(
+            id="r000001-00000000",
+            pipeline="facts",
+            created_at="2026-01-01T00:00:00Z",
+            lineage=Lineage(job_id=of_a_release.id),
+            files={},
+            tensors={},
+        )
+        (home.releases_dir / "facts" / release.id).mkdir(parents=True)
+        manifest = home.releases_dir / "facts" / release.id / RELEASE_FILE
+        manifest.write_text(release.model_dump_json())
+        with database.write() as connection:
+            request = CreateWebhook(
+                jobSourceId=copied.id, watched=(HubWatchedItem(type="user", name="local"),)
+            )
+            create_webhook(connection, request, SecretCipher(Fernet.generate_key()))
+        database.close()
+        now += 89 * 86400
+        prune(settings, home, store)
+        assert len(store.list()) == 4
+        now += 2 * 86400
+        longer = settings.model_copy(
+            update={"hub": settings.hub.model_copy(update={"keep_deliveries_days": 91})}
+        )
+        prune(longer, home, store)
+        assert len(store.list()) == 4, "the hub can still replay their deliveries"
+        prune(settings, home, store)
+        assert [job.id for job in store.list()] == [newest.id, of_a_release.id, copied.id]
+        with pytest.raises(JobNotFound):
+            store.get(old.id)
 
 
 def test_old_folders_that_were_put_aside_are_removed_too(store: JobStore, tmp_path: Path) -> None:

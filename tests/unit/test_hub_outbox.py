@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.fernet import Fernet
-from sqlalchemy import update
+from sqlalchemy import Engine, event, func, select, update
 
-from pipeline.hub import outbox, schema, suspension
+from pipeline.hub import outbox, retention, schema, suspension
 from pipeline.hub.database import Database, open_database
 from pipeline.hub.events import EventLog
 from pipeline.hub.metrics import HubMetrics
@@ -147,10 +148,10 @@ class Kept:
 
     def is_pruned(self, *, suspended: bool = False, **columns: object) -> bool:
         self.change(**columns)
-        with self.database.write() as connection:
-            if suspended:
+        if suspended:
+            with self.database.write() as connection:
                 connection.execute(update(schema.webhooks).values(suspended_at=1.0))
-            outbox.prune(connection, keep_days=30)
+        retention.prune(self.database, keep_days=30)
         return not self.deliveries()
 
 
@@ -264,6 +265,31 @@ def test_what_ended_a_month_ago_goes(kept: Kept, status: str) -> None:
 )
 def test_what_ended_later_or_waits_stays(kept: Kept, columns: dict[str, object]) -> None:
     assert not kept.is_pruned(**columns)
+
+
+def test_many_go_a_few_at_a_time_and_their_events_with_them(kept: Kept) -> None:
+    for _ in range(450):
+        kept.record()
+    kept.change(status="delivered", created_at=OLD, queued_at=OLD, last_attempt_at=OLD)
+    kept.record()
+    with kept.database.write() as connection:
+        connection.execute(update(schema.events).values(created_at=OLD))
+    sizes: list[int] = []
+
+    def note(*arguments: Any) -> None:
+        cursor, statement = arguments[1], arguments[2]
+        if statement.startswith("DELETE"):
+            sizes.append(cursor.rowcount)
+
+    event.listen(Engine, "after_cursor_execute", note)
+    try:
+        retention.prune(kept.database, keep_days=30)
+    finally:
+        event.remove(Engine, "after_cursor_execute", note)
+    assert sizes == [200, 200, 51] * 2
+    with kept.database.read() as connection:
+        assert connection.scalar(select(func.count()).select_from(schema.events)) == 1
+    assert [one.status for one in kept.deliveries()] == ["pending"]
 
 
 def test_what_died_while_its_webhook_is_suspended_stays(kept: Kept) -> None:

@@ -1,0 +1,79 @@
+"""Forgets old jobs and deliveries: finds them without a lock, and deletes a few at a time, so that
+no submission waits."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine, delete, select
+
+from jobs.job import TRANSITIONS
+from jobs.rows import job_id_of
+from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, reading, writing
+
+Item = TypeVar("Item")
+
+BATCH = 100
+_ENDED = tuple(state for state, following in TRANSITIONS.items() if not following)
+
+
+def forget_jobs(
+    engine: Engine, before: float, *, newest: int, kept: Collection[str]
+) -> Sequence[str]:
+    """See `JobStore.forget`."""
+    with reading(engine) as connection:
+        doomed = [
+            number
+            for number in _old_jobs(connection, before, newest)
+            if job_id_of(number) not in kept
+        ]
+    for numbers in _batches(doomed):
+        with writing(engine) as connection:
+            for table in (DELIVERIES, JOB_DELIVERIES):
+                connection.execute(delete(table).where(table.c.job_number.in_(numbers)))
+            connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
+    return [job_id_of(number) for number in doomed]
+
+
+def forget_ignored(engine: Engine, before: float) -> int:
+    """See `JobStore.forget`."""
+    query = select(DELIVERIES.c.source, DELIVERIES.c.id)
+    is_old = DELIVERIES.c.job_number.is_(None), DELIVERIES.c.received_at < before
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+    with reading(engine) as connection:
+        for source, id in connection.execute(query.where(*is_old)):
+            ids[source].append(id)
+    for source, old in ids.items():
+        for batch in _batches(old):
+            with writing(engine) as connection:
+                # Again whether it is ignored: it may have led to a job meanwhile.
+                of_batch = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(batch)
+                connection.execute(delete(DELIVERIES).where(*of_batch, *is_old))
+    return sum(map(len, ids.values()))
+
+
+def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
+    # `run_after` is in an index and never later than the end, so newer jobs are not even read.
+    old = select(JOBS.c.number, JOBS.c.pipeline).where(
+        JOBS.c.state.in_(_ENDED), JOBS.c.run_after < before, JOBS.c.ended_at < before
+    )
+    oldest_kept: dict[str | None, int] = {}
+    for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():
+        if pipeline not in oldest_kept:
+            kept = (
+                select(JOBS.c.number)
+                .where(JOBS.c.pipeline.is_not_distinct_from(pipeline))
+                .order_by(JOBS.c.number.desc())
+                .offset(newest - 1)
+                .limit(1)
+            )
+            oldest_kept[pipeline] = connection.scalar(kept) or 0
+        if number < oldest_kept[pipeline]:
+            yield number
+
+
+def _batches(items: Sequence[Item]) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while batch := list(islice(rest, BATCH)):
+        yield batch
