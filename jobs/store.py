@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from sqlalchemy import select
 
-from jobs.errors import OlderSchema
+from jobs.errors import JobNotFound, OlderSchema
 from jobs.job import Delivery, Job, JobRequest, Submission, delivery_ids, failure
 from jobs.migrations import HEAD, check_schema, migrate
 from jobs.outcome import JobOutcome
@@ -241,6 +241,18 @@ class JobStore(JobReader):
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
+
+    def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
+        """Replace the reason of each outcome that has one: it may quote rows that must go."""
+        for job_id in job_ids:
+            with writing(self._engine) as connection:
+                try:
+                    job = fetch_job(connection, number_of(job_id))
+                except JobNotFound:
+                    continue
+                if job.outcome is not None and job.outcome.reason is not None:
+                    outcome = job.outcome.model_copy(update={"reason": reason})
+                    update_job(connection, job_id, outcome=outcome.model_dump_json())
 
     # What a person does
 

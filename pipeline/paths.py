@@ -42,6 +42,11 @@ class Home:
         return self.root / "bases"
 
     @property
+    def snapshots_dir(self) -> Path:
+        """One folder per pipeline, with the dataset revisions that its jobs have downloaded."""
+        return self.root / "snapshots"
+
+    @property
     def tokens_file(self) -> Path:
         return self.root / "tokens.json"
 

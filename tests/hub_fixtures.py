@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -125,12 +125,23 @@ def listening_socket() -> socket.socket:
 
 @contextlib.contextmanager
 def running_hub(
-    root: Path, *, jobs_store: JobStore | None = None, **settings: Any
+    root: Path,
+    *,
+    jobs_store: JobStore | None = None,
+    needed_commits: Callable[[], Collection[str]] | None = None,
+    **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own."""
     listener = listening_socket()
     told = HubSettings(port=listener.getsockname()[1], **settings)
-    app = create_app(told, root, token=TOKEN, secret_key=SECRET_KEY, jobs_store=jobs_store)
+    app = create_app(
+        told,
+        root,
+        token=TOKEN,
+        secret_key=SECRET_KEY,
+        jobs_store=jobs_store,
+        needed_commits=needed_commits,
+    )
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -7,7 +7,15 @@ import sys
 import typer
 
 from jobs.errors import JobError
-from pipeline.cli import data, jobs, releases, services, webhook_activity, webhook_commands
+from pipeline.cli import (
+    data,
+    hub_commands,
+    jobs,
+    releases,
+    services,
+    webhook_activity,
+    webhook_commands,
+)
 from pipeline.cli.demo import demo
 from pipeline.cli.doctor import doctor
 from pipeline.cli.env import env
@@ -39,7 +47,7 @@ app.add_typer(webhook_commands.app, name="webhooks")
 app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(releases.app, name="releases")
-app.command()(services.hub)
+app.add_typer(hub_commands.app, name="hub")
 app.command()(services.receiver)
 app.command()(services.serve)
 

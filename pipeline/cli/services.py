@@ -2,6 +2,7 @@
 command."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -23,14 +24,15 @@ _READ_SECRET = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])
 PortOption = Annotated[int | None, typer.Option(help="Overrules `port` in the settings.")]
 
 
-def hub(host: HostOption = None, port: PortOption = None) -> None:
-    """Run the embedded hub: git repositories and webhooks, on port 8070 by default."""
+def hub(host: str | None, port: int | None) -> None:
+    """Run the embedded hub."""
     from pipeline.hub.app import create_app
     from pipeline.hub.server import serve
     from pipeline.job_store import open_job_store
     from pipeline.logs import log_to_stderr
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
+    from pipeline.traces import needed_commits
 
     home, settings = Home.find(), load_settings()
     log_to_stderr(settings.logs, "hub")
@@ -43,6 +45,7 @@ def hub(host: HostOption = None, port: PortOption = None) -> None:
             token=tokens.hub,
             secret_key=tokens.key.encode(),
             jobs_store=store,
+            needed_commits=partial(needed_commits, home, store),
         )
         serve(app, hub_settings)
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from pipeline.cli.hub_calls import call_hub
 from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.tables import print_table
-from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument, hub_access
-from pipeline.errors import PipelineError
+from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument
 
 WAIT_SECONDS = 30.0
 """How long `test` waits for an attempt. The hub's own timeout for an attempt is shorter by
@@ -47,7 +47,7 @@ def deliveries(
     """List deliveries with their status and the receiver's answer, newest first."""
     path = "deliveries" if webhook_id is None else f"webhooks/{webhook_id}/deliveries"
     wanted = {"limit": str(limit)} | ({} if status is None else {"status": status})
-    found = _call("GET", path, endpoint, wanted)
+    found = call_hub("GET", path, endpoint, wanted)
     if as_json:
         print(json.dumps(found))
     elif quiet:
@@ -89,7 +89,7 @@ def replay(
     first answer again. If the job of the delivery failed or was cancelled, it runs again.
     """
     path = f"deliveries/{delivery_id}/replay"
-    sent = _call("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
+    sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
     if as_json:
         print(json.dumps(sent))
     elif quiet:
@@ -108,11 +108,11 @@ def test(
 
     The exit code is 1 if the answer is not 2xx, or if there is no answer.
     """
-    sent = _call("POST", f"webhooks/{webhook_id}/test", endpoint, {})["delivery"]
+    sent = call_hub("POST", f"webhooks/{webhook_id}/test", endpoint, {})["delivery"]
     deadline = time.monotonic() + WAIT_SECONDS
     while sent["last_attempt_at"] is None and time.monotonic() < deadline:
         time.sleep(0.05)
-        sent = _call("GET", f"deliveries/{sent['id']}", endpoint, {})["delivery"]
+        sent = call_hub("GET", f"deliveries/{sent['id']}", endpoint, {})["delivery"]
     if as_json:
         print(json.dumps(sent))
     elif quiet:
@@ -129,39 +129,3 @@ def _answer(delivery: dict[str, Any]) -> str:
     if delivery["response_status"] is None:
         return ""
     return f"{delivery['response_status']} {delivery['response_head'] or ''}".strip()
-
-
-def _call(method: str, path: str, endpoint: str | None, query: dict[str, str]) -> Any:
-    """The JSON of the hub's answer. Raises PipelineError if the answer has no JSON or is an
-    error."""
-    import os
-
-    import httpx
-
-    access = hub_access(endpoint)
-    token = access["token"] or os.environ.get("HF_TOKEN")
-    url = f"{access['endpoint'].rstrip('/')}/api/settings/{path}"
-    try:
-        answer = httpx.request(
-            method,
-            url,
-            params=query,
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=30,
-            trust_env=False,
-        )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PipelineError(
-            f"the hub at {access['endpoint']} cannot be reached ({error}); start the hub, or give "
-            "another --endpoint"
-        ) from None
-    try:
-        body = answer.json()
-    except ValueError:
-        body = None
-    if answer.is_success and body is not None:
-        return body
-    reason = body.get("error") if isinstance(body, dict) else None
-    raise PipelineError(
-        f"the hub answered {answer.status_code}: {reason or 'the hub does not have this route'}"
-    )

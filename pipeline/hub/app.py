@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -22,6 +21,7 @@ from pipeline.hub import (
     content_routes,
     git_http,
     http_json,
+    maintenance_routes,
     pages,
     ref_routes,
     repository_routes,
@@ -36,12 +36,14 @@ from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_http import GitHttp
 from pipeline.hub.job_copies import JobLauncher
+from pipeline.hub.maintenance import release_all_unneeded
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
 from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
 
 # The registry of agents is what the client fetches before it has read a token.
@@ -74,12 +76,15 @@ def create_app(
     token: str,
     secret_key: bytes,
     jobs_store: JobStore | None = None,
+    needed_commits: Callable[[], Collection[str]] | None = None,
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
     `token` is what every client must show, unless it is a job of `jobs_store` and shows the token
     of its attempt; `secret_key` is a Fernet key for the webhooks' secrets and those tokens.
-    Webhooks that start jobs start them in `jobs_store`; without one there can be none.
+    Webhooks that start jobs start them in `jobs_store`; without one there can be none. Commits that
+    left every branch are kept as long as `needed_commits` or an event names them; without it, for
+    ever.
     Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
     what opens it.
     """
@@ -89,13 +94,13 @@ def create_app(
     guard = auth.Guard(token, jobs_store, secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
-    with _only_hub_in(root):
-        check_schema(_database_path(root))
+    with only_hub_in(root):
+        check_schema(database_path(root))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        with _only_hub_in(root):
-            database = open_database(_database_path(root))
+        with only_hub_in(root):
+            database = open_database(database_path(root))
             metrics = HubMetrics()
             deliverer = Deliverer(database, settings, cipher, metrics, launcher)
             log = EventLog(
@@ -124,6 +129,11 @@ def create_app(
                         "look for refs that moved",
                     ),
                     every(PRUNE_SECONDS, prune, "remove old deliveries"),
+                    every(
+                        PRUNE_SECONDS,
+                        partial(release_all_unneeded, repositories, database, needed_commits),
+                        "stop keeping commits that nothing needs",
+                    ),
                 )
             ]
             app.state.hub = Hub(
@@ -134,6 +144,7 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
+                needed_commits=needed_commits,
             )
             app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
             try:
@@ -153,6 +164,7 @@ def create_app(
             *repository_routes.routes(),
             *webhook_routes.routes(),
             *activity_routes.routes(),
+            *maintenance_routes.routes(),
             *pages.routes(),
             Route("/api/{rest:path}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
@@ -244,24 +256,3 @@ async def repository_files(request: Request) -> Response:
         repository = requested_name(type, owner, name.removesuffix(".git"))
         return await upload_routes.refuse_lfs(request, hub, repository)
     raise HTTPException(404)
-
-
-def _database_path(root: Path) -> Path:
-    return root.absolute() / "hub.sqlite"
-
-
-@contextlib.contextmanager
-def _only_hub_in(root: Path) -> Iterator[None]:
-    # Only for its owner: what is pushed here is private.
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = FileLock(root / "hub.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise HubError(
-            f"Another hub uses {root}: stop it first, or give this one a folder of its own."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()

@@ -26,6 +26,10 @@ class HubError(PipelineError):
     """The hub cannot start or go on; the message is for the person at the terminal."""
 
 
+class HubInUse(HubError):
+    """Another process uses the state folder."""
+
+
 class RequestError(HubError):
     """A request that is answered with an error; the message is for the client's user."""
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Literal
 
@@ -159,10 +160,8 @@ class GitHttp:
     async def _push(
         self, request: GitRequest, environment: dict[str, str], body: IO[bytes], send: Send
     ) -> None:
-        repository = await asyncio.to_thread(self._find, request)
-        async with self._repositories.lock(repository):
-            # Removed or moved while the body came in, or while others held the lock.
-            repository = await asyncio.to_thread(self._find, request)
+        # Found anew: it may have been removed or moved while the body came in.
+        async with self._repositories.locked(partial(self._find, request)) as repository:
             environment[PLACE] = str(repository.folder)
             # Goes on to its end whether or not the client still listens: refs may move any time.
             async with self._push_slots:

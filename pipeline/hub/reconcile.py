@@ -1,6 +1,5 @@
 """Makes the events agree with the repositories: what a kill left between git and the database."""
 
-import asyncio
 import logging
 
 from pipeline.hub.errors import HubError
@@ -47,12 +46,9 @@ def record_ref_changes(repository: Repository, log: EventLog) -> int:
 async def reconcile(repositories: Repositories, log: EventLog) -> None:
     """Finds refs that moved behind the hub's back: by a git process that outlived a killed hub,
     or by hand in the folder."""
-    with log.database.read() as connection:
-        present = repositories.all(connection)
-    for repository in present:
-        async with repositories.lock(repository):
-            if repository.folder.exists():
-                await asyncio.to_thread(_record_or_complain, repository, log)
+    await repositories.for_each(
+        log.database, lambda repository: _record_or_complain(repository, log)
+    )
 
 
 def _record_or_complain(repository: Repository, log: EventLog) -> int:

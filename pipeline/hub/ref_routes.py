@@ -106,13 +106,12 @@ async def delete_tag(
 
 
 async def _change_refs(hub: Hub, name: RepositoryName, act: Callable[[Repository], None]) -> None:
-    def act_and_record() -> None:
-        repository = hub.find(name)
-        act(repository)
-        record_ref_changes(repository, hub.log)
+    async with hub.locked(name) as repository:
 
-    found = await run_in_threadpool(hub.find, name)
-    async with hub.repositories.lock(found):
+        def act_and_record() -> None:
+            act(repository)
+            record_ref_changes(repository, hub.log)
+
         await run_in_threadpool(act_and_record)
 
 

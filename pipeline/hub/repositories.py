@@ -6,15 +6,17 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection, Row, and_, delete, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.cleanup import clear_repository, end_processes
+from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git_process import git
 from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
@@ -66,9 +68,36 @@ class Repositories:
         self._repos = root / "repos"
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def lock(self, repository: Repository) -> asyncio.Lock:
-        """Held by whoever changes refs, from before the change until its events are stored."""
-        return self._locks[repository.id]
+    @asynccontextmanager
+    async def locked(self, find: Callable[[], Repository]) -> AsyncIterator[Repository]:
+        """The repository that `find` finds, its lock held: whoever changes refs holds it from
+        before the change until the events are stored.
+
+        It is found once more under the lock, because it may have been moved or removed meanwhile,
+        and another one may have its name. Raises what `find` raises.
+        """
+        while True:
+            found = await asyncio.to_thread(find)
+            async with self._locks[found.id]:
+                repository = await asyncio.to_thread(find)
+                if repository.id == found.id:
+                    yield repository
+                    return
+
+    async def for_each(self, database: Database, act: Callable[[Repository], object]) -> None:
+        """Does `act` in a thread for each repository that has its folder, its lock held."""
+
+        def find(id: str) -> Repository:
+            with database.read() as connection:
+                return self.find_by_id(connection, id)
+
+        with database.read() as connection:
+            ids = [repository.id for repository in self.all(connection)]
+        for id in ids:
+            with suppress(RepositoryNotFound):  # removed meanwhile
+                async with self.locked(partial(find, id)) as repository:
+                    if repository.folder.exists():
+                        await asyncio.to_thread(act, repository)
 
     def folder(self, name: RepositoryName) -> Path:
         return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
@@ -82,11 +111,28 @@ class Repositories:
             )
         return self._record(row)
 
+    def find_by_id(self, connection: Connection, id: str) -> Repository:
+        """Whatever its name is now. Raises RepositoryNotFound."""
+        row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
+        if row is None:
+            raise RepositoryNotFound(f"No repository with the id {id} here.")
+        return self._record(row)
+
     def all(self, connection: Connection) -> list[Repository]:
         return [self._record(row) for row in connection.execute(select(table))]
 
-    def create(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
-        """An empty repository. Raises Conflict where the name is taken."""
+    def create(
+        self,
+        connection: Connection,
+        name: RepositoryName,
+        *,
+        private: bool,
+        on_error: ExitStack,
+    ) -> Repository:
+        """An empty repository. Raises Conflict where the name is taken.
+
+        `on_error` gets what takes the folder away again, for a transaction that fails.
+        """
         taken = connection.execute(select(table.c.id).where(_is(name))).first()
         if taken is not None or self.folder(name).exists():
             raise Conflict(f"There is a {name} here already.")
@@ -96,6 +142,7 @@ class Repositories:
         (aside / "config").write_text(_CONFIG)
         self.folder(name).parent.mkdir(parents=True, exist_ok=True)
         aside.rename(self.folder(name))
+        on_error.callback(shutil.rmtree, self.folder(name), ignore_errors=True)
         return self.adopt(connection, name, private=private)
 
     def adopt(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
@@ -132,8 +179,14 @@ class Repositories:
         connection.execute(delete(table).where(table.c.id == repository.id))
 
     def move(
-        self, connection: Connection, repository: Repository, to: RepositoryName
+        self,
+        connection: Connection,
+        repository: Repository,
+        to: RepositoryName,
+        *,
+        on_error: ExitStack,
     ) -> Repository:
+        """Raises Conflict where the name is taken. `on_error` gets what moves the folder back."""
         if self.folder(to).exists():
             raise Conflict(f"There is a {to} here already.")
         connection.execute(
@@ -141,6 +194,7 @@ class Repositories:
         )
         self.folder(to).parent.mkdir(parents=True, exist_ok=True)
         repository.folder.rename(self.folder(to))
+        on_error.callback(self.folder(to).rename, repository.folder)
         return self.find(connection, to)
 
     def clear_leftovers(self) -> None:

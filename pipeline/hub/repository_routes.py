@@ -1,6 +1,7 @@
 """API: who is asking; repositories come, go, move, and change their settings."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -77,10 +78,14 @@ async def create(request: Request) -> Response:
     private = _is_private(body, default=True)
 
     def act() -> Repository:
-        with hub.database.write() as connection:
-            repository = hub.repositories.create(connection, name, private=private)
-            hub.log.record(connection, repository, action="create")
-            return repository
+        with ExitStack() as on_error:
+            with hub.database.write() as connection:
+                repository = hub.repositories.create(
+                    connection, name, private=private, on_error=on_error
+                )
+                hub.log.record(connection, repository, action="create")
+            on_error.pop_all()
+        return repository
 
     try:
         repository = await _changing(hub, act)
@@ -93,15 +98,13 @@ async def remove(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_json(request, NamedRepository)
     name = requested_name(body.type, body.organization or hub.settings.owner, body.name)
-    found = await run_in_threadpool(hub.find, name)
+    async with hub.locked(name) as repository:
 
-    def act() -> None:
-        repository = hub.find(name)
-        with hub.repositories.removal(repository), hub.database.write() as connection:
-            hub.log.record(connection, repository, action="delete")
-            hub.repositories.forget(connection, repository)
+        def act() -> None:
+            with hub.repositories.removal(repository), hub.database.write() as connection:
+                hub.log.record(connection, repository, action="delete")
+                hub.repositories.forget(connection, repository)
 
-    async with hub.repositories.lock(found):
         await _changing(hub, act)
     return Response(status_code=200)
 
@@ -111,15 +114,15 @@ async def move(request: Request) -> Response:
     body = await read_json(request, Move)
     source = requested_name(body.type, *_halves(body.fromRepo))
     target = repository_name(body.type, *_halves(body.toRepo))
-    found = await run_in_threadpool(hub.find, source)
+    async with hub.locked(source) as repository:
 
-    def act() -> None:
-        repository = hub.find(source)
-        with hub.database.write() as connection:
-            moved = hub.repositories.move(connection, repository, target)
-            hub.log.record(connection, repository, action="move", moved_to=moved)
+        def act() -> None:
+            with ExitStack() as on_error:
+                with hub.database.write() as connection:
+                    moved = hub.repositories.move(connection, repository, target, on_error=on_error)
+                    hub.log.record(connection, repository, action="move", moved_to=moved)
+                on_error.pop_all()
 
-    async with hub.repositories.lock(found):
         await _changing(hub, act)
     return JSONResponse({"url": f"{hub_url(request)}/{target.path}"})
 
@@ -127,19 +130,18 @@ async def move(request: Request) -> Response:
 async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:
     body = await read_json(request, RepositorySettings)
 
-    def act() -> Repository:
-        repository = hub.find(name)
+    async with hub.locked(name) as repository:
         private = _is_private(body, default=repository.private)
-        if private == repository.private:
-            return repository
-        with hub.database.write() as connection:
-            hub.repositories.set_private(connection, repository, private)
-            changed = hub.repositories.find(connection, name)
-            hub.log.record(connection, changed, action="update", scope="repo.config")
-            return changed
 
-    changed = await _changing(hub, act)
-    return JSONResponse({"private": changed.private})
+        def act() -> None:
+            with hub.database.write() as connection:
+                hub.repositories.set_private(connection, repository, private)
+                changed = hub.repositories.find(connection, name)
+                hub.log.record(connection, changed, action="update", scope="repo.config")
+
+        if private != repository.private:
+            await _changing(hub, act)
+    return JSONResponse({"private": private})
 
 
 async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:

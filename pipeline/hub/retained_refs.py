@@ -4,7 +4,7 @@ No client sees these refs; the commits are fetched by their sha.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from sqlalchemy import select
 
@@ -30,15 +30,60 @@ def retain_unreachable(repository: Repository, database: Database, refs: Mapping
     for ref, sha in known:
         now = refs.get(ref)
         if now != sha and (now is None or not _leads_to(repository, now, sha)):
-            _keep(repository, ref, sha)
+            try:
+                keep(repository, sha)
+            except HubError as error:
+                # Gone, by a purge or a damaged disk: no reason to refuse what is pushed now.
+                logger.error(
+                    "what %s of %s left behind is not kept: %s", ref, repository.name, error
+                )
 
 
-def _keep(repository: Repository, ref: str, sha: str) -> None:
-    try:
-        git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
-    except HubError as error:
-        # It may be gone, by hand or by a damaged disk: no reason to refuse what is pushed now.
-        logger.error("what %s of %s left behind is not kept: %s", ref, repository.name, error)
+def keep(repository: Repository, sha: str) -> None:
+    """Raises HubError if the repository has no such object."""
+    git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
+
+
+def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
+    """All of them or none; a ref that is not there is deleted already."""
+    commands = "".join(f"delete {ref}\n" for ref in refs)
+    git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
+
+
+def release_unneeded(
+    repository: Repository, database: Database, needed: Collection[str]
+) -> list[str]:
+    """Stop keeping commits that are neither `needed` nor named by a stored event; returns them.
+
+    The caller holds the repository's lock. Git removes their objects at its next collection.
+    """
+    events = schema.events.c
+    named = set(needed)
+    with database.read() as connection:
+        rows = select(events.old_sha, events.new_sha).where(events.repository_id == repository.id)
+        for row in connection.execute(rows):
+            named.update(sha for sha in row if sha is not None)
+    kept = _kept(repository)
+    unneeded = [sha for sha in kept if sha not in named]
+    if not unneeded:
+        return []
+    # What only these lead to, but is named: it is kept by a ref of its own from now on.
+    revisions = [sha if sha not in named else f"^{sha}" for sha in kept]
+    lost = git(
+        repository.folder,
+        *("rev-list", "--ignore-missing", "--stdin", "--not", "--branches", "--tags"),
+        stdin="\n".join(revisions).encode(),
+    )
+    for sha in named.intersection(lost.decode().split()):
+        keep(repository, sha)
+    delete_refs(repository, [f"{KEEP_PREFIX}{sha}" for sha in unneeded])
+    logger.info("%s: %d commits are kept no longer", repository.name, len(unneeded))
+    return unneeded
+
+
+def _kept(repository: Repository) -> list[str]:
+    lines = git(repository.folder, "for-each-ref", "--format=%(refname)", KEEP_PREFIX).decode()
+    return [ref.removeprefix(KEEP_PREFIX) for ref in lines.splitlines()]
 
 
 def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:

@@ -1,6 +1,9 @@
 """What every route of the hub is given."""
 
+from collections.abc import Callable, Collection
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request
 
@@ -23,11 +26,17 @@ class Hub:
     cipher: SecretCipher
     launcher: JobLauncher | None
     metrics: HubMetrics
+    needed_commits: Callable[[], Collection[str]] | None = None
+    """What releases and jobs need of any repository; None if that is not known."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
         with self.database.read() as connection:
             return self.repositories.find(connection, name)
+
+    def locked(self, name: RepositoryName) -> AbstractAsyncContextManager[Repository]:
+        """The repository, its lock held. Raises RepositoryNotFound."""
+        return self.repositories.locked(partial(self.find, name))
 
 
 def hub_of(request: Request) -> Hub:

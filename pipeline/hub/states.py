@@ -7,16 +7,13 @@ both tables.
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from sqlalchemy import Connection, update
 from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.schema import deliveries, webhooks
 from receiver.webhooks import WebhookStatus
-
-if TYPE_CHECKING:
-    from pipeline.hub.webhook_store import StoredWebhook
 
 DeliveryStatus = Literal["pending", "delivered", "dead"]
 DeliveryEvent = Literal["queued", "taken", "failed", "given up", "heard again", "replayed"]
@@ -64,12 +61,14 @@ def move_deliveries(
     connection.execute(update(deliveries).where(*which, may).values(**values, status=move.target))
 
 
-def move_webhook(connection: Connection, webhook: "StoredWebhook", event: WebhookEvent) -> None:
-    """Moves the webhook if it is in a state where this may happen."""
+def move_webhook(
+    connection: Connection, id: str, status: WebhookStatus, event: WebhookEvent
+) -> None:
+    """Moves the webhook if `status`, its state, is one where this may happen."""
     move = WEBHOOK_MOVES[event]
-    if webhook.status in move.sources:
+    if status in move.sources:
         connection.execute(
-            update(webhooks).where(webhooks.c.id == webhook.id).values(webhook_columns(move.target))
+            update(webhooks).where(webhooks.c.id == id).values(webhook_columns(move.target))
         )
 
 

@@ -57,7 +57,7 @@ def after_attempt(
         or outbox.num_failing(connection, webhook, failing_since) < settings.suspend_after_failures
     ):
         return None
-    move_webhook(connection, webhook, "failing")
+    move_webhook(connection, webhook.id, webhook.status, "failing")
     _plan_probe(connection, webhook, attempt, 0, settings)
     return "suspended"
 
@@ -79,7 +79,7 @@ def resume(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) 
         .where(deliveries.c.webhook_id == webhook.id, PENDING)
         .values(next_attempt_at=now)
     )
-    move_webhook(connection, webhook, event)
+    move_webhook(connection, webhook.id, webhook.status, event)
     _change(connection, webhook, num_failures=0, failing_since=None, probe_at=None, num_probes=0)
 
 

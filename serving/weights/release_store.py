@@ -292,27 +292,27 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
 
 
 def remove(pipeline_dir: Path, release_id: str) -> None:
-    """Remove one release, whether it is whole or not.
-
-    Raises ReleaseError if there is no such release, or if it is served, pending or pinned.
-    """
+    """Remove one release, whether it is whole or not. Raises what `check_removable` raises."""
     with release_lock(pipeline_dir):
-        if release_id not in release_ids(pipeline_dir):
-            raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
-        uses = {
-            "served; first serve another one: pipeline releases rollback": _readable_target(
-                pipeline_dir / CURRENT
-            ),
-            "pending: the next server that starts will serve it": pending_release(pipeline_dir),
-        }
-        reasons = [use for use, used in uses.items() if used == release_id]
-        if release_id in pinned_releases(pipeline_dir):
-            reasons.append(f"pinned; first: pipeline releases unpin {release_id}")
-        if reasons:
-            raise ReleaseError(
-                *(f"{release_id} is not removed, because it is {r}" for r in reasons)
-            )
+        check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
+
+
+def check_removable(pipeline_dir: Path, release_id: str) -> None:
+    """Raise ReleaseError if there is no such release, or if it is served, pending or pinned."""
+    if release_id not in release_ids(pipeline_dir):
+        raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
+    uses = {
+        "served; first serve another one: pipeline releases rollback": _readable_target(
+            pipeline_dir / CURRENT
+        ),
+        "pending: the next server that starts will serve it": pending_release(pipeline_dir),
+    }
+    reasons = [use for use, used in uses.items() if used == release_id]
+    if release_id in pinned_releases(pipeline_dir):
+        reasons.append(f"pinned; first: pipeline releases unpin {release_id}")
+    if reasons:
+        raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
 
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:

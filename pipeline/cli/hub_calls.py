@@ -1,0 +1,48 @@
+"""Calls routes that only the embedded hub has."""
+
+import os
+from typing import Any
+
+from pipeline.cli.webhook_commands import hub_access
+from pipeline.errors import PipelineError
+
+
+def call_hub(
+    method: str,
+    path: str,
+    endpoint: str | None,
+    query: dict[str, str],
+    *,
+    timeout_seconds: float | None = 30,
+) -> Any:
+    """The JSON of the hub's answer. Raises PipelineError if the answer has no JSON or is an
+    error."""
+    import httpx
+
+    access = hub_access(endpoint)
+    token = access["token"] or os.environ.get("HF_TOKEN")
+    url = f"{access['endpoint'].rstrip('/')}/api/settings/{path}"
+    try:
+        answer = httpx.request(
+            method,
+            url,
+            params=query,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=timeout_seconds,
+            trust_env=False,
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise PipelineError(
+            f"the hub at {access['endpoint']} cannot be reached ({error}); start the hub, or give "
+            "another --endpoint"
+        ) from None
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    if answer.is_success and body is not None:
+        return body
+    reason = body.get("error") if isinstance(body, dict) else None
+    raise PipelineError(
+        f"the hub answered {answer.status_code}: {reason or 'the hub does not have this route'}"
+    )

@@ -1,0 +1,154 @@
+"""`pipeline hub`: run the hub, collect its garbage, and purge what was pushed by mistake."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipeline.cli import services
+from pipeline.cli.hub_calls import call_hub
+from pipeline.cli.services import HostOption, PortOption
+from pipeline.errors import PipelineError
+from pipeline.paths import Home
+
+if TYPE_CHECKING:
+    from pipeline.hub.names import RepositoryName
+    from pipeline.traces import Traces
+    from serving.weights.release import Release
+
+app = typer.Typer(
+    help="Run the embedded hub: git repositories and webhooks, on port 8070 by default.",
+    invoke_without_command=True,
+)
+
+
+@app.callback()
+def hub(context: typer.Context, host: HostOption = None, port: PortOption = None) -> None:
+    if context.invoked_subcommand is None:
+        services.hub(host, port)
+
+
+@app.command()
+def gc() -> None:
+    """Remove commits that no branch, tag, release, job or stored event leads to.
+
+    Works whether the hub runs or not. Pushes to a repository wait while it is collected.
+    """
+    from pipeline.hub.errors import HubInUse
+    from pipeline.hub.maintenance import collect_garbage
+    from pipeline.hub.state_folder import stopped_hub
+    from pipeline.job_store import open_job_store
+    from pipeline.settings import load_settings
+    from pipeline.traces import needed_commits
+
+    home, settings = Home.find(), load_settings()
+    try:
+        with open_job_store(settings, home) as store, stopped_hub(home.hub_dir) as (database, all_):
+            with database.read() as connection:
+                present = [each for each in all_.all(connection) if each.folder.exists()]
+            released = sum(
+                collect_garbage(each, database, lambda: needed_commits(home, store))
+                for each in present
+            )
+    except HubInUse:
+        released = call_hub("POST", "gc", None, {}, timeout_seconds=None)["released"]
+    print(f"{released} commits are kept no longer; git has removed what nothing leads to")
+
+
+@app.command()
+def purge(
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository.")],
+    sha: Annotated[str, typer.Argument(help="The commit: all 40 characters of its sha.")],
+    type: Annotated[str, typer.Option(help="dataset, model or space.")] = "dataset",
+    releases: Annotated[
+        bool, typer.Option("--releases", help="Also remove the releases that were trained on it.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove for good a commit that no branch or tag leads to any more, and what was made of it.
+
+    Removes the commit and all commits after it from the repository, and the downloads, the token
+    caches and the folders of jobs that hold their rows. Names the releases that were trained on
+    them. If it is interrupted, run it again.
+    """
+    from pipeline.hub.names import repository_name
+    from pipeline.job_store import open_job_store
+    from pipeline.settings import load_settings
+    from pipeline.traces import clear, find_traces, jobs_in_the_way
+
+    owner, _, short = repository.partition("/")
+    name = repository_name(type, owner, short)
+    home, settings = Home.find(), load_settings()
+    planned = _purge("GET", home, name, sha)
+    commits = planned["commits"]
+    with open_job_store(settings, home) as store:
+        if waiting := jobs_in_the_way(store, name.id, commits):
+            raise PipelineError(
+                f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} would read what is "
+                "removed; wait, or: pipeline jobs cancel ID"
+            )
+        traces = find_traces(home, store, name.id, commits)
+        if not yes:
+            typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
+        if releases:
+            # First, because a release that is served refuses, and then nothing has been removed.
+            _remove(home, (*traces.releases, *traces.later_releases))
+        clear(traces, store)
+    # Last: until the commit is gone from the repository, all of the above can be found again.
+    _purge("POST", home, name, sha)
+    was_there = f"{len(commits)} commits" if planned["is_there"] else "it had none of them"
+    print(
+        f"{sha} is gone from the {name}: {was_there}, {len(traces.job_folders)} folders of jobs "
+        "and what jobs had downloaded are removed"
+    )
+    if not releases:
+        _name_releases(traces)
+
+
+def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
+    """GET only plans. Asks the hub if it runs."""
+    from pipeline.hub.errors import HubInUse
+    from pipeline.hub.purge import plan_purge, purge
+    from pipeline.hub.state_folder import stopped_hub
+
+    act = plan_purge if method == "GET" else purge
+    try:
+        with stopped_hub(home.hub_dir) as (database, repositories):
+            with database.read() as connection:
+                found = repositories.find(connection, name)
+            return act(found, sha)
+    except HubInUse:
+        path = f"purge/{name.type}/{name.id}/{sha}"
+        return call_hub(method, path, None, {}, timeout_seconds=None)
+
+
+def _question(
+    name: "RepositoryName", sha: str, planned: Any, traces: "Traces", with_releases: bool
+) -> str:
+    doomed = len(traces.releases) + len(traces.later_releases) if with_releases else 0
+    return (
+        f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after "
+        f"it, {len(traces.job_folders)} folders of jobs and {doomed} releases?"
+    )
+
+
+def _remove(home: Home, releases: "tuple[Release, ...]") -> None:
+    from serving.weights.release_store import check_removable, remove
+
+    for release in releases:
+        check_removable(home.releases_dir / release.pipeline, release.id)
+    for release in reversed(releases):
+        remove(home.releases_dir / release.pipeline, release.id)
+
+
+def _name_releases(traces: "Traces") -> None:
+    for words, found in (
+        ("was trained on it", traces.releases),
+        ("went on from a release that was trained on it", traces.later_releases),
+    ):
+        for release in found:
+            print(f"release {release.id} of {release.pipeline} {words}")
+    if traces.releases:
+        print(
+            "To remove such a release: pipeline releases rm ID. If one is served, first train "
+            "without the commit, or: pipeline releases rollback"
+        )

@@ -1,0 +1,56 @@
+"""API: `pipeline hub gc` and `pipeline hub purge`, while the hub runs."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pipeline.hub.maintenance import collect_garbage
+from pipeline.hub.names import requested_name
+from pipeline.hub.purge import plan_purge, purge
+from pipeline.hub.repositories import Repository
+from pipeline.hub.service import hub_of
+
+Answer = TypeVar("Answer")
+_PURGE = "/api/settings/purge/{type}/{owner}/{name}/{sha}"
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/api/settings/gc", gc, methods=["POST"]),
+        Route(_PURGE, plan, methods=["GET"]),
+        Route(_PURGE, remove, methods=["POST"]),
+    ]
+
+
+async def gc(request: Request) -> Response:
+    """Stops keeping what nothing needs, and has git remove the objects of all repositories that no
+    ref leads to. Pushes to a repository wait meanwhile."""
+    hub, released = hub_of(request), 0
+
+    def collect(repository: Repository) -> None:
+        nonlocal released
+        released += collect_garbage(repository, hub.database, hub.needed_commits)
+
+    await hub.repositories.for_each(hub.database, collect)
+    return JSONResponse({"released": released})
+
+
+async def plan(request: Request) -> Response:
+    """What a purge would remove; 409 where a branch or a tag leads to the commit."""
+    return await _locked(request, plan_purge)
+
+
+async def remove(request: Request) -> Response:
+    return await _locked(request, purge)
+
+
+async def _locked(request: Request, act: Callable[[Repository, str], Answer]) -> Response:
+    hub, path = hub_of(request), request.path_params
+    name = requested_name(path["type"], path["owner"], path["name"])
+
+    async with hub.locked(name) as repository:
+        return JSONResponse(await run_in_threadpool(act, repository, path["sha"]))

@@ -1,0 +1,162 @@
+"""What a commit of a dataset has left in the state folder outside of the hub: downloads, token
+caches, folders of jobs, and the releases that were trained on it."""
+
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jobs.folder import SPEC
+from jobs.job import Job
+from jobs.spec import JobSpec
+from jobs.store import JobStore
+from pipeline.paths import Home
+from pipeline.retrain.job_folder import SNAPSHOT
+from pipeline.retrain.snapshot import FOLLOWED
+from serving.weights.release import Release
+from serving.weights.release_store import list_releases
+
+TOKENS = "tokens.npz"
+"""Of `pipeline/retrain/token_cache.py`, which needs numpy."""
+PURGED = "The commit was purged, and with it what was said of its rows."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traces:
+    caches: tuple[Path, ...]
+    """In an order that may be broken off: what tells that a cache is there goes last."""
+    job_folders: tuple[Path, ...]
+    job_ids: tuple[str, ...]
+    """Of the jobs that answer for the commit, and of those whose folder holds its rows."""
+    releases: tuple[Release, ...]
+    """Trained on the commit."""
+    later_releases: tuple[Release, ...]
+    """Training went on from a release that was."""
+
+
+def needed_commits(home: Home, store: JobStore) -> set[str]:
+    """The commits that a release was trained on, or that a job will read."""
+    needed = {
+        sha
+        for release in _releases(home)
+        for sha in (release.lineage.dataset_revision, release.lineage.dataset_base_revision)
+    }
+    for job in _unfinished(store):
+        if job.spec.revisions is not None:
+            needed |= {job.spec.revisions.old_sha, job.spec.revisions.new_sha}
+    return {sha for sha in needed if sha is not None}
+
+
+def jobs_in_the_way(store: JobStore, dataset: str, commits: Collection[str]) -> list[Job]:
+    """Running jobs that read the dataset, and pending jobs that are about one of the commits."""
+    return [
+        job
+        for job in _unfinished(store)
+        if (revisions := job.spec.revisions) is not None
+        and ((job.state == "RUNNING" and revisions.repo == dataset) or revisions.new_sha in commits)
+    ]
+
+
+def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[str]) -> Traces:
+    folders = tuple(_job_folders(home, commits))
+    ids = {folder.name for folder in folders if "." not in folder.name}
+    ids |= {job.id for sha in commits for job in store.of_commit(sha)}
+    trained, later = _trained_on(_releases(home), commits)
+    return Traces(
+        caches=tuple(_caches(home, dataset, commits)),
+        job_folders=folders,
+        job_ids=tuple(sorted(ids)),
+        releases=tuple(trained),
+        later_releases=tuple(later),
+    )
+
+
+def clear(traces: Traces, store: JobStore) -> None:
+    """Remove all but the releases. May be repeated."""
+    for path in (*traces.caches, *traces.job_folders):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    store.replace_reasons(traces.job_ids, PURGED)
+
+
+def _caches(home: Home, dataset: str, commits: Collection[str]) -> Iterator[Path]:
+    name = f"datasets--{dataset.replace('/', '--')}"
+    for folder in home.snapshots_dir.glob("*/"):
+        downloads = [
+            each
+            for each in folder.glob("datasets--*")
+            if each.name == name or any((each / "snapshots" / sha).exists() for sha in commits)
+        ]
+        if downloads:
+            yield folder / TOKENS
+            yield from folder.glob(f".{TOKENS}.*")
+            yield folder / FOLLOWED
+            yield from downloads
+
+
+def _job_folders(home: Home, commits: Collection[str]) -> Iterator[Path]:
+    for folder in sorted(home.jobs_dir.glob("j*/")):
+        if not _shas(folder).isdisjoint(commits):
+            yield folder
+
+
+class _Revision(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    sha: str
+
+
+class _Snapshot(BaseModel):
+    """What is read here of a `DatasetSnapshot` of any release."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    revision: _Revision
+    base: _Revision | None = None
+
+
+def _shas(job_folder: Path) -> set[str | None]:
+    """The commits that the folder's job was about, or whose rows it read."""
+    shas: set[str | None] = set()
+    try:
+        spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
+        if spec.revisions is not None:
+            shas.add(spec.revisions.new_sha)
+    except (OSError, ValidationError):
+        pass  # no job's folder, or one that was never begun
+    try:
+        snapshot = _Snapshot.model_validate_json((job_folder / SNAPSHOT).read_bytes())
+        shas |= {snapshot.revision.sha, snapshot.base.sha if snapshot.base else None}
+    except (OSError, ValidationError):
+        pass  # it read nothing
+    return shas
+
+
+def _trained_on(
+    releases: Collection[Release], commits: Collection[str]
+) -> tuple[list[Release], list[Release]]:
+    """The releases that read the commit, and the releases after them, each oldest first."""
+    trained = [each for each in releases if each.lineage.dataset_revision in commits]
+    touched, later = {(each.pipeline, each.id) for each in trained}, []
+    for release in releases:  # a parent is older than its children
+        key = release.pipeline, release.id
+        if key not in touched and (release.pipeline, release.lineage.parent) in touched:
+            touched.add(key)
+            later.append(release)
+    return trained, later
+
+
+def _releases(home: Home) -> list[Release]:
+    return [
+        release
+        for folder in sorted(home.releases_dir.glob("*/"))
+        for release in list_releases(folder)
+    ]
+
+
+def _unfinished(store: JobStore) -> list[Job]:
+    return [*store.list(state="SCHEDULING"), *store.list(state="RUNNING")]

@@ -1,0 +1,147 @@
+"""A name is looked up again where its repository may have changed, and a failure undoes all."""
+
+import asyncio
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.hub.database import open_database
+from pipeline.hub.events import EventLog
+from pipeline.hub.git_process import git
+from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.reconcile import reconcile, record_ref_changes
+from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.schema import events
+from tests.hub_fixtures import RunningHub, commit_file
+
+pytest_plugins = ["tests.hub_plugin"]
+
+FACTS, OLD = (RepositoryName(type="dataset", owner="local", name=name) for name in ("facts", "old"))
+EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
+AUTHOR = {
+    f"GIT_{who}_{what}": value
+    for who in ("AUTHOR", "COMMITTER")
+    for what, value in (("NAME", "Ada"), ("EMAIL", "ada@example.org"))
+}
+
+
+class Folder:
+    """The repositories of a hub that is not served, with one commit in `local/facts`."""
+
+    def __init__(self, root: Path) -> None:
+        self.database = open_database(root / "hub.sqlite")
+        self.log = EventLog(
+            database=self.database, hub_url="http://hub", metrics=HubMetrics(), wake=lambda: None
+        )
+        self.repositories = Repositories(root)
+        self.repositories.clear_leftovers()
+        self.first = self.create(FACTS)
+        tree = git(self.first.folder, "mktree").decode().strip()
+        assert tree == EMPTY_TREE
+        commit = git(self.first.folder, "commit-tree", tree, "-m", "one", extra=AUTHOR)
+        git(self.first.folder, "update-ref", "refs/heads/main", commit.decode().strip())
+        record_ref_changes(self.first, self.log)
+
+    def create(self, name: RepositoryName) -> Repository:
+        with self.database.write() as connection, ExitStack() as undo:
+            created = self.repositories.create(connection, name, private=True, on_error=undo)
+            undo.pop_all()
+        return created
+
+    def find(self, name: RepositoryName = FACTS) -> Repository:
+        with self.database.read() as connection:
+            return self.repositories.find(connection, name)
+
+    def replace(self) -> Repository:
+        """Moves `local/facts` away, and creates an empty one in its place."""
+        with self.database.write() as connection, ExitStack() as undo:
+            self.repositories.move(connection, self.first, OLD, on_error=undo)
+            undo.pop_all()
+        return self.create(FACTS)
+
+    async def is_waited_for(self) -> None:
+        lock = self.repositories._locks[self.first.id]
+        async with asyncio.timeout(30):
+            while not lock._waiters:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.001)
+
+    def changes(self) -> list[tuple[str, str | None]]:
+        """The repository and the new commit of each event of a ref."""
+        with self.database.read() as connection:
+            rows = connection.execute(events.select().order_by(events.c.seq))
+            return [(row.repository_id, row.new_sha) for row in rows]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    folder = Folder(tmp_path)
+    yield folder
+    folder.database.close()
+
+
+def test_a_name_that_came_to_mean_another_repository_is_looked_up_again(folder: Folder) -> None:
+    async def race() -> tuple[Repository, Repository]:
+        async def wait() -> Repository:
+            async with folder.repositories.locked(folder.find) as repository:
+                return repository
+
+        async with folder.repositories.locked(folder.find):
+            waiting = asyncio.create_task(wait())
+            await folder.is_waited_for()
+            other = folder.replace()
+        return await waiting, other
+
+    found, other = asyncio.run(race())
+    assert found == other != folder.first
+
+
+def test_a_move_and_a_create_make_no_event_of_a_ref(folder: Folder) -> None:
+    before = folder.changes()
+    assert len(before) == 1
+
+    async def race() -> None:
+        async with folder.repositories.locked(folder.find):
+            reconciling = asyncio.create_task(reconcile(folder.repositories, folder.log))
+            await folder.is_waited_for()
+            folder.replace()
+        await reconciling
+
+    asyncio.run(race())
+    assert folder.changes() == before
+
+
+@contextlib.contextmanager
+def commits_fail(hub: RunningHub) -> Iterator[None]:
+    """Every transaction that stores an event fails at its commit."""
+    with contextlib.closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
+        database.executescript(
+            "CREATE TABLE lost (id REFERENCES repositories (id) DEFERRABLE INITIALLY DEFERRED);"
+            "CREATE TRIGGER lose AFTER INSERT ON events BEGIN INSERT INTO lost VALUES ('x'); END;"
+        )
+        yield
+        database.executescript("DROP TRIGGER lose; DROP TABLE lost;")
+
+
+def test_a_failed_commit_creates_nothing(hub: RunningHub) -> None:
+    with commits_fail(hub):
+        body = {"name": "facts", "type": "dataset"}
+        assert hub.request("POST", "/api/repos/create", json=body).status_code == 500
+        assert not list(hub.root.glob("repos/*/*/*"))
+        assert not list((hub.root / "incoming").iterdir())
+    hub.create_dataset("local/facts")
+
+
+def test_a_failed_commit_moves_nothing(hub: RunningHub, worktree: Path) -> None:
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=worktree)
+    with commits_fail(hub):
+        body = {"fromRepo": "local/facts", "toRepo": "local/other", "type": "dataset"}
+        assert hub.request("POST", "/api/repos/move", json=body).status_code == 500
+    assert hub.api.dataset_info("local/facts").sha == sha
+    hub.api.move_repo("local/facts", "local/other", repo_type="dataset")
+    assert hub.api.dataset_info("local/other").sha == sha

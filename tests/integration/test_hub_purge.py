@@ -1,0 +1,318 @@
+"""`pipeline hub gc` and `pipeline hub purge`: what nothing needs goes, and what must go is gone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import delete
+from typer.testing import CliRunner, Result
+
+from jobs.outcome import JobOutcome
+from jobs.spec import JobSpec, RevisionRange
+from jobs.store import JobStore
+from pipeline.cli.main import app
+from pipeline.hub import schema
+from pipeline.hub.state_folder import stopped_hub
+from pipeline.job_store import open_job_store
+from pipeline.paths import Home
+from pipeline.settings import load_settings
+from serving.weights import release_store
+from serving.weights.release import RELEASE_FILE, Lineage, Release
+from tests.hub_fixtures import (
+    SECRET_KEY,
+    TOKEN,
+    RunningHub,
+    commit_file,
+    run_git,
+    running_hub,
+    wait_until,
+)
+from tests.ports import free_ports
+
+SECRET = "the secret row that was pushed by mistake"
+SLOW_GIT = """\
+#!/bin/sh
+case " $* " in *" repack "*) touch {reached}; exec sleep 600;; esac
+exec {git} "$@"
+"""
+
+
+class Place:
+    """A state folder, a clone, and three commits, of which the last two were pushed away again."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.home = root, Home(root / "state")
+        self.folder = self.home.hub_dir / "repos/datasets/local/facts.git"
+        self.worktree = root / "clone"
+        with self.hub() as hub:
+            url = hub.create_dataset("local/facts")
+            hub.git("init", "-q", str(self.worktree), cwd=root)
+            hub.git("remote", "add", "origin", url, cwd=self.worktree)
+            self.good = self.push(hub, "rows.jsonl", "good")
+            self.bad = self.push(hub, "rows.jsonl", SECRET)
+            self.after = self.push(hub, "more.jsonl", "after")
+            self.blob = hub.git("rev-parse", f"{self.bad}:rows.jsonl", cwd=self.worktree)
+
+    @contextmanager
+    def hub(self, **options: Any) -> Iterator[RunningHub]:
+        with (
+            running_hub(self.home.hub_dir, **options) as hub,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("PIPELINE_HUB__PORT", str(hub.settings.port))
+            if self.worktree.exists():  # this hub is on another port
+                url = f"{hub.url}/datasets/local/facts"
+                hub.git("remote", "set-url", "origin", url, cwd=self.worktree)
+            yield hub
+
+    def push(self, hub: RunningHub, file: str, content: str) -> str:
+        sha = commit_file(hub, self.worktree, file, content)
+        hub.git("push", "-q", "origin", "main", cwd=self.worktree)
+        return sha
+
+    def push_away(self, hub: RunningHub) -> None:
+        hub.git("reset", "-q", "--hard", self.good, cwd=self.worktree)
+        hub.git("push", "-q", "--force", "origin", "main", cwd=self.worktree)
+
+    def git(self, *arguments: str, check: bool = True) -> str:
+        git_dir = ("--git-dir", str(self.folder))
+        return run_git(*git_dir, *arguments, cwd=self.root, env=dict(os.environ), check=check)
+
+    def has(self, sha: str) -> bool:
+        return "fatal" not in self.git("cat-file", "-t", sha, check=False)
+
+    def holds_the_secret(self) -> list[str]:
+        found = [
+            str(path.relative_to(self.home.root))
+            for path in self.home.root.rglob("*")
+            if path.is_file() and SECRET.encode() in path.read_bytes()
+        ]
+        return found + [sha for sha in (self.bad, self.after, self.blob) if self.has(sha)]
+
+    def run_job(self, store: JobStore, sha: str, result: str = "promoted") -> str:
+        """A job of the commit, whose folder and whose downloads hold its rows."""
+        range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
+        spec = JobSpec(command=("true",), pipeline="facts", revisions=range)
+        job = store.submit(spec).job
+        assert store.claim("me", 60) is not None
+        folder = self.home.jobs_dir / job.id
+        folder.mkdir()
+        (folder / "spec.json").write_text(spec.model_dump_json())
+        (folder / "log.txt").write_text(SECRET if sha == self.bad else "words")
+        reason = f"not learned: {SECRET}" if sha == self.bad else None
+        outcome = JobOutcome.model_validate({"result": result, "reason": reason})
+        store.finish(job.id, "me", outcome)
+        return job.id
+
+    def release(self, number: int, revision: str, parent: str | None = None) -> str:
+        release = Release(
+            id=f"r{number:06d}-00000000",
+            pipeline="facts",
+            created_at="2026-01-01T00:00:00Z",
+            lineage=Lineage(dataset="local/facts", dataset_revision=revision, parent=parent),
+            files={},
+            tensors={},
+        )
+        folder = self.home.releases_dir / "facts" / release.id
+        folder.mkdir(parents=True)
+        (folder / RELEASE_FILE).write_text(release.model_dump_json())
+        return release.id
+
+    def leave_traces(self) -> None:
+        cache = self.home.snapshots_dir / "facts"
+        for file in (
+            cache / "tokens.npz",
+            cache / "followed.json",
+            cache / "datasets--local--facts/blobs/1",
+            self.home.snapshots_dir / "facts-of-the-old-name/tokens.npz",
+            self.home.snapshots_dir
+            / f"facts-of-the-old-name/datasets--local--before/snapshots/{self.bad}/rows.jsonl",
+        ):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(SECRET)
+        other = self.home.snapshots_dir / "lore" / "datasets--local--lore/snapshots/1/rows.jsonl"
+        other.parent.mkdir(parents=True)
+        other.write_text("other rows")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    home = tmp_path / "state"
+    home.mkdir()
+    (tmp_path / "pipeline.toml").write_text(
+        '[[pipelines]]\nname = "facts"\ndataset = "local/facts"\n'
+    )
+    tokens = {"hub": TOKEN, "admin": "a", "webhook": "w", "key": SECRET_KEY.decode()}
+    (home / "tokens.json").write_text(json.dumps(tokens))
+    monkeypatch.setenv("PIPELINE_HOME", str(home))
+    monkeypatch.setenv("PIPELINE_SETTINGS", str(tmp_path / "pipeline.toml"))
+    monkeypatch.setenv("PIPELINE_HUB__PORT", str(*free_ports(1)))
+    return Place(tmp_path)
+
+
+def pipeline(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["hub", *arguments])
+
+
+def purged(sha: str, *arguments: str) -> str:
+    result = pipeline("purge", "local/facts", sha, "--yes", *arguments)
+    assert result.exit_code == 0, result.exception
+    return result.stdout
+
+
+def refused(sha: str, *arguments: str) -> str:
+    error = pipeline("purge", "local/facts", sha, "--yes", *arguments).exception
+    assert error is not None and not isinstance(error, SystemExit), error
+    return str(error)
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
+    place: Place, is_up: bool
+) -> None:
+    place.leave_traces()
+    with open_job_store(load_settings(), place.home) as store:
+        good, bad = (place.run_job(store, sha) for sha in (place.good, place.bad))
+    ids = [place.release(1, place.good), place.release(2, place.bad)]
+    ids.append(place.release(3, place.good, parent=ids[1]))
+    with place.hub() as hub:
+        assert "refs/heads/main of the dataset local/facts still leads to" in refused(place.bad)
+        place.push_away(hub)
+        # As a collection of git leaves it: in a pack of objects that no branch leads to.
+        place.git("gc", "-q")
+        if is_up:
+            said = purged(place.bad)
+    if not is_up:
+        said = purged(place.bad)
+    assert f"{place.bad} is gone from the dataset local/facts: 2 commits, 1 folders" in said
+    assert place.holds_the_secret() == []
+    assert [line for line in said.splitlines() if line.startswith("release ")] == [
+        f"release {ids[1]} of facts was trained on it",
+        f"release {ids[2]} of facts went on from a release that was trained on it",
+    ]
+    assert all((place.home.releases_dir / "facts" / id).is_dir() for id in ids)
+    assert (place.home.jobs_dir / good).is_dir()
+    assert (place.home.snapshots_dir / "lore" / "datasets--local--lore").is_dir()
+    with open_job_store(load_settings(), place.home) as store:
+        outcome = store.get(bad).outcome
+        assert outcome is not None and outcome.reason is not None
+        assert "was purged" in outcome.reason
+    assert place.git("rev-parse", "refs/heads/main") == place.good
+    assert "it had none of them" in purged(place.bad), "it may be run again"
+    with place.hub() as hub:
+        assert place.push(hub, "rows.jsonl", "better")
+
+
+def test_what_lay_before_the_purged_commit_is_kept_as_it_was(place: Place) -> None:
+    with place.hub() as hub:
+        hub.git("checkout", "-q", "--orphan", "anew", cwd=place.worktree)
+        fresh = commit_file(hub, place.worktree, "rows.jsonl", "fresh")
+        hub.git("push", "-q", "--force", "origin", "anew:main", cwd=place.worktree)
+        assert place.git("for-each-ref", "--format=%(refname)", "refs/keep/").split() == [
+            f"refs/keep/{place.after}"
+        ]
+    purged(place.bad)
+    assert place.holds_the_secret() == []
+    assert place.has(place.good) and place.has(fresh)
+    place.git("gc", "-q", "--prune=now")
+    assert place.has(place.good)
+
+
+def test_a_purge_that_is_killed_is_run_again(place: Place, tmp_path: Path) -> None:
+    place.leave_traces()
+    with place.hub() as hub:
+        place.push_away(hub)
+    shim, reached, git = tmp_path / "bin" / "git", tmp_path / "reached", shutil.which("git")
+    shim.parent.mkdir()
+    shim.write_text(SLOW_GIT.format(reached=reached, git=git))
+    shim.chmod(0o755)
+    command = [sys.executable, "-m", "pipeline", "hub", "purge", "local/facts", place.bad, "--yes"]
+    environment = {**os.environ, "PATH": f"{shim.parent}{os.pathsep}{os.environ['PATH']}"}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        wait_until(lambda: reached.exists() or process.poll() is not None)
+        assert process.poll() is None
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert place.has(place.bad)
+    assert "is gone" in purged(place.bad)
+    assert place.holds_the_secret() == []
+
+
+def test_releases_go_if_told_and_a_served_one_keeps_all_as_it_is(place: Place) -> None:
+    place.leave_traces()
+    with place.hub() as hub:
+        place.push_away(hub)
+    folder = place.home.releases_dir / "facts"
+    ids = [place.release(1, place.good), place.release(2, place.bad)]
+    ids.append(place.release(3, place.good, parent=ids[1]))
+    release_store.set_current(folder, ids[2])
+    before = place.holds_the_secret()
+    assert f"{ids[2]} is not removed, because it is served" in refused(place.bad, "--releases")
+    assert place.holds_the_secret() == before
+    assert release_store.release_ids(folder) == ids
+    release_store.set_current(folder, ids[0])
+    purged(place.bad, "--releases")
+    assert release_store.release_ids(folder) == ids[:1]
+    assert place.holds_the_secret() == []
+
+
+def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
+    with place.hub() as hub:
+        place.push_away(hub)
+    with open_job_store(load_settings(), place.home) as store:
+        for sha in (place.good, place.bad):
+            range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=sha)
+            job = store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range)).job
+            if sha == place.good:
+                assert store.claim("me", 60) is not None
+                runs = job.id
+        words = refused(place.bad)
+        assert f"{job.id} (SCHEDULING), {runs} (RUNNING) would read what is removed" in words
+        store.cancel(job.id)
+        store.finish(runs, "me", None)
+    purged(place.bad)
+    assert place.holds_the_secret() == []
+
+
+def test_what_is_no_commit_is_refused(place: Place) -> None:
+    assert "give all 40 characters" in refused("main")
+    assert "is a blob: give the sha of the commit" in refused(place.blob)
+
+
+def forget_events(place: Place) -> None:
+    """As the hub does when they are old."""
+    with stopped_hub(place.home.hub_dir) as (database, _), database.write() as connection:
+        connection.execute(delete(schema.events))
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
+    with place.hub() as hub:
+        place.push_away(hub)
+    assert "0 commits are kept no longer" in pipeline("gc").stdout
+    assert place.has(place.after), "an event names it"
+    forget_events(place)
+    with place.hub():
+        assert "0 commits are kept no longer" in pipeline("gc").stdout
+        assert place.has(place.after), "this hub was not told what is needed"
+    needed = place.release(1, place.bad)
+    # The release needs a commit that only the ref of a later one leads to.
+    assert "1 commits are kept no longer" in pipeline("gc").stdout
+    assert (place.has(place.bad), place.has(place.after)) == (True, False)
+    release_store.remove(place.home.releases_dir / "facts", needed)
+    if is_up:
+        with place.hub(needed_commits=set):
+            assert "1 commits are kept no longer" in pipeline("gc").stdout
+    else:
+        assert "1 commits are kept no longer" in pipeline("gc").stdout
+    assert not place.has(place.bad) and place.has(place.good)
