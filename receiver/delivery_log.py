@@ -1,4 +1,5 @@
-"""Stores acknowledged deliveries until their handler has succeeded, in one SQLite file.
+"""Stores acknowledged deliveries until their handler has succeeded, in one SQLite file. A delivery
+that was given up stays there too, as a dead letter.
 
 A delivery is on disk before its sender gets an answer. Headers that carry a proof are never
 written.
@@ -32,8 +33,10 @@ _PROOF_HEADERS = {
     "x-webhook-secret",
 }
 
-_SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _SCHEMA = f"""
+BEGIN IMMEDIATE;
+{{added}}
 CREATE TABLE IF NOT EXISTS deliveries (
     path TEXT NOT NULL,
     id TEXT NOT NULL,
@@ -41,12 +44,28 @@ CREATE TABLE IF NOT EXISTS deliveries (
     body BLOB NOT NULL,
     received_at REAL NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
-    due_at REAL,  -- NULL once its handler succeeded
+    due_at REAL,  -- NULL once its handler succeeded, or was given up
+    repository TEXT,  -- deliveries of one repository are handled one after another
+    died_at REAL,  -- when it was given up
+    failure TEXT,  -- how the last call failed
     PRIMARY KEY (path, id)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS deliveries_due ON deliveries (due_at) WHERE due_at IS NOT NULL;
-PRAGMA user_version = {_SCHEMA_VERSION};
+CREATE INDEX IF NOT EXISTS deliveries_of_repository
+    ON deliveries (path, repository) WHERE due_at IS NOT NULL;
+CREATE INDEX IF NOT EXISTS deliveries_dead ON deliveries (died_at) WHERE died_at IS NOT NULL;
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
 """
+_ADDED = {"repository": "TEXT", "died_at": "REAL", "failure": "TEXT"}
+"""Columns that the first version did not have."""
+
+
+REVIVED = (
+    "due_at = iif(died_at IS NULL, due_at, {now}), attempts = iif(died_at IS NULL, attempts, 0),"
+    " died_at = NULL"
+)
+"""What an UPDATE sets to have a dead letter handled again, with all its calls before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +74,8 @@ class NewDelivery:
     id: str
     headers: dict[str, str]
     body: bytes
+    repository: str | None = None
+    """None for a delivery that waits for no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +86,20 @@ class StoredDelivery(NewDelivery):
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerResult:
-    """How one call of a delivery's handler ended."""
+    """How one call of a delivery's handler ended. It succeeded if both times are None."""
 
     path: str
     id: str
-    due_at: float | None
-    """When to call the handler again; None if the call succeeded."""
+    due_at: float | None = None
+    """When to call the handler again."""
+    died_at: float | None = None
+    """When the delivery was given up."""
+    failure: str | None = None
+    """How the call failed, in a few words."""
+
+    @property
+    def succeeded(self) -> bool:
+        return self.due_at is None and self.died_at is None
 
 
 class DeliveryLog:
@@ -95,8 +124,8 @@ class DeliveryLog:
         try:
             version = _version(path)
             self._connection = _connect(path, synchronous="NORMAL")
-            if version < _SCHEMA_VERSION:
-                self._connection.executescript(_SCHEMA)
+            if version < SCHEMA_VERSION:
+                self._connection.executescript(_SCHEMA.format(added=_added(self._connection)))
             self._synced = _connect(path, synchronous="FULL")
         except sqlite3.Error as error:
             self._lock.release()
@@ -122,18 +151,20 @@ class DeliveryLog:
         known = self._known(keys)
         # Use one statement for all rows, because each call releases the interpreter lock, and a
         # busy event loop takes long to give the lock back.
-        rows = ", ".join(["(?, ?, ?, ?, ?, ?)"] * len(deliveries))
+        rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced.execute(
-            "INSERT INTO deliveries (path, id, headers, body, received_at, due_at)"
+            "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
             f" VALUES {rows}"
             # A sender that repeats a delivery may repeat it again, so count KEPT_SECONDS from now.
-            " ON CONFLICT DO UPDATE SET received_at = excluded.received_at",
+            " ON CONFLICT DO UPDATE SET received_at = excluded.received_at,"
+            # Whoever sends a dead letter again wants it handled.
+            f" {REVIVED.format(now='excluded.due_at')}",
             [
                 value
                 for delivery in deliveries
                 for value in (
                     *(delivery.path, delivery.id, _stored(delivery.headers), delivery.body),
-                    *(now, now),
+                    *(delivery.repository, now, now),
                 )
             ],
         )
@@ -154,44 +185,64 @@ class DeliveryLog:
         )
         return set(found)
 
-    def due(self, now: float, paths: Collection[str]) -> list[StoredDelivery]:
-        """Up to 100 deliveries to these paths whose handler must be called now, oldest first."""
+    def due(
+        self, now: float, paths: Collection[str], busy: Collection[tuple[str, str]] = ()
+    ) -> list[StoredDelivery]:
+        """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
+
+        Deliveries of one repository come in the order of their arrival: none comes while an earlier
+        one waits for its next call, or while its path and repository are `busy`.
+        """
         if not paths:
             return []
+        is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
             # Name the index, because SQLite would choose the index on `path` and scan every row
             # that is already handled.
-            "SELECT path, id, headers, body, attempts FROM deliveries INDEXED BY deliveries_due"
-            f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))})"
-            " ORDER BY due_at, received_at LIMIT 100",
-            (now, *paths),
+            "SELECT path, id, headers, body, repository, attempts"
+            " FROM deliveries AS mine INDEXED BY deliveries_due"
+            f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))}){is_busy}"
+            " AND NOT EXISTS (SELECT 1 FROM deliveries AS earlier"
+            " WHERE earlier.path = mine.path AND earlier.repository = mine.repository"
+            " AND earlier.due_at > ? AND earlier.rowid < mine.rowid)"
+            " ORDER BY rowid LIMIT 100",
+            (now, *paths, *(part for line in busy for part in line), now),
         )
         return [
             StoredDelivery(
-                path=path, id=id, headers=json.loads(headers), body=body, attempts=attempts
+                path=path,
+                id=id,
+                headers=json.loads(headers),
+                body=body,
+                repository=repository,
+                attempts=attempts,
             )
-            for path, id, headers, body, attempts in rows
+            for path, id, headers, body, repository, attempts in rows
         ]
 
     def settle(self, calls: Sequence[HandlerResult]) -> None:
         """Store how calls ended. Only the path and the id of a handled delivery stay, to recognise
-        a repeat.
+        a repeat. A delivery whose call failed for the last time is kept whole, as a dead letter.
 
         A power cut may undo this, and the handler is then called again. The death of this process
         does not undo it.
         """
-        handled = [(call.path, call.id) for call in calls if call.due_at is None]
-        failed = [(call.due_at, call.path, call.id) for call in calls if call.due_at is not None]
+        failed = [
+            (call.due_at, call.died_at, call.failure, call.path, call.id)
+            for call in calls
+            if not call.succeeded
+        ]
+        handled = [(call.path, call.id) for call in calls if call.succeeded]
         self._connection.execute("BEGIN IMMEDIATE")
         with self._connection:
             self._connection.executemany(
-                "UPDATE deliveries SET due_at = NULL, headers = '{}', body = x''"
+                "UPDATE deliveries SET due_at = NULL, headers = '{}', body = x'', failure = NULL"
                 " WHERE path = ? AND id = ?",
                 handled,
             )
             self._connection.executemany(
-                "UPDATE deliveries SET due_at = ?, attempts = attempts + 1"
-                " WHERE path = ? AND id = ?",
+                "UPDATE deliveries SET due_at = ?, died_at = ?, failure = ?,"
+                " attempts = attempts + 1 WHERE path = ? AND id = ?",
                 failed,
             )
 
@@ -204,10 +255,21 @@ class DeliveryLog:
         return due_at
 
     def forget(self, now: float) -> None:
-        """Delete handled deliveries that have not arrived again for `KEPT_SECONDS`."""
+        """Delete handled deliveries that have not arrived again for `KEPT_SECONDS`, and dead
+        letters that died that long ago."""
+        before = now - KEPT_SECONDS
         self._connection.execute(
-            "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?", (now - KEPT_SECONDS,)
+            "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?"
+            " AND (died_at IS NULL OR died_at < ?)",
+            (before, before),
         )
+
+
+def _added(connection: sqlite3.Connection) -> str:
+    """The statements that give a table of the first version its new columns."""
+    present = {row[1] for row in connection.execute("PRAGMA table_info(deliveries)")}
+    missing = {} if not present else {k: v for k, v in _ADDED.items() if k not in present}
+    return "".join(f"ALTER TABLE deliveries ADD COLUMN {k} {v};" for k, v in missing.items())
 
 
 def _version(path: Path) -> int:
@@ -222,10 +284,10 @@ def _version(path: Path) -> int:
         # The process that created the file was killed during its first write. Only a connection
         # that may write can roll that write back.
         version = _read_version(path, "rw")
-    if version > _SCHEMA_VERSION:
+    if version > SCHEMA_VERSION:
         raise ReceiverError(
             f"{path} has schema {version}, but the newest schema that this release knows is"
-            f" {_SCHEMA_VERSION}: a newer release wrote the file. The file was not changed."
+            f" {SCHEMA_VERSION}: a newer release wrote the file. The file was not changed."
             " Upgrade hotpush, or set `deliveries_path` to another file."
         )
     return version

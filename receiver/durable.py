@@ -1,7 +1,10 @@
-"""Calls durable handlers after the sender was answered, and calls them again until they succeed.
+"""Calls durable handlers after the sender was answered, and calls them again until they succeed or
+are given up.
 
 A handler is called at least once for each delivery: if it was running when the process died, it is
-called again.
+called again. Events of one repository are handled in the order of their arrival: while one waits
+for its next call, those after it wait too. After `MAX_ATTEMPTS` calls it is a dead letter
+(`receiver/dead_letters.py`), and they go on.
 """
 
 import asyncio
@@ -9,7 +12,6 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -20,6 +22,7 @@ from starlette.types import ASGIApp, Message
 from receiver.batching import Batches
 from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery, StoredDelivery
 from receiver.errors import WorkerNotRunning
+from receiver.lines import Line, Lines, line_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +31,11 @@ _logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 8
 LONGEST_PAUSE_SECONDS = 600.0
+MAX_ATTEMPTS = 20
+"""With the pauses between them, about two hours."""
+LOOK_SECONDS = 5.0
+"""How soon a dead letter is handled that another process has put in line again."""
+FAILURE_CHARACTERS = 500
 FORGET_SECONDS = 3600.0
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
 """Senders that wait for an answer have priority over handlers. Handlers are called once no delivery
@@ -54,9 +62,11 @@ class DurableDeliveries:
         self._known: set[tuple[str, str]] = set()
         """Path and id of each delivery that waits for a call or is being handled, or whose result
         is not stored yet."""
-        self._waiting: deque[StoredDelivery] = deque()
+        self._lines = Lines()
         self._running: set[asyncio.Task[None]] = set()
         self._results: list[HandlerResult] = []
+        self._failed: dict[tuple[str, str], Line] = {}
+        """Path and id of each delivery whose failure is not stored yet, and its line."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
         """Add a handler. Any thread may call this, also while handlers run. Raises what `open`
@@ -73,7 +83,9 @@ class DurableDeliveries:
         if self._handlers:
             self._opened()
 
-    async def accept(self, path: str, id: str, headers: dict[str, str], body: bytes) -> bool:
+    async def accept(
+        self, path: str, id: str, headers: dict[str, str], body: bytes, repository: str
+    ) -> bool:
         """Store the delivery; returns whether it is new. Raises `WorkerNotRunning`."""
         if self._loop is None:
             raise WorkerNotRunning(
@@ -81,7 +93,7 @@ class DurableDeliveries:
                 " server must enter the server's lifespan, as in"
                 " FastAPI(lifespan=server.lifespan)."
             )
-        delivery = NewDelivery(path=path, id=id, headers=headers, body=body)
+        delivery = NewDelivery(path=path, id=id, headers=headers, body=body, repository=repository)
         return await self._batches.add(delivery)
 
     async def _store(self, deliveries: Sequence[NewDelivery]) -> Sequence[bool]:
@@ -117,13 +129,14 @@ class DurableDeliveries:
                 if late:
                     await asyncio.wait(late)
             self._known.clear()
-            self._waiting.clear()
+            self._lines.clear()
             self._loop = None
             if self._log is not None:
                 try:
                     self._log.settle(self._results)
                 finally:
                     self._results = []
+                    self._failed = {}
                     self._log.close()
                     self._log = None
 
@@ -144,7 +157,7 @@ class DurableDeliveries:
 
     async def _call_due_handlers(self) -> None:
         forget_at = 0.0
-        waiting = self._waiting
+        lines = self._lines
         while not self._is_stopping:
             self._wake.clear()
             log = self._log
@@ -159,19 +172,20 @@ class DurableDeliveries:
                 await self._in_thread(log.forget, now)
                 forget_at = now + FORGET_SECONDS
             await self._settle(log)
-            if not waiting:
-                waiting.extend(await self._next(log, now))
-            while waiting and len(self._running) < MAX_RUNNING:
-                task = asyncio.create_task(self._handle(waiting.popleft()))
+            if not lines.has_next():
+                lines.extend(await self._next(log, now))
+            while len(self._running) < MAX_RUNNING and (delivery := lines.take()) is not None:
+                task = asyncio.create_task(self._handle(delivery))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
-            if waiting:
+            if lines.has_next():
                 await self._wake.wait()
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
             # A new delivery sets `_wake`, and so do a handler that ends and a stop.
+            look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(forget_at, next_due_at or forget_at) - now):
+                async with asyncio.timeout(look_at - now):
                     await self._wake.wait()
 
     async def _settle(self, log: DeliveryLog) -> None:
@@ -180,39 +194,68 @@ class DurableDeliveries:
             await self._in_thread(log.settle, results)
             del self._results[: len(results)]
             self._known.difference_update((call.path, call.id) for call in results)
+            for line in [self._failed.pop((call.path, call.id), None) for call in results]:
+                if line is not None:
+                    self._lines.leave(line)
 
     async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
         found = [
             delivery
-            for delivery in await self._in_thread(log.due, now, list(self._handlers))
+            for delivery in await self._in_thread(
+                log.due, now, list(self._handlers), self._lines.busy_repositories()
+            )
             if (delivery.path, delivery.id) not in self._known
         ]
         self._known.update((delivery.path, delivery.id) for delivery in found)
         return found
 
     async def _handle(self, delivery: StoredDelivery) -> None:
+        failure = None
         try:
             status = await _call(self._handlers[delivery.path], delivery)
-        except Exception:
+            if status >= 300:
+                failure = f"answered {status}"
+        except Exception as error:
             # A handler may raise anything. Its delivery is tried again; the traceback is logged.
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
-            status = 500
-        due_at = None
-        if status >= 300:
-            # Limit the exponent too, because 2.0 ** 1024 raises OverflowError.
-            pause = min(2.0 ** min(delivery.attempts, 30), LONGEST_PAUSE_SECONDS)
-            due_at = time.time() + pause
-            _logger.warning(
-                "%s answered %d to delivery %s; next call in %.0f s",
-                *(delivery.path, status, delivery.id, pause),
-            )
-        self._results.append(HandlerResult(path=delivery.path, id=delivery.id, due_at=due_at))
+            failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
+        key, line = (delivery.path, delivery.id), line_of(delivery)
+        if failure is None:
+            self._results.append(HandlerResult(path=delivery.path, id=delivery.id))
+            self._lines.leave(line)
+        else:
+            self._results.append(_failed(delivery, failure))
+            # What comes after it must not overtake it: it waits until the failure is stored.
+            self._failed[key] = line
+            dropped = self._lines.drop(line)
+            self._known.difference_update((each.path, each.id) for each in dropped)
         self._wake.set()
 
     async def _in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await anyio.to_thread.run_sync(
             lambda: call(*args, **kwargs), limiter=self._one_thread
         )
+
+
+def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
+    made = delivery.attempts + 1
+    if made >= MAX_ATTEMPTS:
+        _logger.error(
+            "%s: delivery %s is given up after %d calls (%s); `pipeline receiver replay` has it"
+            " handled again",
+            *(delivery.path, delivery.id, made, failure),
+        )
+        return HandlerResult(
+            path=delivery.path, id=delivery.id, died_at=time.time(), failure=failure
+        )
+    pause = min(2.0**delivery.attempts, LONGEST_PAUSE_SECONDS)
+    _logger.warning(
+        "%s failed on delivery %s (%s); next call in %.0f s",
+        *(delivery.path, delivery.id, failure, pause),
+    )
+    return HandlerResult(
+        path=delivery.path, id=delivery.id, due_at=time.time() + pause, failure=failure
+    )
 
 
 async def _call(handler: ASGIApp, delivery: StoredDelivery) -> int:

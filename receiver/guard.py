@@ -137,7 +137,7 @@ class RequestGuard:
         self, durable: DurableDeliveries, request: Request, event: bytes
     ) -> JSONResponse:
         try:
-            WebhookPayload.model_validate_json(event)
+            repo = WebhookPayload.model_validate_json(event).repo
         except ValidationError as error:
             # Refuse the event now, while the sender still waits for an answer. If it were stored,
             # every call of the handler would fail.
@@ -147,7 +147,9 @@ class RequestGuard:
         id: str = request.state.delivery_id
         try:
             headers = {**request.headers, **_headers_of(event)}
-            is_new = await durable.accept(self.path, id, headers, event)
+            is_new = await durable.accept(
+                self.path, id, headers, event, repository=f"{repo.type}/{repo.name}"
+            )
         except WorkerNotRunning as refusal:
             _logger.error("%s: %s", self.path, refusal)
             return JSONResponse({"error": str(refusal)}, status_code=refusal.status_code)

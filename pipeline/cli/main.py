@@ -11,6 +11,7 @@ from pipeline.cli import (
     data,
     hub_commands,
     jobs,
+    receiver_commands,
     releases,
     services,
     webhook_activity,
@@ -48,7 +49,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(releases.app, name="releases")
 app.add_typer(hub_commands.app, name="hub")
-app.command()(services.receiver)
+app.add_typer(receiver_commands.app, name="receiver")
 app.command()(services.serve)
 
 

@@ -14,6 +14,7 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
+    from pipeline.settings import Settings
     from serving.engine import Engine
     from serving.settings import ServingSettings
 
@@ -51,18 +52,9 @@ def hub(host: str | None, port: int | None) -> None:
 
 
 def receiver(
-    host: HostOption = None,
-    port: PortOption = None,
-    tunnel: Annotated[
-        str | None,
-        typer.Option(help="ssh://user@host[:port], or a command that prints a public URL."),
-    ] = None,
-    public_url: Annotated[
-        str | None,
-        typer.Option(help="The URL at which senders reach the receiver without a tunnel."),
-    ] = None,
+    host: str | None, port: int | None, tunnel: str | None, public_url: str | None
 ) -> None:
-    """Run the webhook receiver, which starts retraining jobs, on port 7860 by default."""
+    """Run the webhook receiver."""
     from pipeline.job_store import open_job_store
     from pipeline.logs import log_to_stderr
     from pipeline.rules import retrain_rules
@@ -79,8 +71,8 @@ def receiver(
     log_to_stderr(settings.logs, "receiver")
     tokens = load_tokens(home.tokens_file)
     receiver_settings = {
-        "deliveries_path": home.root / "receiver.db",
         **settings.receiver.model_dump(exclude_unset=True),
+        "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
     # When the public URL changes, webhooks on another hub are updated, with the user's own token.
@@ -101,6 +93,13 @@ def receiver(
             for sender in get_args(PushSender):
                 server.add_webhook(f"/retrain/{sender}", proof=sender, knows_repeats=True)(retrain)
         server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
+
+
+def deliveries_path(settings: "Settings", home: Home) -> Path:
+    """Where the receiver of the stack keeps the deliveries of durable handlers."""
+    if "deliveries_path" in settings.receiver.model_fields_set:
+        return settings.receiver.deliveries_path
+    return home.root / "receiver.db"
 
 
 def serve(

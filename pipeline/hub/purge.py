@@ -46,8 +46,10 @@ def plan_purge(repository: Repository, sha: str) -> Purge:
     commits = [sha]
     if leading:
         # Every commit on the way from these refs down to the purged one.
-        between = ("rev-list", "--ancestry-path", *leading.values(), f"^{sha}")
-        path = git(repository.folder, *between)
+        between = "\n".join([*leading.values(), f"^{sha}"])
+        path = git(
+            repository.folder, "rev-list", "--ancestry-path", "--stdin", stdin=between.encode()
+        )
         commits += path.decode().split()
     return Purge(commits=commits, refs=list(leading), is_there=True)
 
@@ -78,9 +80,11 @@ def _keep_parents(repository: Repository, planned: Purge) -> None:
     if not planned["is_there"]:
         return
     doomed = set(planned["commits"])
-    listed = ("rev-list", "--no-walk", "--parents", *planned["commits"])
-    lines = git(repository.folder, *listed).decode()
-    parents = {parent for line in lines.splitlines() for parent in line.split()[1:]} - doomed
+    commits = "\n".join(planned["commits"]).encode()
+    lines = git(repository.folder, "rev-list", "--no-walk", "--parents", "--stdin", stdin=commits)
+    parents = {
+        parent for line in lines.decode().splitlines() for parent in line.split()[1:]
+    } - doomed
     for parent in sorted(parents):
         leading = set(_refs_to(repository, parent)) - set(planned["refs"])
         if not leading:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from receiver.dead_letters import list_dead_letters, replay_dead_letters
 from receiver.delivery_log import KEPT_SECONDS, DeliveryLog, HandlerResult, NewDelivery
 from receiver.errors import ReceiverError
 from tests.receiver_fixtures import no_secret_in_the_environment  # noqa: F401
@@ -24,11 +25,11 @@ def test_a_file_of_a_newer_release_or_of_another_program_is_left_alone(tmp_path:
     path = tmp_path / "receiver.db"
     DeliveryLog(path).close()
     with contextlib.closing(sqlite3.connect(path)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (1,)
-        database.execute("PRAGMA user_version = 2")
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+        database.execute("PRAGMA user_version = 3")
     newer = path.read_bytes()
     for _ in range(2):
-        with pytest.raises(ReceiverError, match=r"receiver\.db has schema 2.*Upgrade hotpush"):
+        with pytest.raises(ReceiverError, match=r"receiver\.db has schema 3.*Upgrade hotpush"):
             DeliveryLog(path)
     assert path.read_bytes() == newer
     path.write_text("not a database " * 100)
@@ -46,6 +47,89 @@ def test_a_file_from_before_the_first_version_goes_on(tmp_path: Path) -> None:
         database.execute("PRAGMA user_version = 0")
     with contextlib.closing(DeliveryLog(path)) as log:
         assert [found.id for found in log.due(1000.0, ["/x"])] == ["d1"]
+
+
+FIRST_VERSION = """
+CREATE TABLE deliveries (
+    path TEXT NOT NULL,
+    id TEXT NOT NULL,
+    headers TEXT NOT NULL,
+    body BLOB NOT NULL,
+    received_at REAL NOT NULL,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    due_at REAL,
+    PRIMARY KEY (path, id)
+) STRICT;
+CREATE INDEX deliveries_due ON deliveries (due_at) WHERE due_at IS NOT NULL;
+INSERT INTO deliveries VALUES ('/x', 'd1', '{}', x'7b7d', 1000.0, 3, 1000.0);
+PRAGMA user_version = 1;
+"""
+
+
+def test_a_file_of_the_first_version_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.executescript(FIRST_VERSION)
+    for _ in range(2):
+        with contextlib.closing(DeliveryLog(path)) as log:
+            (found,) = log.due(1000.0, ["/x"])
+            assert (found.id, found.attempts, found.repository) == ("d1", 3, None)
+    assert list_dead_letters(path) == []
+
+
+def in_line(log: DeliveryLog, now: float, *busy: tuple[str, str]) -> list[str]:
+    return [found.id for found in log.due(now, ["/x", "/y"], busy)]
+
+
+def test_what_comes_after_a_failure_waits_and_what_is_elsewhere_does_not(tmp_path: Path) -> None:
+    with contextlib.closing(DeliveryLog(tmp_path / "receiver.db")) as log:
+        for place, (path, repository) in enumerate(
+            [("/x", "a"), ("/x", "a"), ("/x", "b"), ("/y", "a"), ("/x", None), ("/x", None)]
+        ):
+            new = NewDelivery(
+                path=path, id=f"d{place}", headers={}, body=b"{}", repository=repository
+            )
+            log.add([new], now=1000.0)
+        assert in_line(log, 1000.0) == ["d0", "d1", "d2", "d3", "d4", "d5"]
+        assert in_line(log, 1000.0, ("/x", "a"), ("/y", "b")) == ["d2", "d3", "d4", "d5"]
+        again = {"due_at": 1010.0, "failure": "answered 500"}
+        log.settle([HandlerResult(path="/x", id=id, **again) for id in ("d0", "d4")])  # type: ignore[arg-type]
+        assert in_line(log, 1009.0) == ["d2", "d3", "d5"]
+        assert in_line(log, 1010.0) == ["d0", "d1", "d2", "d3", "d4", "d5"]
+        # Given up: nothing waits for it any more.
+        log.settle([HandlerResult(path="/x", id="d0", died_at=1010.0, failure="no")])
+        assert in_line(log, 1009.0) == ["d1", "d2", "d3", "d5"]
+
+
+def test_a_dead_letter_is_kept_whole_until_it_is_handled_or_old(tmp_path: Path) -> None:
+    path = tmp_path / "receiver.db"
+    letter = NewDelivery(path="/x", id="d1", headers={}, body=b'{"a": 1}', repository="dataset/a")
+    died = HandlerResult(path="/x", id="d1", died_at=2000.0, failure="answered 500")
+    with contextlib.closing(DeliveryLog(path)) as log:
+        log.add([letter], now=1000.0)
+        log.settle([died])
+        (listed,) = list_dead_letters(path)
+        assert (listed.id, listed.repository, listed.body) == ("d1", "dataset/a", '{"a": 1}')
+        assert (listed.attempts, listed.died_at, listed.failure) == (1, 2000.0, "answered 500")
+        with pytest.raises(ReceiverError, match="'d2' is no dead letter"):
+            replay_dead_letters(path, ["d1", "d2"], now=3000.0)
+        assert in_line(log, 3000.0) == []
+        assert replay_dead_letters(path, ["d1"], now=3000.0) == ["d1"]
+        (again,) = log.due(3000.0, ["/x"])
+        assert (again.body, again.attempts) == (b'{"a": 1}', 0)
+        log.settle([died])
+        assert log.add([letter], now=4000.0) == [False], "it is known, and handled once more"
+        assert in_line(log, 4000.0) == ["d1"]
+        log.settle([died])
+        log.forget(2000.0 + KEPT_SECONDS)
+        assert len(list_dead_letters(path)) == 1
+        assert replay_dead_letters(path, None, now=5000.0) == ["d1"]
+        log.settle([HandlerResult(path="/x", id="d1")])
+        assert list_dead_letters(path) == [] and in_line(log, 9000.0) == []
+        log.add([NewDelivery(path="/x", id="d3", headers={}, body=b"{}")], now=1000.0)
+        log.settle([HandlerResult(path="/x", id="d3", died_at=2000.0, failure="no")])
+        log.forget(2001.0 + KEPT_SECONDS)
+        assert list_dead_letters(path) == []
 
 
 def test_a_file_whose_first_writer_was_killed_is_begun_again(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
+import json
 import queue
 import sqlite3
 import threading
@@ -15,8 +17,12 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
-from receiver.delivery_log import DeliveryLog, NewDelivery
+from pipeline.cli.main import app
+from receiver import durable
+from receiver.dead_letters import list_dead_letters
+from receiver.delivery_log import DeliveryLog, NewDelivery, StoredDelivery
 from receiver.errors import ReceiverError
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
@@ -98,9 +104,21 @@ def test_a_handler_that_failed_for_weeks_is_called_once_more(server: WebhooksSer
     with TestClient(server.app):
         await_that(lambda: calls)
     with contextlib.closing(DeliveryLog(path)) as log:
-        assert log.due(time.time(), ["/webhooks/x"]) == []
-        pause = (log.next_due_at(time.time()) or 0) - time.time()
-    assert 500 < pause <= 600
+        assert log.due(time.time() + 1000, ["/webhooks/x"]) == []
+    (letter,) = list_dead_letters(path)
+    assert (letter.id, letter.attempts) == ("d1", 5001)
+
+
+def test_the_pauses_between_the_calls_grow_to_ten_minutes() -> None:
+    delivery = StoredDelivery(path="/x", id="d1", headers={}, body=b"", attempts=0)
+    pauses = [
+        (durable._failed(dataclasses.replace(delivery, attempts=made), "no").due_at or 0)
+        - time.time()
+        for made in range(durable.MAX_ATTEMPTS)
+    ]
+    assert pauses[:10] == pytest.approx([2**made for made in range(10)], abs=1)
+    assert pauses[10:-1] == pytest.approx([600] * 9, abs=1)
+    assert pauses[-1] < 0, "it was the last one"
 
 
 @pytest.mark.parametrize("ends_in_time", [True, False])
@@ -201,10 +219,82 @@ def test_one_that_hangs_does_not_hold_up_the_others(server: WebhooksServer) -> N
 
     with TestClient(server.app, headers=SECRET) as client:
         for id in ("slow", "quick"):
-            client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": id})
+            client.post("/webhooks/x", json=update_of(id), headers={"Webhook-Id": id})
         await_that(lambda: done == ["quick"])
         may_end.set()
         await_that(lambda: done == ["quick", "slow"])
+
+
+def update_of(repository: str) -> dict[str, Any]:
+    payload = dataset_update()
+    payload["repo"] = {**payload["repo"], "name": f"acme/{repository}"}
+    return payload
+
+
+def test_events_of_one_repository_are_handled_in_their_order(server: WebhooksServer) -> None:
+    may_end, done = threading.Event(), []
+    failed: list[str] = []
+
+    @server.add_webhook(durable=True)
+    def x(payload: WebhookPayload, request: Request) -> None:
+        id = request.state.delivery_id
+        if id == "a0":
+            assert may_end.wait(20)
+        if id == "a1" and not failed:
+            failed.append(id)
+            raise RuntimeError("not yet")
+        done.append(id)
+
+    with TestClient(server.app, headers=SECRET) as client:
+        for number in range(12):
+            for name in "ab":
+                headers = {"Webhook-Id": f"{name}{number}"}
+                client.post("/webhooks/x", json=update_of(name), headers=headers)
+        await_that(lambda: len(done) == 12)
+        assert done == [f"b{number}" for number in range(12)]
+        may_end.set()
+        await_that(lambda: len(done) == 24)
+    assert done[12:] == [f"a{number}" for number in range(12)]
+    assert failed == ["a1"]
+
+
+def test_after_its_last_call_an_event_is_a_dead_letter_that_can_be_replayed(
+    server: WebhooksServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(durable, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(durable, "LONGEST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(durable, "LOOK_SECONDS", 0.05)
+    file = server.settings.deliveries_path
+    calls: list[str] = []
+    repaired = threading.Event()
+
+    @server.add_webhook(durable=True)
+    def x(payload: WebhookPayload, request: Request) -> None:
+        calls.append(request.state.delivery_id)
+        if request.state.delivery_id == "poison" and not repaired.is_set():
+            raise RuntimeError("it is poison")
+
+    def pipeline(*arguments: str) -> str:
+        result = CliRunner().invoke(app, ["receiver", *arguments, "--file", str(file)])
+        assert result.exit_code == 0, result.exception
+        return result.stdout
+
+    with TestClient(server.app, headers=SECRET) as client:
+        for id in ("poison", "next"):
+            client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": id})
+        await_that(lambda: calls == ["poison", "poison", "next"])
+        await_that(lambda: pipeline("dead", "--quiet") == "poison\n")
+        assert "delivery poison is given up after 2 calls" in caplog.text
+        (letter,) = json.loads(pipeline("dead", "--json"))
+        assert (letter["path"], letter["repository"]) == ("/webhooks/x", "dataset/acme/answers")
+        assert letter["failure"] == "RuntimeError: it is poison"
+        assert json.loads(letter["body"]) == dataset_update()
+        assert "it is poison" in pipeline("dead")
+        repaired.set()
+        assert pipeline("replay", "--all") == "in line again: poison\n"
+        await_that(lambda: len(calls) == 4)
+        await_that(lambda: "No dead letter." in pipeline("dead"))
+    assert calls[3:] == ["poison"]
 
 
 def test_a_second_receiver_on_the_same_file_does_not_start(server: WebhooksServer) -> None:

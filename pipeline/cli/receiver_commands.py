@@ -1,0 +1,96 @@
+"""`pipeline receiver`: run the receiver; list and replay what its durable handlers gave up."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli import services
+from pipeline.cli.options import JsonOption, QuietOption
+from pipeline.cli.services import HostOption, PortOption
+from pipeline.cli.tables import print_table
+from pipeline.errors import PipelineError
+
+FileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        help="The receiver's `deliveries_path`. Default: that of the settings, else the stack's.",
+    ),
+]
+
+app = typer.Typer(
+    help="Run the webhook receiver, which starts retraining jobs, on port 7860 by default.",
+    invoke_without_command=True,
+)
+
+
+@app.callback()
+def receiver(
+    context: typer.Context,
+    host: HostOption = None,
+    port: PortOption = None,
+    tunnel: Annotated[
+        str | None,
+        typer.Option(help="ssh://user@host[:port], or a command that prints a public URL."),
+    ] = None,
+    public_url: Annotated[
+        str | None,
+        typer.Option(help="The URL at which senders reach the receiver without a tunnel."),
+    ] = None,
+) -> None:
+    if context.invoked_subcommand is None:
+        services.receiver(host, port, tunnel, public_url)
+
+
+@app.command()
+def dead(file: FileOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+    """List the deliveries that a durable handler failed on until they were given up."""
+    from receiver.dead_letters import list_dead_letters
+
+    found = list_dead_letters(file or _deliveries_path())
+    if as_json:
+        print(json.dumps([asdict(letter) for letter in found]))
+    elif quiet:
+        print("".join(f"{letter.id}\n" for letter in found), end="")
+    else:
+        rows = [
+            (
+                letter.id,
+                letter.path,
+                letter.repository or "",
+                str(letter.attempts),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(letter.died_at)),
+                letter.failure or "",
+            )
+            for letter in found
+        ]
+        headings = ("delivery", "handler", "repository", "calls", "given up", "last failure")
+        print_table(headings, rows, empty="No dead letter.")
+
+
+@app.command()
+def replay(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[DELIVERY]…", help="Ids, from `receiver dead`.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every dead letter.")] = False,
+    file: FileOption = None,
+) -> None:
+    """Have dead letters handled again. A running receiver begins within seconds."""
+    from receiver.dead_letters import replay_dead_letters
+
+    if all_ == bool(ids):
+        raise PipelineError("name the deliveries to replay, or give --all")
+    replayed = replay_dead_letters(file or _deliveries_path(), None if all_ else ids, time.time())
+    print(f"in line again: {', '.join(replayed) or 'nothing, because there is no dead letter'}")
+
+
+def _deliveries_path() -> Path:
+    from pipeline.paths import Home
+    from pipeline.settings import load_settings
+
+    return services.deliveries_path(load_settings(), Home.find())

@@ -1,0 +1,94 @@
+"""Deliveries that a durable handler failed on until they were given up: listed, and put in line
+again. Works beside a running receiver, which sees the change within seconds."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from receiver.delivery_log import REVIVED, SCHEMA_VERSION
+from receiver.errors import ReceiverError
+
+BUSY_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetter:
+    path: str
+    id: str
+    repository: str | None
+    received_at: float
+    died_at: float
+    attempts: int
+    failure: str | None
+    """How the last call failed."""
+    body: str
+
+
+def list_dead_letters(file: Path) -> list[DeadLetter]:
+    """Oldest first. Raises ReceiverError if the file cannot be read."""
+    with _opened(file, "ro") as connection:
+        rows = connection.execute(
+            "SELECT path, id, repository, received_at, died_at, attempts, failure, body"
+            " FROM deliveries WHERE died_at IS NOT NULL ORDER BY died_at, rowid"
+        ).fetchall()
+    return [
+        DeadLetter(
+            path=row[0],
+            id=row[1],
+            repository=row[2],
+            received_at=row[3],
+            died_at=row[4],
+            attempts=row[5],
+            failure=row[6],
+            body=bytes(row[7]).decode(errors="replace"),
+        )
+        for row in rows
+    ]
+
+
+def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> list[str]:
+    """Have these dead letters handled again, all of them for None; returns their ids.
+
+    Raises ReceiverError, and changes nothing, if one of the ids is no dead letter's.
+    """
+    with _opened(file, "rw") as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        dead = "died_at IS NOT NULL"
+        known = [id for (id,) in connection.execute(f"SELECT id FROM deliveries WHERE {dead}")]
+        for id in known if ids is None else ids:
+            if id not in known:
+                raise ReceiverError(
+                    f"{id!r} is no dead letter in {file}; list them: pipeline receiver dead"
+                )
+            connection.execute(
+                f"UPDATE deliveries SET {REVIVED.format(now='?')} WHERE id = ? AND {dead}",
+                (now, id),
+            )
+        connection.execute("COMMIT")
+    return list(dict.fromkeys(known if ids is None else ids))
+
+
+@contextlib.contextmanager
+def _opened(file: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connection]:
+    if not file.exists():
+        raise ReceiverError(
+            f"{file} does not exist: no durable handler has stored a delivery there. Name the"
+            " receiver's `deliveries_path` with --file."
+        )
+    try:
+        uri = f"{file.absolute().as_uri()}?mode={mode}"
+        with contextlib.closing(
+            sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_SECONDS)
+        ) as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version != SCHEMA_VERSION:
+                raise ReceiverError(
+                    f"{file} has schema {version}, and this release knows {SCHEMA_VERSION}: start"
+                    " the receiver of this release once, which upgrades an older file."
+                )
+            yield connection
+    except sqlite3.Error as error:
+        raise ReceiverError(f"{file} cannot be used: {error}.") from error
