@@ -174,7 +174,7 @@ def refused(sha: str, *arguments: str) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("is_up", [True, False])
+@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
     place: Place, is_up: bool
 ) -> None:
@@ -295,7 +295,7 @@ def forget_events(place: Place) -> None:
         connection.execute(delete(schema.events))
 
 
-@pytest.mark.parametrize("is_up", [True, False])
+@pytest.mark.parametrize("is_up", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     with place.hub() as hub:
         place.push_away(hub)
