@@ -19,7 +19,15 @@ from pipeline.settings import load_settings
 from pipeline.stack import Stack
 from pipeline.stack_record import Child, read_stack
 from tests.ports import free_ports
-from tests.stack_fixtures import Workplace, configure, stack_up, workplace
+from tests.stack_fixtures import (
+    Workplace,
+    clone,
+    configure,
+    facts,
+    findings,
+    stack_up,
+    workplace,
+)
 
 __all__ = ["workplace"]
 
@@ -172,3 +180,25 @@ def test_every_service_of_a_stack_comes_back_from_a_hang(workplace: Workplace) -
         until(lambda: set(services().values()) == {("up", 1)})
         for each in ("hub", "serving", "receiver"):
             until(lambda each=each: _answers(f"{workplace.url(each)}/live"))  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_a_new_tokens_file_and_another_shell_change_nothing(workplace: Workplace) -> None:
+    configure(workplace)
+    with stack_up(workplace):
+        pass
+    (workplace.home / "tokens.json").unlink()
+    with stack_up(workplace):
+        ports = {f"PIPELINE_{name}__PORT" for name in ("HUB", "RECEIVER", "SERVING")}
+        other_shell = Workplace(
+            workplace.folder,
+            {key: value for key, value in workplace.env.items() if key not in ports},
+        )
+        checkout = clone(workplace)
+        assert workplace.url("hub") in other_shell.run("env")
+        assert len(other_shell.json("webhooks", "ls")) == 1
+        job = other_shell.wait_for_job(checkout.push({"facts.jsonl": facts(0, 60)}))
+        assert job["outcome"]["result"] == "promoted", job["outcome"]
+        assert findings(other_shell, code=0) == {}
+        served = other_shell.json("status")["pipelines"][0]["served"]
+        assert served["is_live"] and served["url"] == workplace.url("serving")
