@@ -27,7 +27,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _ACKNOWLEDGED = slice(120, 128)
-"""`tcpi_bytes_acked` in linux/tcp.h. uvloop's own count does not fall before a whole write is done."""
+"""`tcpi_bytes_acked` in linux/tcp.h. uvloop's own count does not fall before a write is done."""
 
 Awaited = Literal["headers", "body", "reading"]
 """What the client has to do next."""
