@@ -1,11 +1,10 @@
 """A TCP proxy that breaks what goes through it: one fault per connection, in turn."""
 
 import contextlib
-import itertools
 import socket
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 Fault = Literal["none", "reset at once", "half a request", "reset", "half an answer", "late"]
@@ -18,10 +17,10 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class FaultyProxy:
-    def __init__(self, port: int, faults: Iterable[Fault]) -> None:
+    def __init__(self, port: int, faults: Iterator[Fault]) -> None:
         self.num_faults = dict.fromkeys(FAULTS, 0)
         self._port = port
-        self._faults = itertools.cycle(faults)
+        self._faults = faults
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
 

@@ -60,8 +60,7 @@ def described() -> dict[str, Any]:
     for (method, path), statuses in STATUSES.items():
         operation: dict[str, Any] = {
             "responses": {
-                str(status): {"description": "", **body_of(path, status)}
-                for status in statuses
+                str(status): {"description": "", **body_of(path, status)} for status in statuses
             }
         }
         if path.endswith("{model}"):

@@ -1,4 +1,4 @@
-"""Clients that stop in the middle, on hub, receiver and server. Each is ended, others are served."""
+"""Clients that stop in the middle, on hub, receiver and server: each ends, others are served."""
 
 import contextlib
 import select
