@@ -18,7 +18,7 @@ from tests.slow_clients import connected, request
 pytestmark = pytest.mark.slow
 
 NUM_OF_EACH_KIND = 120
-NUM_STREAMS = 8
+NUM_STREAMS = 2
 """Of 128 sequences each: more would take all the time of the processor."""
 MAX_GROWTH_BYTES = 200 * 2**20
 """By which the rude clients of one service may make its memory grow. Their bodies alone would take
