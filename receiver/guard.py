@@ -103,7 +103,7 @@ class RequestGuard:
         try:
             # Before the body is read: a stranger must not fill the memory.
             self._check_where_from(request)
-            check_body = self.proof.check_headers(request.headers)
+            check_body = self.proof.check_headers(request.headers, request.query_params)
             async with asyncio.timeout(self.body_timeout_seconds):
                 body = await self._read(request, count)
             check_body(body)

@@ -17,6 +17,8 @@ from receiver.payload import UpdatedRef, WebhookPayload
 
 DEFAULT_BRANCH = "refs/heads/main"
 
+_SCP_FORM = re.compile(r"[\w.-]+@(?P<host>[\w.-]+):(?P<path>\S+)")
+_URL = re.compile(r"\w+://(?:[^/@]*@)?(?P<host>[^/:]+)(?::\d+)?/+(?P<path>\S+)")
 _SHA = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 
@@ -69,8 +71,10 @@ class RetrainRule(BaseModel):
         """Whether the payload's repository is this rule's dataset, by name or by URL."""
         if "://" not in self.dataset and "@" not in self.dataset:
             return payload.repo.name == self.dataset
-        urls = (payload.repo.url.web, payload.repo.url.api)
-        return _bare_url(self.dataset) in {_bare_url(url) for url in urls if url is not None}
+        urls = [url for url in (payload.repo.url.web, payload.repo.url.api) if url is not None]
+        if (place := _place_by_ssh(self.dataset)) is not None:
+            return place in {_place(url) for url in urls}
+        return _bare_url(self.dataset) in {_bare_url(url) for url in urls}
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
@@ -153,6 +157,20 @@ def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
 
 def _bare_url(url: str) -> str:
     return url.rstrip("/").removesuffix(".git").lower()
+
+
+def _place_by_ssh(url: str) -> str | None:
+    """Host and path of an SSH URL, in both of git's forms; None for any other URL."""
+    if url.startswith("ssh://"):
+        return _place(url)
+    found = _SCP_FORM.fullmatch(url)
+    return None if found is None else _place(f"ssh://{found['host']}/{found['path']}")
+
+
+def _place(url: str) -> str:
+    """Senders write HTTPS URLs. Their user and their port are not those of SSH."""
+    found = _URL.fullmatch(_bare_url(url))
+    return url if found is None else f"{found['host']}/{found['path']}"
 
 
 def _quoted(value: str) -> str:

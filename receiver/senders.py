@@ -7,6 +7,7 @@ Webhooks signature already is the Hub's own payload, so it is not changed.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import unquote_to_bytes
 
 from pydantic import BaseModel, ValidationError
 
@@ -45,6 +46,7 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
         return NotAPush({"pong": True})
     if name not in push_names:
         return NotAPush({"ignored": f"the {scheme} event {name!r} is not a push"})
+    body = _without_form(headers, body)
     try:
         push = (_GitLabPush if scheme == "gitlab" else _Push).model_validate_json(body)
     except ValidationError as error:
@@ -52,6 +54,17 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise NotAnEvent(f"not a {scheme} push event: {where}: {first['msg']}") from error
     return push.to_payload(scheme).model_dump_json().encode()
+
+
+def _without_form(headers: Mapping[str, str], body: bytes) -> bytes:
+    """The JSON in a form, which is what GitHub and Gitea send for the content type
+    `application/x-www-form-urlencoded`. The signature covers the form."""
+    if not headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
+        return body
+    if not body.startswith(_FORM_FIELD):
+        return body  # JSON, whatever the header says
+    value = body.removeprefix(_FORM_FIELD).partition(b"&")[0]
+    return unquote_to_bytes(value.replace(b"+", b" "))
 
 
 class _Scope(BaseModel):
@@ -71,6 +84,8 @@ def _is_ping(body: bytes) -> bool:
     except ValidationError:
         return False  # the body is not a payload; the handler's route refuses it
 
+
+_FORM_FIELD = b"payload="
 
 PushSender = Literal["github", "gitea", "gitlab"]
 

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from standardwebhooks import Webhook as Signer
@@ -22,6 +23,8 @@ BodyCheck = Callable[[bytes], None]
 """What is left of a proof once the headers are checked. Raises `ProofWrong`."""
 
 SIGNING_PREFIX = "whsec_"
+_SECRET_HEADER = "x-webhook-secret"
+_NO_QUERY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +49,16 @@ class Proof:
                 )
             check_signing_secret(secret)
 
-    def check_headers(self, headers: Mapping[str, str]) -> BodyCheck:
+    def check_headers(
+        self, headers: Mapping[str, str], query: Mapping[str, str] = _NO_QUERY
+    ) -> BodyCheck:
         """Check what `headers` prove without the body; returns the check that needs the body.
 
-        The names in `headers` must be lower case. Raises `ProofMissing` or `ProofWrong`.
+        The names in `headers` must be lower case. If the scheme is `secret` and no header has the
+        secret, `query` may have it. Raises `ProofMissing` or `ProofWrong`.
         """
+        if self.scheme == "secret" and _SECRET_HEADER not in headers and "secret" in query:
+            headers = {_SECRET_HEADER: query["secret"]}
         return _CHECKS[self.scheme](self.secrets, headers) if self.secrets else _accept
 
     def check(self, headers: Mapping[str, str], body: bytes) -> None:
@@ -63,8 +71,9 @@ def _accept(_body: bytes) -> None:
 
 
 def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://huggingface.co/docs/hub/webhooks#webhook-secret: the header is the secret itself."""
-    given = _required(headers, "x-webhook-secret")
+    """https://huggingface.co/docs/hub/webhooks#webhook-secret: the header is the secret itself, or
+    the webhook's URL ends with `?secret=…`."""
+    given = _required(headers, _SECRET_HEADER)
     if not _matches_any(given, secrets):
         raise ProofWrong("Invalid webhook secret.")
     return _accept

@@ -17,8 +17,8 @@ from serving.settings import ServingSettings
 SHUTDOWN_SECONDS = 10
 """For requests that are being answered when the server is told to stop."""
 READING_SECONDS = 30
-"""How long a client may leave its answer unread. It is less than a swap waits for requests: one such
-client must not defer the swap."""
+"""How long a client may leave its answer unread. A swap waits longer for requests, so that such a
+client does not defer it."""
 MAX_OTHERS = 256
 """Connections beside those of `max_queue` requests."""
 LAST_ANSWER_SECONDS = 1

@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-BIG = "x" * (8 * 2**20)
-
 
 def hub(folder: Path, port: int) -> None:
     from pipeline.hub.app import create_app
@@ -26,10 +24,6 @@ def receiver(folder: Path, port: int) -> None:
 
     @server.add_webhook
     async def seen(payload: WebhookPayload) -> None: ...
-
-    @server.app.get("/big")
-    async def big() -> str:
-        return BIG
 
     server.launch()
 

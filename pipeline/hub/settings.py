@@ -50,8 +50,8 @@ class HubSettings(BaseModel):
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
     """The largest pack that one push may send."""
     max_git_processes: int = Field(default=16, ge=1)
-    """How many clones may run at once, and as many pushes beside them. Later ones wait. A clone whose
-    client reads nothing for a minute is ended."""
+    """How many clones may run at once, and as many pushes beside them. Later ones wait. A clone is
+    ended if its client reads nothing for a minute."""
 
     @property
     def url(self) -> str:

@@ -23,11 +23,14 @@ it has. Else a client could hold a connection by one byte now and then."""
 
 MAX_HEADER_BYTES = 64 * 1024
 
+MAX_PIPELINED = 100
+"""Requests that a client sends before it has the answer to the first."""
+
 _RESET = struct.pack("ii", 1, 0)
 
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _ACKNOWLEDGED = slice(120, 128)
-"""`tcpi_bytes_acked` in linux/tcp.h. uvloop's own count does not fall before a whole write is done."""
+"""`tcpi_bytes_acked` in linux/tcp.h. uvloop's own count does not fall before a write is done."""
 
 Awaited = Literal["headers", "body", "reading"]
 """What the client has to do next."""
@@ -73,6 +76,10 @@ class Connection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_received += len(data)
         super().data_received(data)
+        # httptools parses all requests that came together, before the first one is answered.
+        if len(getattr(self, "pipeline", ())) > MAX_PIPELINED:
+            self.end()
+            return
         # httptools keeps headers of any size. The scope is made anew where a request begins, and
         # the cycle when its headers are complete.
         if self.cycle is not None and self.cycle.scope is self.scope:

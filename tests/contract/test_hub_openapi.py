@@ -4,7 +4,6 @@ The hub's routes are the Hub's, which has no description of its own; the one her
 of the application, and a test sees to it that none is missing.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +20,6 @@ from jobs.store import JobStore
 from pipeline.hub.app import create_app
 from pipeline.hub.settings import HubSettings
 from tests.hub_fixtures import SECRET_KEY, TOKEN, RunningHub, running_hub
-
-NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
 
 STRING = {"type": "string"}
 SERVICES = ("git-upload-pack", "git-receive-pack")
@@ -125,7 +122,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
         yield hub
 
 
-def test_each_route_stands_answers_and_asks_for_the_token(hub: RunningHub, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_each_route_stands_answers_and_asks_for_the_token(
+    hub: RunningHub, tmp_path: Path, num_examples: int
+) -> None:
     schema = schemathesis.openapi.from_dict(described(routes(tmp_path / "other")))
     schema.config.update(base_url=hub.url)
     operations = [result.ok() for result in schema.get_all_operations()]
@@ -143,7 +143,7 @@ def test_each_route_stands_answers_and_asks_for_the_token(hub: RunningHub, tmp_p
         # Any text may stand in a path: only a body can be wrong.
         for mode in GenerationMode if operation.body else [GenerationMode.POSITIVE]:
             hypothesis.settings(
-                max_examples=NUM_EXAMPLES,
+                max_examples=num_examples,
                 deadline=None,
                 suppress_health_check=list(hypothesis.HealthCheck),
                 database=None,

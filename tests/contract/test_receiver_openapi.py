@@ -1,7 +1,6 @@
 """Whatever fits the receiver's OpenAPI description, or nearly: no 5xx, nothing unproven in."""
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,14 +11,18 @@ from requests import PreparedRequest
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
+from schemathesis.specs.openapi.checks import status_code_conformance
 
 from receiver.metrics import measure
 from receiver.server import WebhookPayload, WebhooksServer
 from receiver.settings import ReceiverSettings
 from tests.receiver_payloads import SIGNING_SECRET, hmac_hex, standard_headers
 
-NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "10"))
+NUM_EXAMPLES = pytest.mark.parametrize(
+    "num_examples", [10, pytest.param(100, marks=pytest.mark.slow)]
+)
 
+CHECKS = [not_a_server_error, status_code_conformance]
 READABLE = ("/", "/health", "/metrics")
 PATHS = ("simple", "durable", "github", "gitea", "gitlab", "signed")
 WRONG = dict.fromkeys(
@@ -76,9 +79,11 @@ def operations(url: str) -> dict[str, APIOperation]:
     return {operation.path: operation for operation in found}
 
 
-def examples(operation: APIOperation, mode: GenerationMode, test: Callable[[Case], None]) -> None:
+def examples(
+    operation: APIOperation, mode: GenerationMode, num_examples: int, test: Callable[[Case], None]
+) -> None:
     settings = hypothesis.settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=num_examples,
         deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck),
         database=None,
@@ -90,24 +95,28 @@ def test_every_route_is_described(operations: dict[str, APIOperation]) -> None:
     assert set(operations) == {*READABLE, *(f"/webhooks/{path}" for path in PATHS)}
 
 
+@NUM_EXAMPLES
 @pytest.mark.parametrize("path", READABLE)
-def test_what_anyone_may_read(operations: dict[str, APIOperation], path: str) -> None:
+def test_what_anyone_may_read(
+    operations: dict[str, APIOperation], path: str, num_examples: int
+) -> None:
     def check(case: Case) -> None:
         case.call_and_validate()
 
-    examples(operations[path], GenerationMode.POSITIVE, check)
+    examples(operations[path], GenerationMode.POSITIVE, num_examples, check)
 
 
+@NUM_EXAMPLES
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_no_answer_is_a_5xx_and_nothing_is_accepted_without_proof(
-    operations: dict[str, APIOperation], path: str, mode: GenerationMode
+    operations: dict[str, APIOperation], path: str, mode: GenerationMode, num_examples: int
 ) -> None:
     def check(case: Case) -> None:
         for headers in ({}, WRONG):
             assert case.call(headers=headers).status_code in (401, 403)
-        answer = case.call_and_validate(auth=proven, checks=[not_a_server_error])
+        answer = case.call_and_validate(auth=proven, checks=CHECKS)
         if mode is GenerationMode.POSITIVE:
             assert answer.status_code not in (401, 403), "the proof holds"
 
-    examples(operations[f"/webhooks/{path}"], mode, check)
+    examples(operations[f"/webhooks/{path}"], mode, num_examples, check)

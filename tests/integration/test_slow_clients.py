@@ -1,4 +1,4 @@
-"""Clients that stop in the middle, on hub, receiver and server: each is ended, others are served."""
+"""Clients that stop in the middle, on hub, receiver and server: each ends, others are served."""
 
 import contextlib
 import select
@@ -111,6 +111,7 @@ def test_who_stops_in_the_middle_is_ended(service: Service) -> None:
         "a body that stops": half_body,
         "a body that hardly goes on": half_body,
         "an answer that nobody reads": service.large,
+        "requests without end": 2000 * request(service.url, "GET", "/health"),
     }
     more = {"headers that go on": b"X-A: b\r\n", "a body that hardly goes on": b" "}
     with contextlib.ExitStack() as stack:

@@ -122,6 +122,13 @@ def test_the_dedupe_key_is_the_commit_and_how_it_is_trained_on() -> None:
         ("https://github.com/Codertocat/Hello-World/", True),
         ("https://github.com/Codertocat/Hello", False),
         ("https://evil.example/Codertocat/Hello-World", False),
+        ("git@github.com:Codertocat/Hello-World.git", True),
+        ("git@github.com:/codertocat/hello-world", True),
+        ("ssh://git@github.com/Codertocat/Hello-World.git", True),
+        ("ssh://git@github.com:2222/Codertocat/Hello-World", True),
+        ("git@github.com:Codertocat/Hello", False),
+        ("ssh://git@evil.example/Codertocat/Hello-World", False),
+        ("github.com@evil.example:Codertocat/Hello-World", False),
     ],
 )
 def test_a_dataset_may_be_a_git_url(dataset: str, is_watched: bool) -> None:

@@ -1,6 +1,8 @@
 """Push events of other senders, as the Hub's payload."""
 
+import json
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -27,6 +29,16 @@ PUSHES: dict[PushSender, dict[str, Any]] = {
     "gitea": GITEA_PUSH,
     "gitlab": GITLAB_PUSH,
 }
+
+
+@pytest.mark.parametrize("sender", ["github", "gitea"])
+def test_a_push_may_come_in_a_form(sender: PushSender) -> None:
+    push = {**PUSHES[sender], "note": "a+b & c = 100 % é"}
+    form = urlencode({"payload": json.dumps(push), "another": "field"}).encode()
+    headers = {**HEADERS[sender], "content-type": "application/x-www-form-urlencoded"}
+    assert read_event(sender, headers, form) == read_event(sender, HEADERS[sender], body_of(push))
+    with pytest.raises(NotAnEvent, match="push event"):
+        read_event(sender, headers, b"payload=%ff%7b")
 
 
 def read(sender: PushSender, **changes: Any) -> WebhookPayload:

@@ -108,6 +108,31 @@ def test_a_new_domain_reaches_the_handler(server: WebhooksServer, client: TestCl
     assert client.post("/webhooks/x", json=dataset_update(scope="space.log")).json() == "space.log"
 
 
+@pytest.mark.parametrize(
+    ("query", "header", "status"),
+    [
+        ("?secret=s3cret", None, 200),
+        ("?secret=wrong", None, 403),
+        ("?secret=", None, 403),
+        ("?other=s3cret", None, 401),
+        ("?secret=s3cret", "wrong", 403),
+        ("?secret=wrong", "s3cret", 200),
+    ],
+)
+def test_the_secret_may_stand_in_the_url(query: str, header: str | None, status: int) -> None:
+    server = WebhooksServer(webhook_secret="s3cret")
+
+    @server.add_webhook
+    async def x(payload: WebhookPayload) -> str:
+        return payload.repo.name
+
+    headers = {} if header is None else {"X-Webhook-Secret": header}
+    answer = TestClient(server.app).post(
+        f"/webhooks/x{query}", json=dataset_update(), headers=headers
+    )
+    assert answer.status_code == status
+
+
 def test_a_body_without_a_content_type_is_json(server: WebhooksServer, client: TestClient) -> None:
     @server.add_webhook
     async def x(payload: WebhookPayload) -> str:

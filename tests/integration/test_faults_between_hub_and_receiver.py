@@ -1,0 +1,73 @@
+"""Connections from the hub to the receiver that break: each event reaches its handler once."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, count
+from pathlib import Path
+
+import pytest
+
+from receiver.server import WebhookPayload, WebhooksServer
+from receiver.settings import ReceiverSettings
+from tests.faulty_proxy import FAULTS, FaultyProxy
+from tests.hub_fixtures import RunningHub, commit_file, running_hub, wait_until
+from tests.ports import free_ports
+
+SECRET = "s3cret"
+CHOICE = (*FAULTS, *["none"] * 4)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[RunningHub]:
+    with running_hub(
+        tmp_path / "hub",
+        delivery_schedule_seconds=(0, *[0.02] * 40),
+        delivery_timeout_seconds=0.5,
+        refused_min_seconds=0.02,
+        refused_max_seconds=0.05,
+    ) as hub:
+        yield hub
+
+
+@pytest.mark.parametrize("num_events", [18, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_durable", [False, True], ids=["answered", "durable"])
+def test_each_event_reaches_its_handler_once(
+    hub: RunningHub, tmp_path: Path, is_durable: bool, num_events: int
+) -> None:
+    [port] = free_ports(1)
+    server = WebhooksServer(
+        webhook_secret=SECRET,
+        settings=ReceiverSettings(port=port, deliveries_path=tmp_path / "receiver.db"),
+    )
+    handled: Counter[str] = Counter()
+
+    @server.add_webhook(durable=is_durable)
+    def seen(payload: WebhookPayload) -> None:
+        handled.update(update.ref for update in payload.updatedRefs or ())
+
+    dice = random.Random(num_events)
+    proxy = FaultyProxy(port, chain(FAULTS, (dice.choice(CHOICE) for _ in count())))
+    server.launch(prevent_thread_lock=True)
+    try:
+        with proxy.running():
+            work = tmp_path / "work"
+            hub.git("clone", "-q", hub.create_dataset("local/facts"), str(work), cwd=tmp_path)
+            webhook = hub.api.create_webhook(
+                url=f"{proxy.url}/webhooks/seen",
+                watched=[{"type": "user", "name": "local"}],
+                secret=SECRET,
+            )
+            commit_file(hub, work, "facts.txt", "1")
+            refs = [f"refs/tags/v{number}" for number in range(num_events)]
+            hub.git("push", "-q", "origin", *(f"HEAD:{ref}" for ref in refs), cwd=work)
+            wait_until(lambda: handled.keys() >= set(refs), seconds=120)
+            wait_until(
+                lambda: {one["status"] for one in hub.deliveries(webhook.id)} == {"delivered"},
+                seconds=120,
+            )
+            hub.api.delete_webhook(webhook.id)
+    finally:
+        server.close()
+    assert handled == Counter(refs)
+    assert all(proxy.num_faults.values()), proxy.num_faults
