@@ -36,10 +36,11 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
     bad: list[DataError] = []
     with _files(folder, home, pipeline) as (root, files):
         dataset = read_dataset(root, files, settings, bad.append)
-    try:
-        check_not_empty(dataset)
-    except DataError as error:
-        bad.append(error)
+    if not bad:  # else the bad rows are the reason, and the dataset is not empty without them
+        try:
+            check_not_empty(dataset)
+        except DataError as error:
+            bad.append(error)
     bases_dir = home.bases_dir / pipeline.name if pipeline is not None else None
     share = held_out_now(bases_dir, dataset, settings)
     rows = [row for row in dataset.train if row.digest not in share]

@@ -103,6 +103,9 @@ def test_a_folder_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "the dataset is empty" in CliRunner().invoke(app, ["data", "check", str(empty)]).output
+    (empty / "a.jsonl").write_text('{"text": \n')
+    of_one_row = CliRunner().invoke(app, ["data", "check", str(empty)]).output
+    assert "bad, 1 row:" in of_one_row and "is empty" not in of_one_row
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(app, ["data", "check"])
     assert isinstance(refused.exception, PipelineError)
