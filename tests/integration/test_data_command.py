@@ -120,3 +120,9 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) ->
     tokenizer.save_pretrained(folder)
     out = CliRunner().invoke(app, ["data", "check"]).output
     assert out.startswith("3 rows to train on (35 tokens), 1 held out to measure\n")
+    (clone / "long.jsonl").write_text(
+        json.dumps({"question": "x " * 999, "answer": "y"}) + '\n{"text": "' + "z " * 999 + '"}\n'
+    )
+    out = CliRunner().invoke(app, ["data", "check", str(clone)]).output
+    assert "longer than 256 tokens (max_length under [pipelines.train])" in out
+    assert out.endswith("a part is not learned, 1 row: long.jsonl, line 1\n")
