@@ -1,9 +1,11 @@
 """Finds what a push would train on, without training."""
 
+import json
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from pipeline.errors import PipelineError
 from pipeline.hub.names import repository_name
 from pipeline.hub.repositories import Repositories
 from pipeline.paths import Home
-from pipeline.retrain.base_model import PRESETS, cached_folder
+from pipeline.retrain.base_model import PRESETS, cached_folder, longest_sequence
 from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
@@ -36,16 +38,27 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
     bad: list[DataError] = []
     with _files(folder, home, pipeline) as (root, files):
         dataset = read_dataset(root, files, settings, bad.append)
-    try:
-        check_not_empty(dataset)
-    except DataError as error:
-        bad.append(error)
+    if not bad:  # else the bad rows are the reason, and the dataset is not empty without them
+        try:
+            check_not_empty(dataset)
+        except DataError as error:
+            bad.append(error)
     bases_dir = home.bases_dir / pipeline.name if pipeline is not None else None
     share = held_out_now(bases_dir, dataset, settings)
     rows = [row for row in dataset.train if row.digest not in share]
     held_out = [*dataset.held_out, *(row for row in dataset.train if row.digest in share)]
-    num_tokens, refused = _count_tokens(rows, home, pipeline)
-    return report_on(dataset, rows, held_out, bad=map(str, (*bad, *refused)), num_tokens=num_tokens)
+    tokens = _count_tokens(rows, home, pipeline) if pipeline is not None else None
+    if tokens is None:
+        return report_on(dataset, rows, held_out, bad=map(str, bad))
+    return report_on(
+        dataset,
+        rows,
+        held_out,
+        bad=map(str, (*bad, *tokens.refused)),
+        num_tokens=tokens.count,
+        max_length=tokens.max_length,
+        cut=tokens.cut,
+    )
 
 
 @contextmanager
@@ -115,30 +128,53 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _count_tokens(
-    rows: Sequence[Row], home: Home, pipeline: PipelineSettings | None
-) -> tuple[int | None, list[PipelineError]]:
-    """The number of tokens in the rows (None if no tokenizer is on this disk), and an error for
-    each row that the tokenizer refuses."""
-    tokenizer = _tokenizer(home, pipeline) if pipeline is not None else None
-    if tokenizer is None:
-        return None, []
+@dataclass
+class _Tokens:
+    max_length: int
+    """The most tokens that a row is learned with."""
+    count: int | None = 0
+    """Of all rows; None if the tokenizer cannot say."""
+    cut: list[Row] = field(default_factory=list)
+    """The rows with an answer that are longer."""
+    refused: list[PipelineError] = field(default_factory=list)
+    """An error for each row that the tokenizer refuses."""
+
+
+def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -> _Tokens | None:
+    """What the tokenizer makes of the rows; None if no tokenizer is on this disk."""
+    found = _tokenizer(home, pipeline)
+    if found is None:
+        return None
+    folder, tokenizer = found
     from pipeline.retrain.tokens import sequences
 
-    count, refused = 0, list[PipelineError]()
+    config = folder / "config.json"
+    context = json.loads(config.read_bytes()) if config.is_file() else {}
+    tokens = _Tokens(
+        longest_sequence(
+            pipeline.train.max_length, pipeline.base_model, context.get("max_position_embeddings")
+        )
+    )
+    count = 0
     for row in rows:
         try:
-            count += sum(len(each.token_ids) for each in sequences([row], tokenizer, WHOLE))
+            sizes = [len(each.token_ids) for each in sequences([row], tokenizer, WHOLE)]
         except DataError as error:
-            refused.append(error)
+            tokens.refused.append(error)
+            continue
         except BaseModelError as error:
-            return None, [error]
-    return count, refused
+            tokens.count, tokens.refused = None, [error]
+            return tokens
+        count += sum(sizes)
+        if row.is_counted and max(sizes, default=0) > tokens.max_length:
+            tokens.cut.append(row)
+    tokens.count = count
+    return tokens
 
 
-def _tokenizer(home: Home, pipeline: PipelineSettings) -> Any:
-    """The tokenizer of the release that a job would start from, else of the base model; None if
-    neither is on this disk."""
+def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
+    """The tokenizer of the release that a job would start from, else of the base model, and its
+    folder; None if neither is on this disk."""
     folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])
@@ -151,5 +187,5 @@ def _tokenizer(home: Home, pipeline: PipelineSettings) -> Any:
                 from transformers import AutoTokenizer
             except ImportError:
                 return None
-            return AutoTokenizer.from_pretrained(folder)
+            return folder, AutoTokenizer.from_pretrained(folder)
     return None

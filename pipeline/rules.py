@@ -1,5 +1,7 @@
 """Makes a rule from a pipeline's settings. The rule says how the pipeline's commits become jobs."""
 
+from pathlib import Path
+
 from jobs.spec import Resources
 from pipeline.paths import Home
 from pipeline.retrain.settings import RetrainSettings, SkipIf
@@ -31,8 +33,8 @@ def retrain_rule(
         bases_dir=home.bases_dir,
         keep=pipeline.keep,
         data=pipeline.data,
-        train=pipeline.train,
-        gate=pipeline.gate,
+        train=pipeline.train.model_copy(update={"anchors": _file(pipeline.train.anchors)}),
+        gate=pipeline.gate.model_copy(update={"golden": _file(pipeline.gate.golden)}),
         force_reason=force_reason,
         skip_if=skip_if,
     )
@@ -58,6 +60,11 @@ def retrain_rule(
 def branch_ref(pipeline: PipelineSettings) -> str:
     """The full name of the branch that the pipeline follows, as in `refs/heads/main`."""
     return pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
+
+
+def _file(path: Path | None) -> Path | None:
+    """A relative path starts at the folder of the settings file too."""
+    return None if path is None else settings_file().parent / path.expanduser()
 
 
 def program_of(name: str, *arguments: str) -> tuple[str, ...]:

@@ -29,7 +29,8 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    # Reasons quote rows and settings: their brackets and colons are text, not styles and pictures.
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     services = Table("service", "state", "pid", "up for", "restarts", "address", box=None)
     for service in report["services"]:
         uptime = service["uptime_seconds"]
@@ -43,11 +44,13 @@ def status(
         )
     console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
     for notice in report["notices"]:
-        console.print(f"[bold]![/] {notice}")
+        console.print("!", style="bold", end=" ")
+        console.print(notice)
     for pipeline in report["pipelines"]:
         served, head = pipeline["served"], pipeline["dataset_head"]
-        console.print(f"\n[bold]{pipeline['name']}[/] follows {pipeline['dataset']}", end="")
-        console.print(f" ({pipeline['ref']}), whose head is {(head or 'unknown')[:12]}")
+        console.print(f"\n{pipeline['name']}", style="bold", end="")
+        console.print(f" follows {pipeline['dataset']} ({pipeline['ref']}), ", end="")
+        console.print(f"whose head is {(head or 'unknown')[:12]}")
         if served is None:
             console.print("  serves       nothing yet")
         else:

@@ -32,6 +32,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
+PRESET_LENGTH, DEFAULT_LENGTH = 256, 1_024
 PRESETS = {
     "preset:tiny": {
         "hidden_size": 256,
@@ -42,6 +43,13 @@ PRESETS = {
     }
 }
 """Widths of the Llama that each preset is; they learn the vocabulary from the first rows."""
+
+
+def longest_sequence(wanted: int | None, base_model: str, context: int | None) -> int:
+    """How many tokens training looks at together, at most. wanted: `train.max_length`; context: of
+    the model, where its config says it."""
+    usual = PRESET_LENGTH if base_model in PRESETS else DEFAULT_LENGTH
+    return min(wanted or usual, context or DEFAULT_LENGTH)
 
 
 class Base(BaseModel):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.retrain.base_model import PRESETS
+from pipeline.retrain.base_model import PRESETS, longest_sequence
 from pipeline.retrain.errors import BaseModelError
 from pipeline.retrain.scoring import check_head
 from pipeline.retrain.settings import RetrainSettings
@@ -14,7 +14,6 @@ from pipeline.retrain.settings import RetrainSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PRESET_LENGTH, DEFAULT_LENGTH = 256, 1_024
 LORA_RANK = 128
 
 
@@ -54,15 +53,15 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
         raise BaseModelError(f"the tokenizer in {folder} has no end-of-sequence token; add one")
     model = model.to(device)
     check_head(model)
-    usual = PRESET_LENGTH if settings.base_model in PRESETS else DEFAULT_LENGTH
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         folder=folder,
         dtype=dtype,
-        max_length=min(
-            settings.train.max_length or usual,
-            getattr(config, "max_position_embeddings", None) or DEFAULT_LENGTH,
+        max_length=longest_sequence(
+            settings.train.max_length,
+            settings.base_model,
+            getattr(config, "max_position_embeddings", None),
         ),
     )
 

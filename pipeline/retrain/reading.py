@@ -111,12 +111,17 @@ def _jsonl(lines: Iterable[str], file: str, max_row_bytes: int) -> Iterator[_Rec
             yield line, _too_large(file, line, line - 1, len(text), max_row_bytes)
             continue
         try:
-            yield line, _object(json.loads(text), file, line)
-        except ValueError as error:
-            yield (
-                line,
-                DataError.at(file, line, f"not JSON ({error}); each line must be one JSON object"),
-            )
+            yield line, _object(json.loads(text.rstrip()), file, line)
+        except (ValueError, RecursionError) as error:
+            problem = f"not JSON ({_what_is_wrong(error)}); each line must be one JSON object"
+            yield line, DataError.at(file, line, problem)
+
+
+def _what_is_wrong(error: ValueError | RecursionError) -> str:
+    """Without the line of the error: the text is one line of a file, and has no line 2."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos + 1}"
+    return str(error)
 
 
 def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
@@ -130,6 +135,8 @@ def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
         raise DataError.at(
             file, error.lineno, f"not JSON ({error.msg}); make it a list of objects"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError.at(file, None, f"not JSON ({error}); make it a list of objects") from error
     if not isinstance(records, list):
         raise DataError.at(
             file, None, f"holds {kind(records)}, not a list of objects; make it a list of rows"
@@ -154,8 +161,9 @@ def _csv(lines: Iterable[str], file: str, max_row_bytes: int, suffix: str) -> It
             if len(values) == len(header):
                 yield first, dict(zip(header, values, strict=True))
             elif values:
+                fields = "1 field" if len(values) == 1 else f"{len(values)} fields"
                 problem = (
-                    f"has {len(values)} fields where the header has {len(header)}; quote fields "
+                    f"has {fields} where the header has {len(header)}; quote fields "
                     f"that contain {'tabs' if suffix == '.tsv' else 'commas'} or line breaks"
                 )
                 yield first, DataError.at(file, first, problem)
@@ -224,8 +232,8 @@ def _row(
 ) -> Row:
     """Raises DataError."""
     try:
-        columns = rename(record)
-        content = _content(columns)
+        content = _content(rename(record))
+        _check_characters(content)
     except ValueError as error:
         raise DataError.at(file, line, f"{_where(number, line)}{error}") from error
     row = Row(**content, file=file, number=number, line=line)
@@ -246,6 +254,18 @@ def _content(columns: Columns) -> dict[str, Any]:
         if not isinstance(value, str):
             raise ValueError(f"`{column}` holds {kind(value)}, not text")
     return dict(columns)
+
+
+def _check_characters(content: Mapping[str, Any]) -> None:
+    """Raises ValueError where an escape of JSON is half of a character, which no file of text and
+    no tokenizer can hold."""
+    try:
+        json.dumps(content, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"the escape {half!a} is half of a character; write both halves, or the character"
+        ) from error
 
 
 def _messages(value: object) -> tuple[Message, ...]:

@@ -47,6 +47,10 @@ class DataReport(BaseModel):
     """Of the rows to train on."""
     num_tokens: int | None = None
     """The same in tokens, where a tokenizer was at hand."""
+    max_length: int | None = None
+    """The most tokens that a row is learned with, where a tokenizer was at hand."""
+    cut: tuple[str, ...] = ()
+    """Places of the rows with an answer that are longer, so that a part of each is not learned."""
     files: tuple[FileRows, ...]
     held_out_split: Split
     """The one that is measured; the other is left alone."""
@@ -82,6 +86,11 @@ class DataReport(BaseModel):
         for found in self.contradictions:
             answers = _listed(f"{_short(each.answer)} ({each.place})" for each in found.answers)
             yield f"    {_short(found.question)} → {answers}"
+        if self.cut:
+            yield (
+                f"  longer than {self.max_length:,} tokens (max_length under [pipelines.train]), "
+                f"so a part is not learned, {_rows(len(self.cut))}: {_listed(self.cut)}"
+            )
         if self.bad:
             yield f"  bad, {_rows(len(self.bad))}:"
         for problem in self.bad:
@@ -100,14 +109,19 @@ def report_on(
     *,
     bad: Iterable[str] = (),
     num_tokens: int | None = None,
+    max_length: int | None = None,
+    cut: Sequence[Row] = (),
 ) -> DataReport:
-    """rows, held_out: what is trained on and what is measured of `dataset`."""
+    """rows, held_out: what is trained on and what is measured of `dataset`. cut: the rows with an
+    answer of more than `max_length` tokens in all."""
     found = contradictions(rows)
     return DataReport(
         num_rows=len(rows),
         num_held_out=len(held_out),
         num_characters=sum(map(_num_characters, rows)),
         num_tokens=num_tokens,
+        max_length=max_length,
+        cut=tuple(row.place for row in cut),
         files=tuple(
             FileRows(file=file, split=split, num_rows=len(dataset.by_file[file]))
             for split in SPLITS

@@ -152,7 +152,8 @@ class TrainSettings(_Settings):
     anchors: Path | None = None
     """A file of everyday prompts in the place of the package's own, one JSON object per line with
     `kind`, `measured` and `prompt`. A base model that was trained before answers them once; its
-    answers are mixed into training, or, where `measured`, tell how far the model has drifted."""
+    answers are mixed into training, or, where `measured`, tell how far the model has drifted. A
+    relative path starts at the folder of this file."""
     anchor_ratio: float = Field(default=0.5, ge=0)
     """Tokens of the base model's own answers that are mixed in for each token that is learned. A
     delta mixes in twice as many."""
@@ -205,7 +206,8 @@ class GateSettings(_Settings):
     """Tokens of these answers that are measured, at most."""
     golden: Path | None = None
     """A `.jsonl` file of questions with the answers that every release must give: rows with
-    `prompt` or `messages`, and `expected`. One that the served release answers must stay right."""
+    `prompt` or `messages`, and `expected`. One that the served release answers must stay right. A
+    relative path starts at the folder of this file."""
     max_loss_ratio: float = Field(default=1.02, gt=0)
     """The loss on held-out rows, and on rows of plain text known before, at most this many times
     the served release's."""

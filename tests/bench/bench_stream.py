@@ -231,7 +231,8 @@ def _of(held_out: dict[str, Row], others: dict[str, Row]) -> dict[str, Row]:
 
 
 def _loss(release: Path | None, rows: dict[str, Row]) -> float:
-    from pipeline.retrain.model import PRESET_LENGTH, load_model
+    from pipeline.retrain.base_model import PRESET_LENGTH
+    from pipeline.retrain.model import load_model
     from pipeline.retrain.scoring import mean_loss, row_losses
     from pipeline.retrain.settings import RetrainSettings
     from pipeline.retrain.tokens import sequences

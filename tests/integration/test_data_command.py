@@ -103,6 +103,9 @@ def test_a_folder_needs_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "the dataset is empty" in CliRunner().invoke(app, ["data", "check", str(empty)]).output
+    (empty / "a.jsonl").write_text('{"text": \n')
+    of_one_row = CliRunner().invoke(app, ["data", "check", str(empty)]).output
+    assert "bad, 1 row:" in of_one_row and "is empty" not in of_one_row
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(app, ["data", "check"])
     assert isinstance(refused.exception, PipelineError)
@@ -117,3 +120,9 @@ def test_tokens_are_counted_with_the_tokenizer_of_the_base_model(clone: Path) ->
     tokenizer.save_pretrained(folder)
     out = CliRunner().invoke(app, ["data", "check"]).output
     assert out.startswith("3 rows to train on (35 tokens), 1 held out to measure\n")
+    (clone / "long.jsonl").write_text(
+        json.dumps({"question": "x " * 999, "answer": "y"}) + '\n{"text": "' + "z " * 999 + '"}\n'
+    )
+    out = CliRunner().invoke(app, ["data", "check", str(clone)]).output
+    assert "longer than 256 tokens (max_length under [pipelines.train])" in out
+    assert out.endswith("a part is not learned, 1 row: long.jsonl, line 1\n")

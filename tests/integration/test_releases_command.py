@@ -344,6 +344,18 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
     assert served["is_live"] and served["dataset_revision"] == first.lineage.dataset_revision
 
 
+def test_status_prints_a_reason_as_it_is(configure: Configure) -> None:
+    configure(*free_ports(1))
+    reason = "2 of 9 learned; not: '[INST] a :smile: [/INST]'; see [pipelines.data.columns]"
+    with open_job_store(load_settings(), Home.find()) as store:
+        job = store.submit(JobSpec(command=("true",), pipeline="answers")).job
+        assert store.claim("me", 60) is not None
+        store.finish(job.id, "me", JobOutcome(result="rejected", stage="gate", reason=reason))
+    result = pipeline("status")
+    assert result.exception is None, result.exception
+    assert reason in result.output
+
+
 def status_as_json() -> Any:
     return json.loads(pipeline("status", "--json").output)
 

@@ -84,7 +84,25 @@ def test_messages_keep_all_that_they_have(tmp_path: Path) -> None:
 
 def test_malformed_jsonl_names_file_and_line(tmp_path: Path) -> None:
     message = refused(tmp_path, '{"text": "a"}\n\n{"text": \n{"text": "c"}\n')
-    assert message.startswith("rows.jsonl, line 3: not JSON")
+    assert message.startswith("rows.jsonl, line 3: not JSON (Expecting value at character 9);")
+
+
+@pytest.mark.parametrize("file", ["a.jsonl", "a.json"])
+def test_half_a_character_names_its_row(tmp_path: Path, file: str) -> None:
+    wolf = {"prompt": "\U0001f43a", "completion": "wolf", "id": "\ud83d"}  # `id` is not read
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "\ud83d"}]
+    for row in ({"text": "cut \ud83d"}, {"messages": talk}):
+        rows = [json.dumps(wolf), json.dumps(row)]
+        content = f"[{','.join(rows)}]" if file == "a.json" else "\n".join(rows)
+        message = refused(tmp_path, content, file)
+        assert message.startswith("a.json: row 2: " if file == "a.json" else "a.jsonl, line 2: ")
+        assert r"the escape '\ud83d' is half of a character; write both halves" in message
+
+
+def test_json_too_deep_to_be_read_names_its_file(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    assert refused(tmp_path, deep).startswith("rows.jsonl, line 1: not JSON (")
+    assert refused(tmp_path, deep, "a.json").startswith("a.json: not JSON (")
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -140,7 +158,11 @@ def test_bad_values_name_the_place(tmp_path: Path, content: str | bytes, expecte
         ("a.json", "[1", "a.json, line 1: not JSON"),
         ("a.txt", b"a\n\ncaf\xe9", "a.txt, line 3: not UTF-8"),
         ("a.csv", b"text\na\ncaf\xe9\n", "a.csv, line 3: not UTF-8"),
-        ("a.csv", "prompt,completion\na,b\nc\n", "a.csv, line 3: has 1 fields"),
+        (
+            "a.csv",
+            "prompt,completion\na,b\nc\n",
+            "a.csv, line 3: has 1 field where the header has 2",
+        ),
     ],
 )
 def test_other_broken_files(tmp_path: Path, file: str, content: str | bytes, expected: str) -> None:

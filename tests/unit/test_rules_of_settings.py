@@ -39,3 +39,16 @@ def test_a_relative_base_model_is_beside_the_settings(tmp_path: Path) -> None:
 
     assert told("own/base") == told("./own/base") == f"{tmp_path}/own/base"
     assert [told(each) for each in ("me/base", "preset:tiny")] == ["me/base", "preset:tiny"]
+
+
+def test_relative_files_of_questions_are_beside_the_settings(tmp_path: Path) -> None:
+    def told(path: str) -> list[object]:
+        pipeline = PipelineSettings.model_validate(
+            {"name": "a", "dataset": "o/d", "gate": {"golden": path}, "train": {"anchors": path}}
+        )
+        settings = Settings.model_construct(pipelines=(pipeline,))
+        values = retrain_rule(settings, Home(tmp_path), pipeline).settings
+        return [values["gate"]["golden"], values["train"]["anchors"]]
+
+    assert told("own/q.jsonl") == [f"{tmp_path}/own/q.jsonl"] * 2
+    assert told("/q.jsonl") == ["/q.jsonl"] * 2
