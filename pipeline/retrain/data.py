@@ -204,8 +204,8 @@ def choose_mode(
     if num_deleted > MAX_UNLEARNED:
         return "full", f"{num_deleted} rows were deleted, more than a delta unlearns"
     return "delta", (
-        f"{len(change.added)} rows are new, {len(change.edited)} of them edited, since "
-        f"{snapshot.base.sha[:8]}"
+        f"{len(change.added)} rows are new, {len(change.edited)} of them edited, and {num_deleted} "
+        f"deleted, since {snapshot.base.sha[:8]}"
     )
 
 
