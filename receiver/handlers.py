@@ -14,6 +14,9 @@ from starlette.exceptions import HTTPException
 from receiver.payload import WebhookPayload
 from receiver.verify import Proof
 
+ANSWERS_TO_DURABLE: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The event is ignored: it is no push, or newer than this receiver."},
+}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
     403: {"description": "The secret or the signature is wrong."},

@@ -24,6 +24,7 @@ from receiver.errors import OpenToEveryone
 from receiver.greeting import greeting
 from receiver.guard import RequestGuard, guarded_route
 from receiver.handlers import (
+    ANSWERS_TO_DURABLE,
     REFUSALS,
     RegisteredWebhook,
     annotate,
@@ -327,7 +328,7 @@ class WebhooksServer:
             webhook.handler,
             methods=["POST"],
             status_code=202 if webhook.is_durable else None,
-            responses=REFUSALS,
+            responses=REFUSALS | (ANSWERS_TO_DURABLE if webhook.is_durable else {}),
             route_class_override=guarded_route(guard),
         )
 

@@ -70,6 +70,8 @@ class Admission:
         self._left = asyncio.Event()
         self.unserved: Unserved | None = None
         """What was served last, if it cannot be, and nothing else was live since the start."""
+        self.is_stopping = False
+        """The server was told to stop: what is being answered ends, nothing new begins."""
         self.previous: str | None = None
         """What was live before, for who wants to roll back."""
 

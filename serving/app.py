@@ -68,7 +68,6 @@ def create_app(
     app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.state.admission = admission
-    app.state.is_stopping = lambda: False
     flow = RequestFlow(
         engine=engine,
         admission=admission,
@@ -165,7 +164,7 @@ def _add_own_routes(
     async def health() -> Response:
         """Whether to send requests here."""
         live = flow.admission.live
-        if app.state.is_stopping():
+        if flow.admission.is_stopping:
             return json_response({"status": "stopping"}, status=503)
         if (failure := flow.engine.failure) is not None:
             return json_response({"status": "failed", "reason": failure}, status=503)

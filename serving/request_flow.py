@@ -51,7 +51,7 @@ class RequestFlow:
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
-        if request.app.state.is_stopping():
+        if self.admission.is_stopping:
             raise unavailable("the server is stopping", RETRY_AFTER_SECONDS)
         with ExitStack() as leaving:
             waiting = WaitingRequest(self.metrics.waiting)

@@ -7,8 +7,10 @@ import ipaddress
 import signal
 import socket
 
+import uvicorn
 from fastapi import FastAPI
 
+from serving.admission import Admission
 from serving.errors import PortBusy, ServingError
 from serving.http.connections import Limits
 from serving.http.server import Server, http_config
@@ -34,6 +36,10 @@ class _Server(Server):
     is_serving = False
     is_told_to_stop = False
 
+    def __init__(self, config: uvicorn.Config, admission: Admission) -> None:
+        super().__init__(config)
+        self._admission = admission
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self.is_serving = True
         try:
@@ -42,6 +48,7 @@ class _Server(Server):
             self.is_serving = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._admission.is_stopping = True
         try:
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 while self.server_state.tasks and not self.force_exit:
@@ -73,7 +80,8 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
                 ),
                 # Entered here and not by uvicorn, which would answer an error with a traceback.
                 lifespan="off",
-            )
+            ),
+            app.state.admission,
         )
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
             try:
@@ -98,7 +106,6 @@ async def _serve(
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     async with app.router.lifespan_context(app):
-        app.state.is_stopping = lambda: server.should_exit
         admission = app.state.admission
         live = admission.live
         if live is None:

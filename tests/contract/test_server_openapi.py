@@ -38,6 +38,7 @@ REQUESTS = {
     "/admin/swap": SwapRequest,
 }
 STATUSES = {
+    ("GET", "/live"): (200,),
     ("GET", "/health"): (200,),
     ("GET", "/metrics"): (200,),
     ("GET", "/v1/models"): (200, 401),
@@ -46,7 +47,7 @@ STATUSES = {
     ("POST", "/v1/chat/completions"): (200, 400, 401, 404),
     ("POST", "/admin/swap"): (200, 400, 401, 403, 422),
 }
-OPEN = {"/health", "/metrics"}
+OPEN = {"/live", "/health", "/metrics"}
 
 
 @dataclass(frozen=True)
