@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +10,10 @@ HEAVY = ("torch", "transformers", "datasets", "safetensors", "vllm", "gradio")
 
 
 def test_the_floors_hold() -> None:
-    from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
-
-    assert lint_imports(no_cache=True) == EXIT_STATUS_SUCCESS
+    # In a process of its own: it silences every logger that exists.
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
