@@ -134,17 +134,17 @@ def is_pending(pipeline: str, *, by_hand: bool) -> Any:
     )
 
 
-def merge_specs(older: JobSpec, newer: JobSpec) -> JobSpec:
+def merge_specs(older: JobSpec, newer: JobSpec, *, may_be_older: bool = True) -> JobSpec:
     """One spec that has the newest commit and answers for the commits of both specs.
 
     `newer` arrived later. If its commits nevertheless precede the commits of `older`, the result
-    keeps the command and the settings of `older`.
+    keeps the command and the settings of `older`. `may_be_older=False` rules that out.
     """
     if older.revisions is None:
         return newer
     if newer.revisions is None:
         return newer.model_copy(update={"revisions": older.revisions})
-    revisions = older.revisions.absorb(newer.revisions)
+    revisions = older.revisions.absorb(newer.revisions, may_be_older=may_be_older)
     newest = newer if revisions.new_sha == newer.revisions.new_sha else older
     return newest.model_copy(update={"revisions": revisions})
 

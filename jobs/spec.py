@@ -43,15 +43,15 @@ class RevisionRange(_Record):
         """Whether this range begins where `other` ends."""
         return self.old_sha is not None and self.old_sha == other.new_sha
 
-    def absorb(self, arrived: "RevisionRange") -> "RevisionRange":
+    def absorb(self, arrived: "RevisionRange", *, may_be_older: bool = True) -> "RevisionRange":
         """One range that covers both ranges, with the delivery ids of this range.
 
         `arrived` came later, so its commits count as newer. There is one exception: if `arrived`
         ends where this range begins, its commits are older, because deliveries may overtake each
-        other.
+        other. `may_be_older=False` rules that out.
         """
         first, last = self, arrived
-        if self.follows(arrived) and not arrived.follows(self):
+        if may_be_older and self.follows(arrived) and not arrived.follows(self):
             first, last = arrived, self
         return self.model_copy(update={"old_sha": first.old_sha, "new_sha": last.new_sha})
 

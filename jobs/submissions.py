@@ -26,7 +26,7 @@ from jobs.rows import (
     number_of,
     spec_as_json,
 )
-from jobs.schema import DELIVERIES, JOBS
+from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS
 from jobs.spec import JobSpec
 
 DeliveryKey = tuple[str, str]
@@ -263,12 +263,27 @@ class _Batch:
         self, pending: _Candidate, spec: JobSpec, payload: dict[str, Any] | None
     ) -> _Candidate:
         merged = merge_specs(pending.job.spec, spec)
+        if newest_commit(merged) != newest_commit(spec) and self._repeats_an_event(pending.job):
+            merged = merge_specs(pending.job.spec, spec, may_be_older=False)
         run_after = due_at(merged, pending.job.created_at, self._now)
         job = replace(pending.job, spec=merged, run_after=run_after)
         if newest_commit(merged) != newest_commit(spec):
             # Older commits arrived late. Keep the payload and the key of the newest commit.
             return replace(pending, job=job)
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
+
+    def _repeats_an_event(self, pending: Job) -> bool:
+        """Whether an earlier job had an event of this one. What arrives now for the first time is
+        then newer: a branch that is forced back to where the event began, for example."""
+        number = number_of(pending.id)
+        links = JOB_DELIVERIES.c
+        own = select(links.delivery_id).where(links.job_number == number)
+        not_written = [link.delivery_id for link in self._links if link.job_number == number]
+        earlier = select(links.job_number).where(
+            links.job_number < number,
+            links.delivery_id.in_(own) | links.delivery_id.in_(not_written),
+        )
+        return self._connection.scalar(earlier.limit(1)) is not None
 
     def _insert(self, request: JobRequest) -> Job:
         spec = request.spec

@@ -78,6 +78,18 @@ def test_commits_that_arrive_in_the_wrong_order_keep_their_newest_end(store: Job
     assert (job.spec.settings, job.payload) == ({"of": "c"}, {"of": "c"})
 
 
+def test_what_arrives_behind_a_repeated_delivery_is_newer(store: JobStore) -> None:
+    """Also if it ends where the repeated one begins: the branch was forced back."""
+    store.cancel(store.submit(spec("b", "a"), delivery=delivery("d1")).job.id)
+    store.cancel(store.submit(spec("c", "b"), delivery=delivery("d2")).job.id)
+    repeated = store.submit(spec("b", "a"), delivery=delivery("d1"))
+    assert repeated.how == "created"
+    forced = store.submit(spec("a", "c"), delivery=delivery("d3"))
+    assert (forced.how, forced.job.id) == ("merged", repeated.job.id)
+    revisions = store.get(forced.job.id).spec.revisions
+    assert revisions is not None and (revisions.old_sha, revisions.new_sha) == ("a", "a")
+
+
 def test_going_back_and_forth_ends_with_what_came_last(store: JobStore) -> None:
     store.submit(spec(new="b" * 40, old="a" * 40))
     job = store.submit(spec(new="a" * 40, old="b" * 40)).job
