@@ -21,6 +21,8 @@ N ?= 100
 # Tests run in this many processes, each module in one of them. Three fit two cores: most tests wait more
 # than they compute. On a larger machine: make test WORKERS=4
 WORKERS ?= 3
+# Tests that train share the cores; see SHORT_SPINS in jobs/environment.py.
+export GOMP_SPINCOUNT ?= 3000
 # In order: the longest modules are in the first folders, so that all workers end at about one time.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 

@@ -23,6 +23,14 @@ _THREAD_VARIABLES = (
 )
 
 
+SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
+"""How long a thread of PyTorch waits at full speed for the others before it sleeps.
+
+OpenMP's own default is a hundred times that, which is a disaster where another program computes
+too: the threads that wait take the cores from the threads that they wait for.
+"""
+
+
 def thread_variables(num_threads: int) -> dict[str, str]:
     """The variables that numeric libraries read when they are loaded."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
@@ -47,6 +55,7 @@ def job_environment(
     `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
     """
     variables = {
+        **SHORT_SPINS,
         **runner_env,
         **thread_variables(job.spec.resources.num_threads or num_threads),
         "PYTHONUNBUFFERED": "1",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jobs.environment import thread_variables
+from jobs.environment import SHORT_SPINS, thread_variables
 from jobs.launchers.supervise import Request
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class WarmParent:
         # Pools get one thread: after a fork, a pool of several threads would wait for ever for the
         # threads that the fork has not copied.
         self._environment = {
+            **SHORT_SPINS,
             **environment_for_jobs_package(environment),
             **thread_variables(1),
             **_NO_BACKGROUND_THREADS,

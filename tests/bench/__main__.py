@@ -21,6 +21,7 @@ from pathlib import Path
 from tests.bench.machine import code_revision, this_machine
 from tests.bench.report import Report, Row, markdown
 from tests.bench.result import Result
+from tests.stack_fixtures import end_with_this_process
 
 ROOT = Path(__file__).parents[2]
 ERROR_CHARACTERS = 4_000
@@ -120,7 +121,12 @@ def _run(program: Program, small: bool, log: Path, limit_seconds: float) -> Row:
     error = None
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=stream, stderr=stream, start_new_session=True
+            command,
+            cwd=ROOT,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=end_with_this_process,
         )
         try:
             code = process.wait(limit_seconds)

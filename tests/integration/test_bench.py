@@ -22,6 +22,8 @@ NEEDS = {
     "speed": "vllm",
     "vllm-swap": "vllm",
 }
+LONGEST_SECONDS = 540
+"""A row takes up to a minute on idle cores, and shares them with other tests."""
 ROWS = [
     pytest.param(
         *(table, program.name),
@@ -39,12 +41,13 @@ def run(out: Path, table: str, *options: str) -> "subprocess.CompletedProcess[st
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LONGEST_SECONDS,
         check=False,
     )
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LONGEST_SECONDS + 60)
 @pytest.mark.parametrize(("table", "name"), ROWS)
 def test_a_row_runs_and_says_what_it_must(table: str, name: str, tmp_path: Path) -> None:
     if (needed := NEEDS.get(name)) is not None and find_spec(needed) is None:

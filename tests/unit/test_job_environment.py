@@ -52,6 +52,12 @@ def test_the_spec_goes_before_what_the_runner_was_given_and_the_job_before_both(
     assert not any(name.startswith("WEBHOOK") for name in shown)
 
 
+def test_threads_wait_briefly_unless_the_runner_was_told_otherwise() -> None:
+    assert job_environment(a_job(), Path("/"), {}, num_threads=2)["GOMP_SPINCOUNT"] == "3000"
+    told = {"GOMP_SPINCOUNT": "7"}
+    assert job_environment(a_job(), Path("/"), told, num_threads=2)["GOMP_SPINCOUNT"] == "7"
+
+
 def test_resources_go_before_the_default_number_of_threads() -> None:
     job = a_job(resources=Resources(num_threads=5))
     assert job_environment(job, Path("/"), {}, num_threads=2)["OMP_NUM_THREADS"] == "5"
