@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ from pipeline.hub.repositories import Repository
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
+_SHA_BYTES = 20
 # 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
 _LATEST_SECONDS = 253402300799
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
@@ -38,6 +39,19 @@ class Commit:
     """Seconds since the epoch, UTC."""
     title: str
     message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitHead:
+    """What a commit object says."""
+
+    tree: str
+    parents: tuple[str, ...]
+    message: str
+
+
+Folders = Mapping[str, Mapping[str, Entry]]
+"""Of each folder, its entries by name. A folder that does not exist has none."""
 
 
 def resolve_revision(repository: Repository, revision: str) -> str:
@@ -94,6 +108,54 @@ def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> lis
         elif item is not None and item[1] == "tree":
             entries.append(Entry(type="directory", path=path, oid=item[0]))
     return entries
+
+
+def read_commit(repository: Repository, sha: str) -> CommitHead:
+    head, _, message = git(repository.folder, "cat-file", "commit", sha).partition(b"\n\n")
+    lines = [line.split(b" ", 1) for line in head.decode(errors="replace").encode().split(b"\n")]
+    return CommitHead(
+        tree=next(value.decode() for name, value in lines if name == b"tree"),
+        parents=tuple(value.decode() for name, value in lines if name == b"parent"),
+        message=message.decode(errors="replace"),
+    )
+
+
+def read_folders(repository: Repository, commit: str | None, folders: Iterable[str]) -> Folders:
+    """The entries of each of `folders` (`""` is the root). Of files, the sizes are not read."""
+    wanted = sorted(folders)
+    if commit is None:
+        return {folder: {} for folder in wanted}
+    questions = "".join(f"{commit}:{folder}\n" for folder in wanted)
+    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
+    found: dict[str, dict[str, Entry]] = {}
+    start = 0
+    for folder in wanted:
+        end = answer.index(b"\n", start)
+        fields = answer[start:end].rsplit(b" ", 2)
+        start = end + 1
+        found[folder] = {}
+        if len(fields) == 3 and fields[2].isdigit():
+            size = int(fields[2])
+            if fields[1] == b"tree":
+                entries = _parse_tree_object(answer[start : start + size], folder)
+                found[folder] = {entry.path.rpartition("/")[2]: entry for entry in entries}
+            start += size + 1
+    return found
+
+
+def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
+    """https://git-scm.com/book/en/v2/Git-Internals-Git-Objects#_tree_objects"""
+    prefix = f"{folder}/" if folder else ""
+    start = 0
+    while start < len(content):
+        name_end = content.index(b"\0", start)
+        mode, _, name = content[start:name_end].partition(b" ")
+        start = name_end + 1 + _SHA_BYTES
+        yield Entry(
+            type="directory" if mode == b"40000" else "file",
+            path=prefix + name.decode(errors="replace"),
+            oid=content[name_end + 1 : start].hex(),
+        )
 
 
 def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) -> list[Commit]:

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -224,19 +224,6 @@ class Repositories:
             created_at=row.created_at,
             folder=self.folder(name),
         )
-
-
-def read_refs(repository: Repository) -> Mapping[str, str]:
-    """Branches and tags in full (`refs/heads/main`) → the sha that each names."""
-    lines = git(
-        repository.folder,
-        "for-each-ref",
-        "--format=%(objectname) %(refname)",
-        "refs/heads/",
-        "refs/tags/",
-    )
-    pairs = (line.split(" ", 1) for line in lines.decode(errors="replace").splitlines())
-    return {ref: sha for sha, ref in pairs}
 
 
 def _is(name: RepositoryName) -> ColumnElement[bool]:
