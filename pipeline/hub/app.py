@@ -95,7 +95,7 @@ def create_app(
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     cipher = SecretCipher(secret_key)
-    guard = auth.Guard(token, jobs_store, secret_key)
+    guard = auth.Guard(token, settings.owner, jobs_store, secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with only_hub_in(root):

@@ -4,8 +4,11 @@ import asyncio
 import base64
 import binascii
 import secrets
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from jobs.attempt_tokens import PREFIX, job_of_token
@@ -17,21 +20,64 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/repos/move")
 """A job reads and writes repositories. What else the hub does is a person's to change."""
 
+Role = Literal["read", "write"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who makes a request, and how far the token of the request reaches."""
+
+    user: str
+    """The name that `whoami` answers, and the author of commits that the API makes."""
+    role: Role
+    token_name: str
+    """The name of the token, for messages and for `whoami`. It is not the token itself."""
+    job_id: str | None = None
+    """The job whose running attempt has the token; None for a person."""
+    repositories: frozenset[str] | None = None
+    """The ids of the only repositories that the token reaches; None for all repositories."""
+
+    def require_write(self, what: str) -> None:
+        """Raises Forbidden if the token may only read. `what` names the change, for the message."""
+        if self.role != "write":
+            raise Forbidden(
+                f"The token {self.token_name!r} may only read, and {what} is a change: use a token "
+                "with the role write."
+            )
+
+
+def identity_of(connection: HTTPConnection) -> Identity:
+    """Who makes this request, as `Guard.check` found out."""
+    identity: Identity = connection.scope["state"]["identity"]
+    return identity
+
 
 class Guard:
     """Lets in who has the hub's token, and a job's running attempt, which has a token of its own.
 
-    Without `jobs_store` there are no jobs to let in. `secret_key` signs their tokens.
+    `owner` is the user whom the hub's token belongs to; jobs act for the same user. Without
+    `jobs_store` there are no jobs to let in. `secret_key` signs their tokens.
     """
 
-    def __init__(self, token: str, jobs_store: JobStore | None, secret_key: bytes) -> None:
+    def __init__(
+        self, token: str, owner: str, jobs_store: JobStore | None, secret_key: bytes
+    ) -> None:
         self._token = token.encode()
+        self._owner = Identity(user=owner, role="write", token_name="hub")
         self._jobs_store = jobs_store
         self._secret_key = secret_key
 
-    async def check(self, scope: Scope) -> None:
-        """Raises Unauthorized for a request without a token that is good now, and Forbidden for one
-        of a job that only a person may make."""
+    async def check(self, scope: Scope) -> Identity:
+        """Who makes the request; `identity_of` tells it to the routes.
+
+        Raises Unauthorized for a request without a token that is good now, and Forbidden for one
+        of a job that only a person may make.
+        """
+        identity = await self._identify(scope)
+        scope.setdefault("state", {})["identity"] = identity
+        return identity
+
+    async def _identify(self, scope: Scope) -> Identity:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if not given:
             raise Unauthorized(
@@ -40,14 +86,14 @@ class Guard:
             )
         token = _token(given[0])
         if len(given) == 1 and secrets.compare_digest(token, self._token):
-            return
+            return self._owner
         if len(given) == 1 and self._jobs_store is not None and token.startswith(PREFIX.encode()):
             job = await asyncio.to_thread(
                 job_of_token, token.decode("ascii", "replace"), self._jobs_store, self._secret_key
             )
             if job is not None:
                 _check_path_of_job(scope["path"], job.id)
-                return
+                return replace(self._owner, token_name=f"job {job.id}", job_id=job.id)
             raise Unauthorized("This token belongs to an attempt of a job that has ended.")
         raise Unauthorized("Invalid credentials in Authorization header")
 

@@ -1,5 +1,6 @@
 """What a running job may do on the hub with the token of its attempt."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from jobs.attempt_tokens import attempt_token
 from jobs.job import Job
 from jobs.spec import JobSpec
 from jobs.store import JobStore
+from pipeline.hub.auth import Guard, Identity
 from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 
 
@@ -78,3 +80,18 @@ def test_a_hub_without_jobs_lets_no_such_token_in(tmp_path: Path, store: JobStor
     with running_hub(tmp_path / "other") as hub:
         answer = httpx.get(f"{hub.url}/api/datasets", headers={"Authorization": f"Bearer {token}"})
     assert answer.status_code == 401
+
+
+def test_a_request_knows_who_makes_it(store: JobStore) -> None:
+    job = started(store)
+    guard = Guard("hub-token", "ada", store, SECRET_KEY)
+
+    def identity(token: str) -> Identity:
+        scope = {"headers": [(b"authorization", f"Bearer {token}".encode())], "path": "/x"}
+        return asyncio.run(guard.check({"type": "http", **scope}))
+
+    person = identity("hub-token")
+    assert (person.user, person.role, person.job_id) == ("ada", "write", None)
+    of_job = identity(attempt_token(job, SECRET_KEY))
+    assert (of_job.user, of_job.role, of_job.job_id) == ("ada", "write", job.id)
+    assert of_job.repositories is None
