@@ -51,9 +51,7 @@ def large_file_paths(
     return {path for path, value in zip(fields[::3], fields[2::3], strict=False) if value == "lfs"}
 
 
-def ignored_paths(
-    repository: Repository, ignore_file: bytes, paths: Collection[str]
-) -> set[str]:
+def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[str]) -> set[str]:
     """Those of `paths` that a `.gitignore` with this text in the root leaves out."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
@@ -73,4 +71,6 @@ def ignored_paths(
 def tracking_line(path: str) -> str:
     """The line of `.gitattributes` that makes the one file `path` a large file."""
     pattern = re.sub(r"([\\*?\[\]])", r"\\\1", path)
-    return f"/{re.sub(r'\s', '[[:space:]]', pattern)} {_TRACKED}\n"
+    # A blank would end the pattern.
+    pattern = re.sub(r"\s", "[[:space:]]", pattern)
+    return f"/{pattern} {_TRACKED}\n"

@@ -21,7 +21,7 @@ from pipeline.hub.errors import (
     PreconditionFailed,
 )
 from pipeline.hub.git_process import INCOMING_PREFIX, PLACE, git, git_environment
-from pipeline.hub.names import parents_of
+from pipeline.hub.names import folders_of, parents_of
 from pipeline.hub.repositories import Repository
 
 # The client looks for these words, and then says how to name a folder.
@@ -73,7 +73,11 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
             raise PreconditionFailed(
                 _MOVED_ON.format(branch=ref, head=head or "its first commit", parent=new.parent)
             )
-        check_changes(new.changes, read_folders(repository, head, _folders_of(new.changes)), head)
+        check_changes(
+            new.changes,
+            read_folders(repository, head, folders_of(each.path for each in new.changes)),
+            head,
+        )
     except (PreconditionFailed, EntryNotFound, BadRequest):
         if head is not None and _is_repeated(repository, head, new):
             return head
@@ -92,7 +96,9 @@ def check_changes(changes: Sequence[Change], folders: Folders, head: str | None)
     for change in changes:
         kind = tree.kind(change.path)
         if change.action == "add":
-            above = next((each for each in parents_of(change.path) if tree.kind(each) == "file"), None)
+            above = next(
+                (each for each in parents_of(change.path) if tree.kind(each) == "file"), None
+            )
             if above is not None:
                 raise BadRequest(
                     f"{change.path!r} cannot be added, because {above!r} is a file: delete this "
@@ -100,8 +106,9 @@ def check_changes(changes: Sequence[Change], folders: Folders, head: str | None)
                 )
             if kind == "folder":
                 raise BadRequest(
-                    f"{change.path!r} cannot be added as a file, because it is a folder: delete the "
-                    "folder in the same commit, before the file is added, or choose another path."
+                    f"{change.path!r} cannot be added as a file, because it is a folder: delete "
+                    "the folder in the same commit, before the file is added, or choose another "
+                    "path."
                 )
             tree.add(change.path)
         elif kind != change.action.removeprefix("delete "):
@@ -144,11 +151,6 @@ class _Tree:
         self._deleted.add(path)
 
 
-def _folders_of(changes: Iterable[Change]) -> set[str]:
-    """Every folder on the way to a change, and the root."""
-    return {"", *(folder for change in changes for folder in parents_of(change.path))}
-
-
 def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
     """Whether `head` is this very commit, made by an earlier try of the client."""
     made = read_commit(repository, head)
@@ -157,7 +159,9 @@ def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
         return False
     try:
         check_changes(
-            new.changes, read_folders(repository, before, _folders_of(new.changes)), before
+            new.changes,
+            read_folders(repository, before, folders_of(each.path for each in new.changes)),
+            before,
         )
     except (EntryNotFound, BadRequest):
         return False

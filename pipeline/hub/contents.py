@@ -12,6 +12,7 @@ from typing import Literal
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
 from pipeline.hub.git_process import git, git_environment
 from pipeline.hub.names import SHA, is_ref_name
+from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 
 SMALL_FILE_BYTES = 1024 * 1024
@@ -156,6 +157,26 @@ def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
             path=prefix + name.decode(errors="replace"),
             oid=content[name_end + 1 : start].hex(),
         )
+
+
+def find_pointers(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:
+    """Those of the blobs `oids` that point to a large file. Only small blobs are read."""
+    asked = sorted(set(oids))
+    sizes = _look_up(repository, asked)
+    small = [
+        oid for oid, found in zip(asked, sizes, strict=True) if found and may_be_pointer(found[2])
+    ]
+    questions = "".join(f"{oid}\n" for oid in small)
+    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
+    pointers, start = {}, 0
+    for oid in small:
+        end = answer.index(b"\n", start)
+        size = int(answer[start:end].rpartition(b" ")[2])
+        pointer = Pointer.parse(answer[end + 1 : end + 1 + size])
+        if pointer is not None:
+            pointers[oid] = pointer
+        start = end + 1 + size + 1
+    return pointers
 
 
 def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) -> list[Commit]:

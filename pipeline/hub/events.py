@@ -187,9 +187,7 @@ def _changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefCh
             yield RefChange(ref=ref, old_sha=old, new_sha=new)
 
 
-def remember(
-    connection: Connection, repository: Repository, changes: Sequence[RefChange]
-) -> None:
+def remember(connection: Connection, repository: Repository, changes: Sequence[RefChange]) -> None:
     """The next comparison starts from these refs."""
     table = schema.refs
     gone = delete(table).where(

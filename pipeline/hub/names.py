@@ -1,7 +1,7 @@
 """Names that come from outside: repositories, revisions, files. Checked here, before any use."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import unquote_to_bytes
@@ -82,6 +82,11 @@ def parents_of(path: str) -> list[str]:
     """The folders on the way to `path`, without the root: `a/b/c` has `a` and `a/b`."""
     pieces = path.split("/")
     return ["/".join(pieces[:depth]) for depth in range(1, len(pieces))]
+
+
+def folders_of(paths: Iterable[str]) -> set[str]:
+    """Every folder on the way to each of `paths`, and the root (`""`)."""
+    return {"", *(folder for path in paths for folder in parents_of(path))}
 
 
 def new_file_path(path: str) -> str:

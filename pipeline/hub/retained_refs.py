@@ -62,7 +62,9 @@ def release_unneeded(
     with database.read() as connection:
         rows = select(events.updated_refs).where(events.repository_id == repository.id)
         for changes in connection.execute(rows).scalars():
-            named.update(sha for each in changes for sha in (each["old_sha"], each["new_sha"]) if sha)
+            named.update(
+                sha for each in changes for sha in (each["old_sha"], each["new_sha"]) if sha
+            )
     kept = _kept(repository)
     unneeded = [sha for sha in kept if sha not in named]
     if not unneeded:

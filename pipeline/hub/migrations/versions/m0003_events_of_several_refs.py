@@ -10,9 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.add_column(
-        "events", sa.Column("updated_refs", sa.JSON, nullable=False, server_default="[]")
-    )
+    op.add_column("events", sa.Column("updated_refs", sa.JSON, nullable=False, server_default="[]"))
     op.execute(
         "UPDATE events SET updated_refs = json_array(json_object("
         "'ref', ref, 'old_sha', old_sha, 'new_sha', new_sha)) WHERE ref IS NOT NULL"
