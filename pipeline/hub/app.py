@@ -44,7 +44,7 @@ from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
 from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
-from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.service import Hub, Remarks, hub_of
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
@@ -81,6 +81,7 @@ def create_app(
     secret_key: bytes,
     jobs_store: JobStore | None = None,
     needed_commits: Callable[[], Collection[str]] | None = None,
+    remarks_on: Remarks = lambda repository, changes: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -88,7 +89,7 @@ def create_app(
     of its attempt; `secret_key` is a Fernet key for the webhooks' secrets and those tokens.
     Webhooks that start jobs start them in `jobs_store`; without one there can be none. Commits that
     left every branch are kept as long as `needed_commits` or an event names them; without it, for
-    ever.
+    ever. `remarks_on` makes the lines that git prints after a push.
     Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
     what opens it.
     """
@@ -149,8 +150,11 @@ def create_app(
                 launcher=launcher,
                 metrics=metrics,
                 needed_commits=needed_commits,
+                remarks_on=remarks_on,
             )
-            app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
+            app.state.git = GitHttp(
+                settings, guard, repositories, database, log, metrics, remarks_on
+            )
             try:
                 yield
             finally:

@@ -25,7 +25,7 @@ from pipeline.hub.commits import Change, NewCommit, Signature, make_commit
 from pipeline.hub.contents import Folders, find_pointers, read_folders
 from pipeline.hub.errors import BadRequest, RevisionNotFound
 from pipeline.hub.git_process import git
-from pipeline.hub.http_json import hub_url, read_json, receive_into
+from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, folders_of, new_file_path
 from pipeline.hub.pointers import Pointer
@@ -91,7 +91,7 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         body = await run_in_threadpool(CommitBody, file)
         async with hub.locked(name) as repository:
 
-            def act() -> str:
+            def act() -> tuple[str, Sequence[str]]:
                 ref, head = find_branch(repository, "/".join(rest))
                 new = NewCommit(
                     message=body.header.message,
@@ -100,18 +100,19 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
                     parent=body.header.parentCommit,
                 )
                 sha = make_commit(repository, ref, head, new)
-                if sha != head:
-                    record_ref_changes(repository, hub.log)
-                return sha
+                if sha == head:
+                    return sha, ()
+                return sha, hub.remarks_on(repository, record_ref_changes(repository, hub.log))
 
-            sha = await run_in_threadpool(act)
+            sha, remarks = await run_in_threadpool(act)
     return JSONResponse(
         {
             "success": True,
             "commitOid": sha,
             "commitUrl": f"{hub_url(request)}/{name.path}/commit/{sha}",
-            "hookOutput": "",
-        }
+            "hookOutput": "\n".join(remarks),
+        },
+        headers=client_warning("commit", remarks),
     )
 
 

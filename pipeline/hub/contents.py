@@ -18,6 +18,7 @@ from pipeline.hub.repositories import Repository
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
 _SHA_BYTES = 20
+_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 # 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
 _LATEST_SECONDS = 253402300799
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
@@ -157,6 +158,30 @@ def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
             path=prefix + name.decode(errors="replace"),
             oid=content[name_end + 1 : start].hex(),
         )
+
+
+def changed_files(repository: Repository, before: str | None, after: str) -> list[Entry]:
+    """The files of the commit `after` that `before` does not have, or has with another content."""
+    output = git(
+        repository.folder,
+        *("diff-tree", "-r", "-z", "--no-renames", "--diff-filter=AMT"),
+        before or _EMPTY_TREE,
+        after,
+    )
+    fields = output.decode(errors="replace").split("\0")
+    # Each file is two fields: ":<mode> <mode> <sha> <sha> <letter>", and the path.
+    facts = [field.split(" ") for field in fields[:-1:2]]
+    paths = fields[1::2]
+    files = [
+        (path, fact[3])
+        for fact, path in zip(facts, paths, strict=False)
+        if fact[1] in ("100644", "100755")
+    ]
+    sizes = _look_up(repository, [oid for _, oid in files])
+    return [
+        Entry(type="file", path=path, oid=oid, size_bytes=found[2] if found else 0)
+        for (path, oid), found in zip(files, sizes, strict=True)
+    ]
 
 
 def find_pointers(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:

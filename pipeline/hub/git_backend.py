@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -28,7 +28,8 @@ for _number, (_key, _value) in enumerate(_SETTINGS):
     _CONFIG |= {f"GIT_CONFIG_KEY_{_number}": _key, f"GIT_CONFIG_VALUE_{_number}": _value}
 
 _HIDDEN = b"deny updating a hidden ref"
-_REASON = f"This hub takes {' and '.join(PUSHED_PREFIXES)} only: push to a branch or a tag.\n"
+_REASON = f"This hub takes {' and '.join(PUSHED_PREFIXES)} only: push to a branch or a tag."
+_MAX_REMARK_BYTES = 900
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -169,16 +170,22 @@ def parse_answer(told: Answer) -> tuple[int, Headers, bytes]:
     return *parse_head(head), body
 
 
-def with_reason(answer: bytes) -> bytes:
-    """The answer to a push; where git refused a hidden ref, with a line that says why.
+def with_remarks(answer: bytes, remarks: Sequence[str]) -> bytes:
+    """The answer to a push, and before it lines for the person who pushed. Where git refused a
+    hidden ref, one of these lines says why.
 
-    Git prints the line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
+    Git prints each line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
     """
+    lines = [*remarks, *([_REASON] if _HIDDEN in answer else [])]
     # Only a client that takes side bands can be told: git's answer then begins with such a packet.
-    if _HIDDEN not in answer or answer[4:5] not in (b"\x01", b"\x02"):
+    if answer[4:5] not in (b"\x01", b"\x02"):
         return answer
-    line = b"\x02" + _REASON.encode()
-    return b"%04x%s%s" % (len(line) + 4, line, answer)
+    packets = []
+    for line in lines:
+        plain = "".join(letter if letter.isprintable() else "?" for letter in line)
+        text = b"\x02" + plain.encode()[:_MAX_REMARK_BYTES] + b"\n"
+        packets.append(b"%04x%s" % (len(text) + 4, text))
+    return b"".join(packets) + answer
 
 
 async def send_start(send: Send, status: int, headers: Headers) -> None:

@@ -34,6 +34,7 @@ from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryType, requested_name
 from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class GitHttp:
         database: Database,
         log: EventLog,
         metrics: HubMetrics,
+        remarks_on: Remarks,
     ) -> None:
         self._settings = settings
         self._guard = guard
@@ -89,6 +91,7 @@ class GitHttp:
         self._database = database
         self._log = log
         self._metrics = metrics
+        self._remarks_on = remarks_on
         # Apart: clones wait for their clients, pushes never do and must not wait for those.
         self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
         self._push_slots = asyncio.Semaphore(settings.max_git_processes)
@@ -194,7 +197,8 @@ class GitHttp:
         # A big push begins with a POST that moves nothing; so does one that git refuses.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         self._metrics.pushes.labels(result=result).inc()
-        return status, headers, git_backend.with_reason(answer)
+        remarks = await asyncio.to_thread(self._remarks_on, repository, changes) if changes else []
+        return status, headers, git_backend.with_remarks(answer, remarks)
 
 
 def _check(request: GitRequest, scope: Scope) -> None:

@@ -1,7 +1,7 @@
 """How the API reads a body and answers: JSON, and errors in the one shape that the client knows."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import IO, TypeVar
 
@@ -47,6 +47,11 @@ def _as_header(text: str) -> str:
     """One line of Latin-1 without control characters (RFC 9110, 5.5)."""
     line = "".join(character if character.isprintable() else " " for character in text)
     return " ".join(line.split()).encode("latin-1", "replace").decode("latin-1")
+
+
+def client_warning(topic: str, lines: Sequence[str]) -> dict[str, str]:
+    """A header that the client prints as a warning; none if there is nothing to say."""
+    return {"X-HF-Warning": f"{topic}; {_as_header(' '.join(lines))}"} if lines else {}
 
 
 async def on_request_error(_: Request, error: Exception) -> Response:

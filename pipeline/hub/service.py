@@ -1,6 +1,6 @@
 """What every route of the hub is given."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +12,12 @@ from pipeline.hub.events import EventLog
 from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName
+from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.webhook_store import SecretCipher
+
+Remarks = Callable[[Repository, Sequence[RefChange]], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,8 @@ class Hub:
     metrics: HubMetrics
     needed_commits: Callable[[], Collection[str]] | None = None
     """What releases and jobs need of any repository; None if that is not known."""
+    remarks_on: Remarks = lambda repository, changes: ()
+    """What to tell the person who moved these refs, one line each."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
