@@ -13,8 +13,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from pipeline.hub.errors import HubError
 
-SCHEMA_REVISION = "0002"
-KNOWN_REVISIONS = ("0001", "0002")
+SCHEMA_REVISION = "0003"
+KNOWN_REVISIONS = ("0001", "0002", "0003")
 
 
 class Database:

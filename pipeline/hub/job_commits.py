@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from jobs.environment import COMMITTER_DOMAIN
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import git
+from pipeline.hub.git_process import git, lines_of
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 
@@ -28,7 +28,7 @@ def made_by_jobs(repository: Repository, change: RefChange, known: Iterable[str]
             repository.folder,
             "log",
             "--ignore-missing",
-            f"--format=%ce%x09%(trailers:key={TRAILER},valueonly,separator=%x2C)",
+            f"--format=%ce%x09%(trailers:key={TRAILER},valueonly,unfold,separator=%x2C)",
             "--stdin",
             stdin=revisions.encode(),
         )
@@ -36,7 +36,7 @@ def made_by_jobs(repository: Repository, change: RefChange, known: Iterable[str]
         # A tag of a file, or a damaged repository: what cannot be told apart fires.
         logger.warning("who made %s of %s is unknown: %s", change.ref, repository.name, error)
         return False
-    commits = lines.decode(errors="replace").splitlines()
+    commits = lines_of(lines)
     return bool(commits) and all(_is_marked(commit) for commit in commits)
 
 
