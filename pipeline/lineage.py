@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from jobs.folder import SPEC
 from jobs.spec import JobSpec
 from pipeline.errors import PipelineError
-from receiver.payload import WebhookPayload
+from receiver.payload import UpdatedRef, WebhookPayload
 from serving.weights.release import Lineage
 
 
@@ -25,6 +25,17 @@ class JobContext:
     ref: str | None = None
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
+    updated_refs: tuple[UpdatedRef, ...] = ()
+    """What the push of the payload moved. One push may move several refs."""
+
+    def following(self, ref: str) -> "JobContext":
+        """The context with the commit to which the push moved `ref`, such as `refs/heads/main`; if
+        the push did not move it, with that of the first ref."""
+        if not self.updated_refs:
+            return self
+        first = self.updated_refs[0]
+        update = next((each for each in self.updated_refs if each.ref == ref), first)
+        return replace(self, ref=update.ref, revision=update.newSha or self.revision)
 
 
 def job_context(environment: Mapping[str, str]) -> JobContext:
@@ -58,13 +69,8 @@ def job_context(environment: Mapping[str, str]) -> JobContext:
     payload = _payload(environment)
     if payload is None or payload.repo.type != "dataset":
         return context
-    update = next(iter(payload.updatedRefs or ()), None)
-    return replace(
-        context,
-        dataset=payload.repo.name,
-        ref=update.ref if update else None,
-        revision=(update.newSha if update else None) or payload.repo.headSha,
-    )
+    context = replace(context, dataset=payload.repo.name, revision=payload.repo.headSha)
+    return replace(context, updated_refs=payload.updatedRefs or ())
 
 
 def lineage(

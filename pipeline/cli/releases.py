@@ -173,11 +173,14 @@ def publish(
     In a job, the manifest also names the job and its dataset.
     """
     from pipeline.lineage import job_context, lineage
+    from pipeline.rules import branch_ref
     from serving.weights.publish import publish_folder
     from serving.weights.release_store import served_release
 
     context = job_context(os.environ)
-    target = _folder(pipeline or context.pipeline)
+    configured = _configured(pipeline or context.pipeline)
+    context = context.following(branch_ref(configured))
+    target = Home.find().releases_dir / configured.name
     if parent is not None:
         _load(pipeline or context.pipeline, parent)
     served = served_release(target)

@@ -151,6 +151,9 @@ def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Reposi
 def as_json(delivery: OutboxDelivery) -> dict[str, object]:
     times = ("created_at", "next_attempt_at", "last_attempt_at")
     facts: dict[str, object] = asdict(delivery)
+    # The first one by itself too: most pushes move one ref.
+    first = next(iter(delivery.updated_refs), None)
+    facts |= {name: first and getattr(first, name) for name in ("ref", "old_sha", "new_sha")}
     for name in times:
         value = getattr(delivery, name)
         facts[name] = None if value is None else iso_time(value)

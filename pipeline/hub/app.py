@@ -11,7 +11,6 @@ from sqlalchemy.exc import OperationalError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,6 +20,7 @@ from jobs.store import JobStore
 from pipeline.hub import (
     activity_routes,
     auth,
+    commit_routes,
     content_routes,
     git_http,
     http_json,
@@ -49,7 +49,7 @@ from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
-from serving.http.bodies import LimitedBodies
+from serving.http.bodies import BodiesInFlight
 
 # The registry of agents is what the client fetches before it has read a token.
 _OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses"})
@@ -67,8 +67,8 @@ _POST = {
     "paths-info": content_routes.paths_info,
     "branch": ref_routes.create_branch,
     "tag": ref_routes.create_tag,
-    "preupload": upload_routes.refuse_upload,
-    "commit": upload_routes.refuse_upload,
+    "preupload": commit_routes.preupload,
+    "commit": commit_routes.commit,
 }
 _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
@@ -181,9 +181,9 @@ def create_app(
             HTTPException: http_json.on_http_exception,
             Exception: http_json.on_crash,
         },
-        middleware=[Middleware(LimitedBodies, max_body_bytes=http_json.MAX_BODY_BYTES)],
         lifespan=lifespan,
     )
+    api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -1,6 +1,6 @@
 """Clears what git processes that were killed left behind: themselves, their locks, their objects.
 
-It never touches refs or whole objects.
+It never touches refs that lead to a commit which a client was told of, nor whole objects.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.hub.git_process import PLACE
+from pipeline.hub.git_process import INCOMING_PREFIX, PLACE
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +22,14 @@ GRACE_SECONDS = 5.0
 _LOCKS = ("*.lock", "refs/**/*.lock", "objects/info/*.lock", "objects/pack/*.lock")
 # Where a push is unpacked until it is known to be whole; the second is git's older name for it.
 _OBJECTS = ("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*")
+# Of commits that API clients sent: their refs, and what git writes when it is ended meanwhile.
+_COMMITS = (f"{INCOMING_PREFIX}*", "fast_import_crash_*")
 
 
 def clear_repository(folder: Path) -> None:
     """Only safe while nothing writes to the repository: the hub's lock on it is held, or the hub
     has not started."""
-    for pattern in (*_LOCKS, *_OBJECTS):
+    for pattern in (*_LOCKS, *_OBJECTS, *_COMMITS):
         for path in folder.glob(pattern):
             logger.warning("removing %s: the git that made it was killed", path)
             if path.is_dir():

@@ -5,17 +5,19 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
 from pipeline.hub.git_process import git, git_environment, lines_of
 from pipeline.hub.names import SHA, is_ref_name
+from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
+_SHA_BYTES = 20
 # 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
 _LATEST_SECONDS = 253402300799
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
@@ -41,6 +43,19 @@ class Commit:
     """Seconds since the epoch, UTC."""
     title: str
     message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitHead:
+    """What a commit object says."""
+
+    tree: str
+    parents: tuple[str, ...]
+    message: str
+
+
+Folders = Mapping[str, Mapping[str, Entry]]
+"""Of each folder, its entries by name. A folder that does not exist has none."""
 
 
 def resolve_revision(repository: Repository, revision: str) -> str:
@@ -105,6 +120,74 @@ def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> lis
     odd = [path for path in paths if _CONTROL.search(path)]
     found |= {entry.path: entry for entry in _odd_entries(repository, commit, odd)}
     return [found[path] for path in paths if path in found]
+
+
+def read_commit(repository: Repository, sha: str) -> CommitHead:
+    head, _, message = git(repository.folder, "cat-file", "commit", sha).partition(b"\n\n")
+    lines = [line.split(b" ", 1) for line in head.decode(errors="replace").encode().split(b"\n")]
+    return CommitHead(
+        tree=next(value.decode() for name, value in lines if name == b"tree"),
+        parents=tuple(value.decode() for name, value in lines if name == b"parent"),
+        message=message.decode(errors="replace"),
+    )
+
+
+def read_folders(repository: Repository, commit: str | None, folders: Iterable[str]) -> Folders:
+    """The entries of each of `folders` (`""` is the root). Of files, the sizes are not read."""
+    wanted = sorted(folders)
+    if commit is None:
+        return {folder: {} for folder in wanted}
+    questions = "".join(f"{commit}:{folder}\n" for folder in wanted)
+    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
+    found: dict[str, dict[str, Entry]] = {}
+    start = 0
+    for folder in wanted:
+        end = answer.index(b"\n", start)
+        fields = answer[start:end].rsplit(b" ", 2)
+        start = end + 1
+        found[folder] = {}
+        if len(fields) == 3 and fields[2].isdigit():
+            size = int(fields[2])
+            if fields[1] == b"tree":
+                entries = _parse_tree_object(answer[start : start + size], folder)
+                found[folder] = {entry.path.rpartition("/")[2]: entry for entry in entries}
+            start += size + 1
+    return found
+
+
+def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
+    """https://git-scm.com/book/en/v2/Git-Internals-Git-Objects#_tree_objects"""
+    prefix = f"{folder}/" if folder else ""
+    start = 0
+    while start < len(content):
+        name_end = content.index(b"\0", start)
+        mode, _, name = content[start:name_end].partition(b" ")
+        start = name_end + 1 + _SHA_BYTES
+        yield Entry(
+            type="directory" if mode == b"40000" else "file",
+            path=prefix + name.decode(errors="replace"),
+            oid=content[name_end + 1 : start].hex(),
+        )
+
+
+def find_pointers(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:
+    """Those of the blobs `oids` that point to a large file. Only small blobs are read."""
+    asked = sorted(set(oids))
+    sizes = _look_up(repository, asked)
+    small = [
+        oid for oid, found in zip(asked, sizes, strict=True) if found and may_be_pointer(found[2])
+    ]
+    questions = "".join(f"{oid}\n" for oid in small)
+    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
+    pointers, start = {}, 0
+    for oid in small:
+        end = answer.index(b"\n", start)
+        size = int(answer[start:end].rpartition(b" ")[2])
+        pointer = Pointer.parse(answer[end + 1 : end + 1 + size])
+        if pointer is not None:
+            pointers[oid] = pointer
+        start = end + 1 + size + 1
+    return pointers
 
 
 def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) -> list[Commit]:

@@ -11,6 +11,7 @@
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
         ├── Conflict             409
+        ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
         └── DiskFull             507
@@ -95,6 +96,10 @@ class Conflict(RequestError):
     def __init__(self, message: str, *, url: str | None = None) -> None:
         super().__init__(message)
         self.url = url
+
+
+class PreconditionFailed(RequestError):
+    status = 412
 
 
 class TooLarge(RequestError):

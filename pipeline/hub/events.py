@@ -2,14 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from pipeline.hub import outbox, payloads, schema
 from pipeline.hub.database import Database
-from pipeline.hub.job_commits import made_by_jobs
+from pipeline.hub.job_commits import of_jobs
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import DEFAULT_BRANCH
 from pipeline.hub.payloads import RefChange
@@ -31,42 +31,43 @@ class EventLog:
     """Called after a commit that left deliveries to send; from any thread."""
 
     def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
-        """Compares `refs` with where the last stored events left them; one event per difference.
+        """Compares `refs` with where the last stored event left them. All differences together are
+        one event, because one push may move several refs.
 
         The caller holds the repository's lock and read `refs` under it. When this returns, the
-        events and their deliveries are on disk.
+        event and its deliveries are on disk.
         """
         with self.database.read() as connection:
-            known = _known_refs(connection, repository)
+            known = known_refs(connection, repository)
         changes = list(_changes(known, refs))
         if not changes:
             return []
-        silent = self._silent(repository, changes, known)
+        told = self._told(repository, changes, known)
         with self.database.write() as connection:
-            for change in changes:
-                self._store(
-                    connection,
-                    action="update",
-                    scope="repo.content",
-                    repository=repository,
-                    head_sha=refs.get(DEFAULT_BRANCH),
-                    change=change,
-                    tells=change not in silent,
-                )
-                _remember(connection, repository, change)
-        self.metrics.events.labels(scope="repo.content").inc(len(changes))
+            self._store(
+                connection,
+                action="update",
+                scope="repo.content",
+                repository=repository,
+                head_sha=refs.get(DEFAULT_BRANCH),
+                changes=changes,
+                told=told,
+            )
+            remember(connection, repository, changes)
+        self.metrics.events.labels(scope="repo.content").inc()
         self.wake()
         return changes
 
-    def _silent(
-        self, repository: Repository, changes: Iterable[RefChange], known: Mapping[str, str]
-    ) -> list[RefChange]:
+    def _told(
+        self, repository: Repository, changes: Sequence[RefChange], known: Mapping[str, str]
+    ) -> Sequence[RefChange]:
+        """The changes that webhooks are told of."""
         if self.deliver_job_commits:
-            return []
-        silent = [one for one in changes if made_by_jobs(repository, one, set(known.values()))]
+            return changes
+        silent = of_jobs(repository, changes, set(known.values()))
         for change in silent:
             logger.info("%s of %s: jobs made these commits", change.ref, repository.name)
-        return silent
+        return [change for change in changes if change not in silent]
 
     def record(
         self,
@@ -81,7 +82,7 @@ class EventLog:
 
         The caller calls `wake` after its commit.
         """
-        head_sha = _known_refs(connection, repository).get(DEFAULT_BRANCH)
+        head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
         self._store(
             connection,
             action=action,
@@ -100,14 +101,15 @@ class EventLog:
         scope: str,
         repository: Repository,
         head_sha: str | None,
-        change: RefChange | None = None,
+        changes: Sequence[RefChange] = (),
+        told: Sequence[RefChange] = (),
         moved_to: Repository | None = None,
-        tells: bool = True,
     ) -> None:
+        """An event whose `changes` are not `told` is stored, and webhooks are not told of it."""
         event_seq = _insert_event(
-            connection, action=action, scope=scope, repository=repository, change=change
+            connection, action=action, scope=scope, repository=repository, changes=changes
         )
-        for webhook in list_webhooks(connection) if tells else ():
+        for webhook in list_webhooks(connection) if told or not changes else ():
             if not webhook.wants(repository.name):
                 continue
             payload = payloads.compose(
@@ -117,7 +119,7 @@ class EventLog:
                 webhook_id=webhook.id,
                 hub_url=self.hub_url,
                 head_sha=head_sha,
-                change=change,
+                changes=told,
                 moved_to=moved_to,
             )
             outbox.put(
@@ -150,7 +152,7 @@ def _insert_event(
     action: EventAction,
     scope: str,
     repository: Repository,
-    change: RefChange | None = None,
+    changes: Sequence[RefChange] = (),
 ) -> int:
     inserted = connection.execute(
         insert(schema.events).values(
@@ -160,9 +162,7 @@ def _insert_event(
             name=repository.name.name,
             action=action,
             scope=scope,
-            ref=change and change.ref,
-            old_sha=change and change.old_sha,
-            new_sha=change and change.new_sha,
+            updated_refs=[asdict(change) for change in changes],
             created_at=time.time(),
         )
     )
@@ -170,7 +170,8 @@ def _insert_event(
     return int(inserted.inserted_primary_key[0])
 
 
-def _known_refs(connection: Connection, repository: Repository) -> dict[str, str]:
+def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:
+    """Where the last stored event left each ref."""
     table = schema.refs
     rows = connection.execute(
         select(table.c.ref, table.c.sha).where(table.c.repository_id == repository.id)
@@ -179,18 +180,24 @@ def _known_refs(connection: Connection, repository: Repository) -> dict[str, str
 
 
 def _changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefChange]:
-    for ref in sorted(known.keys() | now.keys()):
+    # The default branch first: who reads one ref only reads the one that matters most.
+    for ref in sorted(known.keys() | now.keys(), key=lambda ref: (ref != DEFAULT_BRANCH, ref)):
         old, new = known.get(ref), now.get(ref)
         if old != new:
             yield RefChange(ref=ref, old_sha=old, new_sha=new)
 
 
-def _remember(connection: Connection, repository: Repository, change: RefChange) -> None:
+def remember(connection: Connection, repository: Repository, changes: Sequence[RefChange]) -> None:
+    """The next comparison starts from these refs."""
     table = schema.refs
-    connection.execute(
-        delete(table).where(table.c.repository_id == repository.id, table.c.ref == change.ref)
+    gone = delete(table).where(
+        table.c.repository_id == repository.id, table.c.ref == bindparam("moved")
     )
-    if change.new_sha is not None:
-        connection.execute(
-            insert(table).values(repository_id=repository.id, ref=change.ref, sha=change.new_sha)
-        )
+    connection.execute(gone, [{"moved": change.ref} for change in changes])
+    rows = [
+        {"repository_id": repository.id, "ref": change.ref, "sha": change.new_sha}
+        for change in changes
+        if change.new_sha is not None
+    ]
+    if rows:
+        connection.execute(insert(table), rows)

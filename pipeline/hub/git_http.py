@@ -33,7 +33,7 @@ from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryType, requested_name
-from pipeline.hub.reconcile import record_ref_changes
+from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
 

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pipeline.hub.errors import HubError
@@ -11,6 +11,9 @@ PLACE = "GIT_PROJECT_ROOT"
 """In the environment of each git process: the repository that it works in."""
 KEEP_PREFIX = "refs/keep/"
 """Of the hub's own refs, which clients neither see nor move."""
+INCOMING_PREFIX = "refs/incoming/"
+"""Of the refs to commits that are being made. What a killed hub left of these is removed at the
+start."""
 PUSHED_PREFIXES = ("refs/heads/", "refs/tags/")
 """Of the refs that clients see and move. Any other ref might change what the hub reads."""
 
@@ -37,11 +40,16 @@ def lines_of(output: bytes) -> list[str]:
 
 
 def git(
-    folder: Path, *arguments: str, stdin: bytes = b"", extra: Mapping[str, str] | None = None
+    folder: Path,
+    *arguments: str,
+    stdin: bytes = b"",
+    extra: Mapping[str, str] | None = None,
+    may_exit_with: Collection[int] = (),
 ) -> bytes:
     """What `git` printed in the bare repository `folder`.
 
-    Raises HubError with git's own words where it failed.
+    Raises HubError with git's own words if git exits with a code that is neither 0 nor in
+    `may_exit_with`.
     """
     try:
         done = subprocess.run(
@@ -52,7 +60,7 @@ def git(
         )
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
-    if done.returncode != 0:
+    if done.returncode not in (0, *may_exit_with):
         reason = done.stderr.decode(errors="replace").strip()
         raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
     return done.stdout

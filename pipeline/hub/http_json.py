@@ -4,20 +4,30 @@ import re
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Scope, Send
 
-from pipeline.hub.errors import BadRequest, Conflict, RequestError, TooLarge, Unauthorized
+from pipeline.hub.errors import (
+    BadRequest,
+    Conflict,
+    DiskFull,
+    RequestError,
+    TooLarge,
+    Unauthorized,
+)
 from pipeline.hub.unsupported import feature
+from serving.http.bodies import BodiesInFlight
 
 # Whatever is longer, or not visible ASCII, is not sent back.
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 MAX_BODY_BYTES = 1024 * 1024
+_SPOOL_BYTES = 1024 * 1024
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -83,15 +93,53 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 
 
 async def read_body(request: Request) -> bytes:
+    """The whole body. Raises TooLarge, BadRequest if the client goes away in the middle, and
+    HTTPException if the bodies of all requests together have too many bytes."""
+    in_flight: BodiesInFlight = request.app.state.bodies
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise TooLarge(f"A request's body may have {MAX_BODY_BYTES} bytes at most.")
+        with in_flight.body() as count:
+            async for chunk in request.stream():
+                count(len(chunk))
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise TooLarge(f"A request's body may have {MAX_BODY_BYTES} bytes at most.")
     except ClientDisconnect:
         raise BadRequest("The request's body ended early.") from None
     return bytes(body)
+
+
+async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
+    """Writes the request's body to `file`, with a piece of it in memory at a time.
+
+    Raises TooLarge, DiskFull, and BadRequest if the client goes away in the middle.
+    """
+    size, waiting = 0, bytearray()
+
+    async def write() -> None:
+        try:
+            await run_in_threadpool(file.write, bytes(waiting))
+        except OSError as error:
+            raise DiskFull(
+                f"The request could not be stored ({error.strerror}): make room, send it again."
+            ) from error
+        waiting.clear()
+
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > max_bytes:
+                raise TooLarge(
+                    f"A request may send {max_bytes} bytes at most: send several commits, or raise "
+                    "[hub] max_push_bytes."
+                )
+            waiting += chunk
+            if len(waiting) >= _SPOOL_BYTES:
+                await write()
+    except ClientDisconnect:
+        raise BadRequest("The request's body ended early.") from None
+    await write()
+    await run_in_threadpool(file.flush)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
@@ -99,11 +147,15 @@ async def read_json(request: Request, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(await read_body(request) or b"{}")
     except ValidationError as error:
-        reasons = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}"
-            for item in error.errors(include_url=False, include_input=False)
-        )
-        raise BadRequest(f"The request's JSON is not as it should be: {reasons}.") from None
+        raise BadRequest(f"The request's JSON is not as it should be: {reasons(error)}.") from None
+
+
+def reasons(error: ValidationError) -> str:
+    """Each wrong field and why it is wrong. Quotes no value: values may be secret."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}"
+        for item in error.errors(include_url=False, include_input=False)
+    )
 
 
 def query_int(request: Request, name: str, default: int, *, at_most: int) -> int:

@@ -1,7 +1,7 @@
 """Names that come from outside: repositories, revisions, files. Checked here, before any use."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import unquote_to_bytes
@@ -17,6 +17,8 @@ SHA = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"(?!.*(--|\.\.))(?![.-])[A-Za-z0-9._-]{1,96}(?<![.-])")
 # What git check-ref-format forbids, and so everything that git would read as an expression.
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
+_IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
+MAX_PATH_BYTES = 4000
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -74,6 +76,31 @@ def segments(raw_path: bytes) -> list[str]:
 def is_ref_name(name: str) -> bool:
     """Whether git would take `name` below `refs/heads/` or `refs/tags/`."""
     return bool(name) and not _FORBIDDEN_IN_REF.search(name)
+
+
+def parents_of(path: str) -> list[str]:
+    """The folders on the way to `path`, without the root: `a/b/c` has `a` and `a/b`."""
+    pieces = path.split("/")
+    return ["/".join(pieces[:depth]) for depth in range(1, len(pieces))]
+
+
+def folders_of(paths: Iterable[str]) -> set[str]:
+    """Every folder on the way to each of `paths`, and the root (`""`)."""
+    return {"", *(folder for path in paths for folder in parents_of(path))}
+
+
+def new_file_path(path: str) -> str:
+    """A path that a commit may add or delete. Raises BadRequest for one that git cannot check out
+    on every system."""
+    checked = file_path([path])
+    if len(path.encode()) > MAX_PATH_BYTES:
+        raise BadRequest(f"{path[:100]!r}… has more than {MAX_PATH_BYTES} bytes.")
+    for piece in checked.split("/"):
+        # Some file systems ignore these characters, so `.g\u200cit` is git's own folder there.
+        plain = _IGNORED_BY_HFS.sub("", piece).partition(":")[0].rstrip(" .").casefold()
+        if plain in (".git", "git~1"):
+            raise BadRequest(f"{path!r} leads into git's own folder: choose another name.")
+    return checked
 
 
 def file_path(parts: Sequence[str]) -> str:

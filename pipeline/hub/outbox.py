@@ -28,6 +28,7 @@ from sqlalchemy import (
 from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.errors import WebhookNotFound
+from pipeline.hub.payloads import RefChange
 from pipeline.hub.schema import deliveries as table
 from pipeline.hub.schema import events, webhooks
 from pipeline.hub.settings import HubSettings
@@ -193,9 +194,7 @@ class OutboxDelivery:
     repository: str
     action: str
     scope: str
-    ref: str | None
-    old_sha: str | None
-    new_sha: str | None
+    updated_refs: tuple[RefChange, ...]
     created_at: float
     attempt: int
     next_attempt_at: float | None
@@ -313,9 +312,7 @@ def _record(row: Row[tuple[object, ...]]) -> OutboxDelivery:
         repository=f"{values[events.c.type]}:{values[events.c.owner]}/{values[events.c.name]}",
         action=values[events.c.action],
         scope=values[events.c.scope],
-        ref=values[events.c.ref],
-        old_sha=values[events.c.old_sha],
-        new_sha=values[events.c.new_sha],
+        updated_refs=tuple(RefChange(**change) for change in values[events.c.updated_refs]),
         created_at=values[table.c.created_at],
         attempt=values[table.c.attempt],
         next_attempt_at=values[table.c.next_attempt_at],

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.hub.names import RepositoryName
@@ -26,7 +27,7 @@ def compose(
     webhook_id: str,
     hub_url: str,
     head_sha: str | None = None,
-    change: RefChange | None = None,
+    changes: Sequence[RefChange] = (),
     moved_to: Repository | None = None,
 ) -> str:
     """The JSON of a `WebhookPayload`; keys without a value are left out, as the Hub does."""
@@ -49,10 +50,14 @@ def compose(
         ),
     )
     document = payload.model_dump(mode="json", exclude_none=True)
-    if change is not None:
-        updated = wire.UpdatedRef(ref=change.ref, oldSha=change.old_sha, newSha=change.new_sha)
+    if changes:
         # Here a missing sha is said as null: it is how a new and a deleted ref are told.
-        document["updatedRefs"] = [updated.model_dump(mode="json")]
+        document["updatedRefs"] = [
+            wire.UpdatedRef(
+                ref=change.ref, oldSha=change.old_sha, newSha=change.new_sha
+            ).model_dump(mode="json")
+            for change in changes
+        ]
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -4,8 +4,8 @@ import logging
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.events import EventLog
-from pipeline.hub.repositories import Repositories, Repository, read_refs
-from pipeline.hub.retained_refs import retain_unreachable
+from pipeline.hub.refs import record_ref_changes
+from pipeline.hub.repositories import Repositories, Repository
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +33,6 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
     return sum(_record_or_complain(repository, log) for repository in present)
 
 
-def record_ref_changes(repository: Repository, log: EventLog) -> int:
-    """Stores an event for each ref that moved since the last one, and keeps what they left behind.
-
-    The caller holds the lock.
-    """
-    refs = read_refs(repository)
-    retain_unreachable(repository, log.database, refs)
-    return len(log.record_refs(repository, refs))
-
-
 async def reconcile(repositories: Repositories, log: EventLog) -> None:
     """Finds refs that moved behind the hub's back: by a git process that outlived a killed hub,
     or by hand in the folder."""
@@ -54,7 +44,7 @@ async def reconcile(repositories: Repositories, log: EventLog) -> None:
 def _record_or_complain(repository: Repository, log: EventLog) -> int:
     # One damaged repository must not keep the hub from serving the others.
     try:
-        return record_ref_changes(repository, log)
+        return len(record_ref_changes(repository, log))
     except HubError as error:
         logger.error("the refs of %s cannot be read: %s", repository.name, error)
         return 0

@@ -12,8 +12,8 @@ from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
 from pipeline.hub.git_process import git
 from pipeline.hub.http_json import read_json
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
-from pipeline.hub.reconcile import record_ref_changes
-from pipeline.hub.repositories import Repository, read_refs
+from pipeline.hub.refs import read_refs, record_ref_changes
+from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
 
 _NO_REF = "0" * 40

@@ -6,7 +6,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from sqlalchemy.sql.elements import ColumnElement
 from pipeline.hub.cleanup import clear_repository, end_processes
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryMoved, RepositoryNotFound
-from pipeline.hub.git_process import git, lines_of
+from pipeline.hub.git_process import git
 from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
 from pipeline.hub.schema import former_names
 from pipeline.hub.schema import repositories as table
@@ -262,19 +262,6 @@ class Repositories:
             created_at=row.created_at,
             folder=self.folder(name),
         )
-
-
-def read_refs(repository: Repository) -> Mapping[str, str]:
-    """Branches and tags in full (`refs/heads/main`) → the sha that each names."""
-    lines = git(
-        repository.folder,
-        "for-each-ref",
-        "--format=%(objectname) %(refname)",
-        "refs/heads/",
-        "refs/tags/",
-    )
-    pairs = (line.split(" ", 1) for line in lines_of(lines))
-    return {ref: sha for sha, ref in pairs}
 
 
 def _is(name: RepositoryName) -> ColumnElement[bool]:

@@ -60,9 +60,11 @@ def release_unneeded(
     events = schema.events.c
     named = set(needed)
     with database.read() as connection:
-        rows = select(events.old_sha, events.new_sha).where(events.repository_id == repository.id)
-        for row in connection.execute(rows):
-            named.update(sha for sha in row if sha is not None)
+        rows = select(events.updated_refs).where(events.repository_id == repository.id)
+        for changes in connection.execute(rows).scalars():
+            named.update(
+                sha for each in changes for sha in (each["old_sha"], each["new_sha"]) if sha
+            )
     kept = _kept(repository)
     unneeded = [sha for sha in kept if sha not in named]
     if not unneeded:

@@ -71,9 +71,8 @@ events = Table(
     Column("name", String, nullable=False),
     Column("action", String, nullable=False),
     Column("scope", String, nullable=False),
-    Column("ref", String),
-    Column("old_sha", String),
-    Column("new_sha", String),
+    # [{"ref", "old_sha", "new_sha"}, …]: what one push moved, the default branch first.
+    Column("updated_refs", JSON, nullable=False, server_default="[]"),
     Column("created_at", Float, nullable=False),
     sqlite_autoincrement=True,
 )

@@ -14,7 +14,8 @@ from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import git
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName
-from pipeline.hub.reconcile import reconcile, record_ref_changes
+from pipeline.hub.reconcile import reconcile
+from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.schema import events
 from tests.hub_fixtures import RunningHub, commit_file

@@ -1,0 +1,76 @@
+"""Asks git which paths `.gitattributes` makes large files, and which `.gitignore` leaves out."""
+
+import re
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from pipeline.hub.git_process import git
+from pipeline.hub.repositories import Repository
+
+ATTRIBUTES_FILE = ".gitattributes"
+IGNORE_FILE = ".gitignore"
+
+_TRACKED = "filter=lfs diff=lfs merge=lfs -text"
+"""What `git lfs track` writes behind a pattern."""
+
+_ENDINGS = (
+    *("7z", "arrow", "avro", "bin", "bz2", "ckpt", "feather", "gguf", "gz", "h5", "joblib", "lz4"),
+    *("mds", "msgpack", "npy", "npz", "onnx", "orc", "parquet", "pickle", "pkl", "pt", "pth"),
+    *("rar", "safetensors", "tar", "tgz", "wasm", "webdataset", "xz", "zip", "zst"),
+    *("flac", "m4a", "mp3", "ogg", "pcm", "wav"),
+    *("avif", "bmp", "gif", "jpeg", "jpg", "png", "tiff", "webp", "avi", "mkv", "mp4", "webm"),
+)
+NEW_REPOSITORY = "".join(f"*.{ending} {_TRACKED}\n" for ending in _ENDINGS)
+"""`.gitattributes` of a new repository: formats that no diff can show, and that are often large."""
+
+
+def large_file_paths(
+    repository: Repository, attributes: Mapping[str, str], paths: Collection[str]
+) -> set[str]:
+    """Those of `paths` that are large files by the `.gitattributes` files.
+
+    `attributes` maps the path of each such file to the sha of its blob.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": f"{folder}/index"}
+        entries = "".join(f"100644 {sha}\t{path}\0" for path, sha in attributes.items())
+        git(
+            repository.folder,
+            *("update-index", "-z", "--index-info"),
+            stdin=entries.encode(),
+            extra=index,
+        )
+        answer = git(
+            repository.folder,
+            *("check-attr", "--cached", "-z", "--stdin", "filter"),
+            stdin="".join(f"{path}\0" for path in paths).encode(),
+            extra=index,
+        )
+    fields = answer.decode().split("\0")
+    return {path for path, value in zip(fields[::3], fields[2::3], strict=False) if value == "lfs"}
+
+
+def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[str]) -> set[str]:
+    """Those of `paths` that a `.gitignore` with this text in the root leaves out."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
+        answer = git(
+            repository.folder,
+            f"--work-tree={folder}",
+            *("check-ignore", "--no-index", "--verbose", "--non-matching", "-z", "--stdin"),
+            stdin="".join(f"{path}\0" for path in paths).encode(),
+            may_exit_with=(1,),
+        )
+    # For each path: the file, the line's number, the pattern, the path.
+    fields = answer.decode().split("\0")
+    records = zip(fields[2::4], fields[3::4], strict=False)
+    return {path for pattern, path in records if pattern and not pattern.startswith("!")}
+
+
+def tracking_line(path: str) -> str:
+    """The line of `.gitattributes` that makes the one file `path` a large file."""
+    pattern = re.sub(r"([\\*?\[\]])", r"\\\1", path)
+    # A blank would end the pattern.
+    pattern = re.sub(r"\s", "[[:space:]]", pattern)
+    return f"/{pattern} {_TRACKED}\n"

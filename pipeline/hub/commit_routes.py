@@ -1,0 +1,251 @@
+"""API: how each file of a commit should be sent (`preupload`), and the commit itself."""
+
+import base64
+import binascii
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from tempfile import TemporaryFile
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jobs.environment import COMMITTER_DOMAIN
+from pipeline.hub.attributes import (
+    ATTRIBUTES_FILE,
+    IGNORE_FILE,
+    ignored_paths,
+    large_file_paths,
+    tracking_line,
+)
+from pipeline.hub.auth import Identity, identity_of
+from pipeline.hub.commit_body import CommitBody, Operation
+from pipeline.hub.commits import Change, NewCommit, Signature, make_commit
+from pipeline.hub.contents import Folders, find_pointers, read_folders
+from pipeline.hub.errors import BadRequest, RevisionNotFound
+from pipeline.hub.git_process import git
+from pipeline.hub.http_json import hub_url, read_json, receive_into
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, folders_of, new_file_path
+from pipeline.hub.pointers import Pointer
+from pipeline.hub.refs import read_refs, record_ref_changes
+from pipeline.hub.repositories import Repository
+from pipeline.hub.service import Hub
+
+MAX_GIT_BYTES = 10 * 1024 * 1024
+"""What is larger becomes a large file, whatever `.gitattributes` says of it."""
+
+
+class PlannedFile(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    path: str
+    size: int = Field(ge=0)
+    sample: str = ""
+    """The first 512 bytes, in base64."""
+
+
+class Preupload(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    files: tuple[PlannedFile, ...]
+    gitIgnore: str | None = None
+
+
+async def preupload(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    """For each file whether it is sent with the commit (`regular`) or before it (`lfs`), whether
+    `.gitignore` leaves it out, and the id of what is there now under its path."""
+    body = await read_json(request, Preupload)
+    paths = [new_file_path(file.path) for file in body.files]
+
+    def read() -> list[dict[str, object]]:
+        repository = hub.find(name)
+        _, head = find_branch(repository, "/".join(rest))
+        folders = read_folders(repository, head, folders_of(paths))
+        tracked = large_file_paths(repository, _attributes(folders), paths)
+        ignored = _ignored(repository, folders, body.gitIgnore, paths)
+        there = _oids(repository, folders, paths)
+        return [
+            {
+                "path": file.path,
+                "uploadMode": "lfs" if path in tracked or _is_large(file) else "regular",
+                "shouldIgnore": path in ignored,
+                "oid": there.get(path),
+            }
+            for file, path in zip(body.files, paths, strict=True)
+        ]
+
+    return JSONResponse({"files": await run_in_threadpool(read)})
+
+
+async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    """Makes one commit of all operations, or none."""
+    identity = identity_of(request)
+    identity.require_write("a commit")
+    await run_in_threadpool(hub.find, name)
+    with TemporaryFile(dir=hub.repositories.incoming) as file:
+        await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
+        body = await run_in_threadpool(CommitBody, file)
+        async with hub.locked(name) as repository:
+
+            def act() -> str:
+                ref, head = find_branch(repository, "/".join(rest))
+                new = NewCommit(
+                    message=body.header.message,
+                    author=signature(identity),
+                    changes=_changes(repository, head, body),
+                    parent=body.header.parentCommit,
+                )
+                sha = make_commit(repository, ref, head, new)
+                if sha != head:
+                    record_ref_changes(repository, hub.log)
+                return sha
+
+            sha = await run_in_threadpool(act)
+    return JSONResponse(
+        {
+            "success": True,
+            "commitOid": sha,
+            "commitUrl": f"{hub_url(request)}/{name.path}/commit/{sha}",
+            "hookOutput": "",
+        }
+    )
+
+
+def signature(identity: Identity) -> Signature:
+    """The author of what this client changes. As with git, a commit of a job names the job."""
+    if identity.job_id is None:
+        return Signature(name=identity.user, email=f"{identity.user}@localhost")
+    return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
+
+
+def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]:
+    """The branch in full, and its head; None for the default branch of a repository without
+    commits. Raises RevisionNotFound."""
+    refs = read_refs(repository)
+    ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
+    if ref not in refs and (refs or ref != DEFAULT_BRANCH):
+        raise RevisionNotFound(
+            f"The {repository.name} has no branch {revision!r}: a commit goes on top of a branch. "
+            "Create the branch first."
+        )
+    return ref, refs.get(ref)
+
+
+def _changes(repository: Repository, head: str | None, body: CommitBody) -> list[Change]:
+    """What git stores. Raises BadRequest if a large file was not uploaded."""
+    files = LargeFiles(repository.folder)
+    added = [each for each in body.operations if each.kind in ("file", "lfsFile")]
+    paths = [each.path for each in added]
+    folders = read_folders(repository, head, folders_of([*paths, ATTRIBUTES_FILE]))
+    attributes = _attributes(folders)
+    for operation in added:
+        if operation.path.rpartition("/")[2] == ATTRIBUTES_FILE and operation.kind == "file":
+            attributes[operation.path] = _store_blob(repository, body.content(operation))
+    tracked = large_file_paths(repository, attributes, paths)
+
+    changes, untracked = [], []
+    for operation in body.operations:
+        path = operation.path
+        if operation.kind == "deletedFile":
+            changes.append(Change(action="delete file", path=path))
+        elif operation.kind == "deletedFolder":
+            changes.append(Change(action="delete folder", path=path))
+        else:
+            is_large = _becomes_large(operation, tracked)
+            if is_large and path not in tracked:
+                untracked.append(path)
+            read = (
+                partial(_render_pointer, files, body, operation)
+                if is_large
+                else partial(body.content, operation)
+            )
+            changes.append(Change(action="add", path=path, read=read))
+            if operation.kind == "lfsFile" and not files.keep(operation.oid):
+                raise BadRequest(
+                    f"{path!r} is the large file {operation.oid}, which is not here: upload it "
+                    "before the commit."
+                )
+    if untracked:
+        changes.append(_tracking(repository, attributes.get(ATTRIBUTES_FILE), untracked))
+    return changes
+
+
+def _becomes_large(operation: Operation, tracked: Collection[str]) -> bool:
+    if operation.kind == "lfsFile":
+        return True
+    is_tracked = operation.path in tracked and operation.size_bytes > 0
+    return is_tracked or operation.size_bytes > MAX_GIT_BYTES
+
+
+def _render_pointer(files: LargeFiles, body: CommitBody, operation: Operation) -> bytes:
+    if operation.kind == "lfsFile":
+        size = files.size(operation.oid)
+        assert size is not None
+        return Pointer(oid=operation.oid, size=size).render()
+    content = body.content(operation)
+    if Pointer.parse(content) is not None:
+        return content
+    oid = files.store([content], None, len(content))
+    return Pointer(oid=oid, size=len(content)).render()
+
+
+def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) -> Change:
+    """Adds a line for each path to the `.gitattributes` in the root. Without it, a clone would have
+    the pointer in the place of the file."""
+    before = b"" if blob is None else git(repository.folder, "cat-file", "blob", blob)
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    content = before + "".join(map(tracking_line, paths)).encode()
+    return Change(action="add", path=ATTRIBUTES_FILE, read=lambda: content)
+
+
+def _attributes(folders: Folders) -> dict[str, str]:
+    """The path of each `.gitattributes` → the sha of its blob."""
+    return {
+        entry.path: entry.oid
+        for entries in folders.values()
+        if (entry := entries.get(ATTRIBUTES_FILE)) is not None and entry.type == "file"
+    }
+
+
+def _ignored(
+    repository: Repository, folders: Folders, given: str | None, paths: Sequence[str]
+) -> set[str]:
+    """By the `.gitignore` that the client sends, else by the one that is there."""
+    if given is not None:
+        return ignored_paths(repository, given.encode(), paths)
+    there = folders.get("", {}).get(IGNORE_FILE)
+    if there is None or there.type != "file":
+        return set()
+    return ignored_paths(repository, git(repository.folder, "cat-file", "blob", there.oid), paths)
+
+
+def _is_large(file: PlannedFile) -> bool:
+    """Large for git, or nothing that git could show a difference of."""
+    try:
+        sample = base64.b64decode(file.sample, validate=True)
+    except binascii.Error:
+        raise BadRequest(f"The sample of {file.path!r} is no base64.") from None
+    return file.size > MAX_GIT_BYTES or b"\0" in sample
+
+
+def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Mapping[str, str]:
+    """The sha256 of a large file, else the sha of the blob. A client does not send a file again
+    that has this id."""
+    there = {}
+    for path in paths:
+        folder, _, name = path.rpartition("/")
+        entry = folders.get(folder, {}).get(name)
+        if entry is not None and entry.type == "file":
+            there[path] = entry.oid
+    pointers = find_pointers(repository, set(there.values()))
+    return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
+
+
+def _store_blob(repository: Repository, content: bytes) -> str:
+    sha = git(repository.folder, "hash-object", "-w", "--stdin", stdin=content)
+    return sha.decode().strip()

@@ -1,0 +1,247 @@
+"""Makes one commit of what an API client sends, with one `git fast-import`.
+
+The caller holds the repository's lock. The format of the stream is that of
+https://git-scm.com/docs/git-fast-import.
+"""
+
+import contextlib
+import secrets
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from pipeline.hub.contents import Folders, read_commit, read_folders
+from pipeline.hub.errors import (
+    BadRequest,
+    DiskFull,
+    EntryNotFound,
+    HubError,
+    PreconditionFailed,
+)
+from pipeline.hub.git_process import INCOMING_PREFIX, PLACE, git, git_environment
+from pipeline.hub.names import folders_of, parents_of
+from pipeline.hub.repositories import Repository
+
+# The client looks for these words, and then says how to name a folder.
+_NOT_THERE = "A file with this name doesn't exist"
+_MOVED_ON = (
+    "The branch was updated since you opened this page. Please refresh and try again: {branch} is "
+    "at {head}, and the commit was made for {parent}."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    name: str
+    email: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One file or folder of a commit. The changes of a commit apply in their order."""
+
+    action: Literal["add", "delete file", "delete folder"]
+    path: str
+    read: Callable[[], bytes] = bytes
+    """What git stores for an added file: its content, or the pointer to a large file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewCommit:
+    message: str
+    author: Signature
+    changes: Sequence[Change]
+    parent: str | None = None
+    """The commit, or the first 7 digits or more of its sha, on which the client based the changes.
+    None if any head will do."""
+
+
+def make_commit(repository: Repository, ref: str, head: str | None, new: NewCommit) -> str:
+    """The commit on top of `head`, to which `ref` is moved. The head itself if nothing changes.
+
+    A client that lost the answer to a commit sends the commit again. If `head` is that commit
+    already, this returns it.
+
+    Raises PreconditionFailed if the client based the changes on another commit; EntryNotFound if
+    something to delete is not there; BadRequest if a file would be where a folder is, or the other
+    way round; DiskFull.
+    """
+    try:
+        if new.parent is not None and not (head or "").startswith(new.parent):
+            raise PreconditionFailed(
+                _MOVED_ON.format(branch=ref, head=head or "its first commit", parent=new.parent)
+            )
+        check_changes(
+            new.changes,
+            read_folders(repository, head, folders_of(each.path for each in new.changes)),
+            head,
+        )
+    except (PreconditionFailed, EntryNotFound, BadRequest):
+        if head is not None and _is_repeated(repository, head, new):
+            return head
+        raise
+    with _imported(repository, head, new) as (incoming, commit, has_changes):
+        if head is not None and not has_changes:
+            return head
+        moves = f"update {ref} {commit} {head or '0' * 40}\ndelete {incoming}\n"
+        git(repository.folder, "update-ref", "--stdin", stdin=moves.encode())
+    return commit
+
+
+def check_changes(changes: Sequence[Change], folders: Folders, head: str | None) -> None:
+    """Raises EntryNotFound or BadRequest for a change that its tree cannot take."""
+    tree = _Tree(folders)
+    for change in changes:
+        kind = tree.kind(change.path)
+        if change.action == "add":
+            above = next(
+                (each for each in parents_of(change.path) if tree.kind(each) == "file"), None
+            )
+            if above is not None:
+                raise BadRequest(
+                    f"{change.path!r} cannot be added, because {above!r} is a file: delete this "
+                    "file in the same commit, before the other is added, or choose another path."
+                )
+            if kind == "folder":
+                raise BadRequest(
+                    f"{change.path!r} cannot be added as a file, because it is a folder: delete "
+                    "the folder in the same commit, before the file is added, or choose another "
+                    "path."
+                )
+            tree.add(change.path)
+        elif kind != change.action.removeprefix("delete "):
+            raise EntryNotFound(f"{_NOT_THERE}: {change.path}", commit=head or "")
+        else:
+            tree.delete(change.path)
+
+
+class _Tree:
+    """What is a file and what is a folder while the changes of a commit apply one by one."""
+
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
+        self._added: set[str] = set()
+        self._made: set[str] = set()
+        """Folders of added files."""
+        self._deleted: set[str] = set()
+
+    def kind(self, path: str) -> Literal["file", "folder"] | None:
+        if path in self._added:
+            return "file"
+        if path in self._made:
+            return "folder"
+        if path in self._deleted or not self._deleted.isdisjoint(parents_of(path)):
+            return None
+        folder, _, name = path.rpartition("/")
+        entry = self._folders.get(folder, {}).get(name)
+        if entry is None:
+            return None
+        return "folder" if entry.type == "directory" else "file"
+
+    def add(self, path: str) -> None:
+        self._added.add(path)
+        self._made.update(parents_of(path))
+
+    def delete(self, path: str) -> None:
+        below = f"{path}/"
+        self._added = {each for each in self._added if each != path and not each.startswith(below)}
+        self._made = {each for each in self._made if each != path and not each.startswith(below)}
+        self._deleted.add(path)
+
+
+def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
+    """Whether `head` is this very commit, made by an earlier try of the client."""
+    made = read_commit(repository, head)
+    before = made.parents[0] if len(made.parents) == 1 else None
+    if made.message != new.message or (new.parent and not (before or "").startswith(new.parent)):
+        return False
+    try:
+        check_changes(
+            new.changes,
+            read_folders(repository, before, folders_of(each.path for each in new.changes)),
+            before,
+        )
+    except (EntryNotFound, BadRequest):
+        return False
+    with _imported(repository, before, new) as (_, commit, _):
+        return read_commit(repository, commit).tree == made.tree
+
+
+@contextlib.contextmanager
+def _imported(
+    repository: Repository, parent: str | None, new: NewCommit
+) -> Iterator[tuple[str, str, bool]]:
+    """A hidden ref to a new commit, the commit, and whether its tree differs from its parent's.
+
+    After the block the ref is gone. The objects stay, for git to collect if no other ref leads to
+    them.
+    """
+    incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
+    try:
+        _fast_import(repository, _stream(incoming, parent, new))
+        commit = git(repository.folder, "rev-parse", "--verify", incoming).decode().strip()
+        before = None if parent is None else read_commit(repository, parent).tree
+        yield incoming, commit, read_commit(repository, commit).tree != before
+    finally:
+        git(repository.folder, "update-ref", "-d", incoming)
+
+
+def _stream(ref: str, parent: str | None, new: NewCommit) -> Iterator[bytes]:
+    who = f"{new.author.name} <{new.author.email}> {int(time.time())} +0000"
+    message = new.message.encode()
+    yield f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(message)}\n".encode()
+    yield message
+    yield b"\n"
+    if parent is not None:
+        yield f"from {parent}\n".encode()
+    for change in new.changes:
+        path = _quoted(change.path)
+        if change.action == "add":
+            content = change.read()
+            yield b"M 100644 inline %s\ndata %d\n" % (path, len(content))
+            yield content
+            yield b"\n"
+        else:
+            yield b"D %s\n" % path
+    yield b"done\n"
+
+
+def _quoted(path: str) -> bytes:
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'.encode()
+
+
+def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
+    process = subprocess.Popen(
+        ["git", f"--git-dir={repository.folder}", "fast-import", "--quiet", "--done"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=git_environment({PLACE: str(repository.folder)}),
+    )
+    assert process.stdin is not None and process.stderr is not None
+    try:
+        _write(process.stdin, stream)
+        reason = process.stderr.read().decode(errors="replace").strip()
+    finally:
+        # Without the last line of the stream, git makes no commit.
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stderr.close()
+        process.wait()
+    if process.returncode != 0:
+        for report in repository.folder.glob("fast_import_crash_*"):
+            report.unlink(missing_ok=True)
+        if "No space left" in reason or "Disk quota" in reason:
+            raise DiskFull("The commit could not be stored: make room, and send it again.")
+        raise HubError(f"git fast-import failed in {repository.folder}: {reason}")
+
+
+def _write(stdin: IO[bytes], stream: Iterable[bytes]) -> None:
+    # A git that ended early says why on its standard error.
+    with contextlib.suppress(BrokenPipeError):
+        for piece in stream:
+            stdin.write(piece)
+        stdin.close()

@@ -1,0 +1,168 @@
+"""The store of large files: what comes in is whole and right, or not there."""
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.hub import large_files
+from pipeline.hub.errors import BadRequest, Conflict, DiskFull
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
+from pipeline.hub.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
+
+CONTENT = os.urandom(2 * CHUNK_BYTES + 17)
+OID = hashlib.sha256(CONTENT).hexdigest()
+POINTER = Pointer(oid=OID, size=len(CONTENT))
+
+
+async def pieces(content: bytes, size: int = 60_000) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), size):
+        yield content[start : start + size]
+
+
+def receive(files: LargeFiles, content: bytes, oid: str = OID, size: int = len(CONTENT)) -> None:
+    asyncio.run(files.receive(pieces(content), oid, size))
+
+
+def read(files: LargeFiles, start: int, length: int) -> bytes:
+    async def act() -> bytes:
+        return b"".join([piece async for piece in files.read(OID, start=start, length=length)])
+
+    return asyncio.run(act())
+
+
+def on_disk(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> LargeFiles:
+    return LargeFiles(tmp_path)
+
+
+def test_what_came_is_read_back_from_the_layout_of_git_lfs(
+    files: LargeFiles, tmp_path: Path
+) -> None:
+    assert files.size(OID) is None
+    receive(files, CONTENT)
+    assert files.size(OID) == len(CONTENT)
+    assert on_disk(tmp_path) == [f"lfs/objects/{OID[:2]}/{OID[2:4]}/{OID}"]
+    assert read(files, 0, len(CONTENT)) == CONTENT
+    assert read(files, CHUNK_BYTES - 3, 7) == CONTENT[CHUNK_BYTES - 3 : CHUNK_BYTES + 4]
+    assert list(files.oids()) == [OID]
+
+
+@pytest.mark.parametrize(
+    ("content", "oid", "size", "reason"),
+    [
+        (CONTENT[:-1], OID, len(CONTENT), "bytes came instead of"),
+        (CONTENT + b"x", OID, len(CONTENT), "More than the"),
+        (CONTENT[:-1] + b"x", OID, len(CONTENT), "the file changed while it was sent"),
+        (CONTENT, OID, -1, "More than the -1 bytes"),
+        (b"", OID, 0, "has the sha256 e3b0c442"),
+        (CONTENT, OID.upper(), len(CONTENT), "in lower case"),
+        (CONTENT, "../" * 21 + "x", len(CONTENT), "is no sha256"),
+    ],
+    ids=["truncated", "too long", "changed", "negative", "empty", "upper case", "path"],
+)
+def test_what_is_not_as_announced_leaves_nothing(
+    files: LargeFiles, tmp_path: Path, content: bytes, oid: str, size: int, reason: str
+) -> None:
+    with pytest.raises(BadRequest, match=reason):
+        receive(files, content, oid, size)
+    assert on_disk(tmp_path) == []
+
+
+def test_a_client_that_goes_away_leaves_nothing(files: LargeFiles, tmp_path: Path) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield CONTENT[: CHUNK_BYTES + 1]
+        raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(files.receive(broken(), OID, len(CONTENT)))
+    assert on_disk(tmp_path) == []
+
+
+def test_two_clients_bring_the_same_file_at_once(files: LargeFiles, tmp_path: Path) -> None:
+    async def both() -> None:
+        await asyncio.gather(*(files.receive(pieces(CONTENT), OID, len(CONTENT)) for _ in range(2)))
+
+    asyncio.run(both())
+    assert len(on_disk(tmp_path)) == 1
+    assert read(files, 0, len(CONTENT)) == CONTENT
+
+
+def test_a_full_disk_is_told(files: LargeFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(large_files.os, "fsync", full)
+    with pytest.raises(DiskFull, match="No space left on device"):
+        receive(files, CONTENT)
+    assert files.size(OID) is None
+
+
+def test_a_repository_that_is_moved_meanwhile_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "before"
+    folder.mkdir()
+
+    async def moved() -> AsyncIterator[bytes]:
+        yield CONTENT
+        folder.rename(tmp_path / "after")
+
+    with pytest.raises(Conflict, match="was moved or removed"):
+        asyncio.run(LargeFiles(folder).receive(moved(), OID, len(CONTENT)))
+    assert not folder.exists()
+
+
+def test_only_old_files_that_nothing_names_are_removed(files: LargeFiles, tmp_path: Path) -> None:
+    other = files.store([b"other"], None, 5)
+    receive(files, CONTENT)
+    (files.incoming / "half").write_bytes(b"half")
+    assert files.remove_others({OID}, grace_seconds=60) == 0
+    an_hour_ago = time.time() - 3600
+    for path in (files.path(OID), files.path(other), files.incoming / "half"):
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    assert files.keep(other)
+    assert files.remove_others({OID}, grace_seconds=60) == 0
+    os.utime(files.path(other), (an_hour_ago, an_hour_ago))
+    assert files.remove_others({OID}, grace_seconds=60) == 5
+    assert list(files.oids()) == [OID]
+    assert not files.keep(other)
+    assert [name for name in on_disk(tmp_path) if "incoming" in name] == []
+
+
+def test_a_pointer_is_read_as_it_is_written() -> None:
+    text = POINTER.render()
+    assert text == (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n"
+        % (OID.encode(), len(CONTENT))
+    )
+    assert Pointer.parse(text) == POINTER
+    assert Pointer.parse(text.rstrip()) == POINTER
+    assert len(Pointer(oid=OID, size=0).render()) == MIN_POINTER_BYTES
+    extended = text.replace(b"oid", b"ext-0-case sha256:" + b"0" * 64 + b"\noid")
+    assert Pointer.parse(extended) == POINTER
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"",
+        POINTER.render() + b"\n",
+        POINTER.render().replace(b"\n", b"\r\n"),
+        POINTER.render().replace(OID.encode(), OID.upper().encode()),
+        POINTER.render().replace(OID.encode(), OID[1:].encode()),
+        POINTER.render().replace(b"size ", b"size -"),
+        POINTER.render().replace(b"size ", b"size 0"),
+        POINTER.render().replace(b"size ", b"size 1" + b"0" * 30),
+        POINTER.render() + b" " * MAX_POINTER_BYTES,
+        POINTER.render().replace(b"git-lfs.github.com", b"example.com"),
+    ],
+)
+def test_what_is_nearly_a_pointer_is_none(wrong: bytes) -> None:
+    assert Pointer.parse(wrong) is None
