@@ -173,8 +173,8 @@ def create_app(
             *activity_routes.routes(),
             *maintenance_routes.routes(),
             *pages.routes(),
-            Route("/api/{rest:path}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
-            Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
+            Route("/api/{rest:anytext}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
+            Route("/{rest:anytext}", repository_files, methods=["GET", "POST"]),
         ],
         exception_handlers={
             RequestError: http_json.on_request_error,

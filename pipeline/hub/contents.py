@@ -216,7 +216,7 @@ def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) 
                 author=author,
                 committed_at=min(int(seconds or 0), _LATEST_SECONDS),
                 title=title,
-                message=message.strip(),
+                message=message.strip("\n"),
             )
         )
     return commits

@@ -8,6 +8,8 @@ whether there is a repository `owner/name` where the name reads like a part of a
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from starlette.convertors import PathConvertor, register_url_convertor
+
 from pipeline.hub.errors import RepositoryNotFound
 from pipeline.hub.names import (
     REPOSITORY_TYPES,
@@ -16,6 +18,15 @@ from pipeline.hub.names import (
     requested_name,
     segments,
 )
+
+
+class _AnyText(PathConvertor):
+    """Starlette's own `path` matches no line feed, which names of files may have."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("anytext", _AnyText())
 
 FILE_VERBS = frozenset({"resolve", "raw", "info"})
 # These end a path. The other verbs have arguments, so one that ends a path is a repository's name.
