@@ -1,5 +1,6 @@
 """Makes the hub deliver to the receiver, with one webhook that watches every followed dataset."""
 
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from pipeline.settings import Settings
@@ -24,12 +25,9 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
     old address or because of the old secret, are sent at once. A webhook that a person disabled
     stays disabled.
     """
-    from huggingface_hub import HfApi
-
-    api = HfApi(endpoint=settings.hub_url, token=tokens.hub)
     datasets = settings.datasets_on_hub
     for dataset in datasets:
-        api.create_repo(dataset, repo_type="dataset", private=True, exist_ok=True)
+        _create(dataset, settings, tokens)
 
     url = settings.receiver_url + ROUTE
     watched = tuple(WatchedItem(type="dataset", name=dataset) for dataset in datasets)
@@ -64,3 +62,22 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
         )
         if ours.status != "disabled":
             enable_webhook(ours.id, endpoint=settings.hub_url, token=tokens.hub)
+
+
+def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
+    """Create the dataset without a first commit, so that a first `git push` needs no pull. Do
+    nothing if the dataset is there."""
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
+
+    owner, _, name = dataset.partition("/")
+    answer = get_session().post(
+        f"{settings.hub_url}/api/repos/create",
+        headers=build_hf_headers(token=tokens.hub),
+        json={"type": "dataset", "organization": owner, "name": name, "empty": True},
+    )
+    if answer.status_code != HTTPStatus.CONFLICT:
+        hf_raise_for_status(answer)

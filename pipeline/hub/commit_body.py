@@ -98,8 +98,8 @@ class CommitBody:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         lines = self._lines()
-        _, first = next(lines, (0, b""))
-        key, value = _key_and_value(first)
+        first = next(lines, None)
+        key, value = ("", None) if first is None else _key_and_value(first[1])
         if key != "header":
             raise BadRequest("The first line of a commit must be its header.")
         self.header = _validated(CommitHeader, value)

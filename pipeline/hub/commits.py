@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Literal
 
+from pipeline.hub.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.contents import Folders, read_commit, read_folders
 from pipeline.hub.errors import (
     BadRequest,
@@ -21,7 +22,8 @@ from pipeline.hub.errors import (
     PreconditionFailed,
 )
 from pipeline.hub.git_process import INCOMING_PREFIX, PLACE, git, git_environment
-from pipeline.hub.names import folders_of, parents_of
+from pipeline.hub.names import DEFAULT_BRANCH, folders_of, parents_of
+from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 
 # The client looks for these words, and then says how to name a folder.
@@ -88,6 +90,14 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
         moves = f"update {ref} {commit} {head or '0' * 40}\ndelete {incoming}\n"
         git(repository.folder, "update-ref", "--stdin", stdin=moves.encode())
     return commit
+
+
+def first_commit(repository: Repository, author: Signature) -> RefChange:
+    """The commit with which a new repository begins, as on the Hub."""
+    attributes = Change(action="add", path=ATTRIBUTES_FILE, read=NEW_REPOSITORY.encode)
+    new = NewCommit(message="initial commit\n", author=author, changes=[attributes])
+    sha = make_commit(repository, DEFAULT_BRANCH, None, new)
+    return RefChange(ref=DEFAULT_BRANCH, old_sha=None, new_sha=sha)
 
 
 def check_changes(changes: Sequence[Change], folders: Folders, head: str | None) -> None:

@@ -10,7 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pipeline.hub.auth import identity_of
+from pipeline.hub.commit_routes import signature
+from pipeline.hub.commits import first_commit
 from pipeline.hub.errors import BadRequest, Conflict
+from pipeline.hub.events import remember
 from pipeline.hub.http_json import hub_url, read_json
 from pipeline.hub.names import RepositoryName, RepositoryType, repository_name, requested_name
 from pipeline.hub.payloads import owner_id
@@ -31,6 +35,9 @@ class NamedRepository(_Body):
     type: RepositoryType = "model"
     visibility: Literal["private", "protected", "public"] | None = None
     private: bool | None = None
+    empty: bool = False
+    """Without a first commit, so that a first `git push` needs no pull. The Hub knows no such
+    repositories."""
 
 
 class Move(_Body):
@@ -83,6 +90,9 @@ async def create(request: Request) -> Response:
                 repository = hub.repositories.create(
                     connection, name, private=private, on_error=on_error
                 )
+                if not body.empty:
+                    first = first_commit(repository, signature(identity_of(request)))
+                    remember(connection, repository, [first])
                 hub.log.record(connection, repository, action="create")
             on_error.pop_all()
         return repository

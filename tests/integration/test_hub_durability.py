@@ -24,6 +24,7 @@ from tests.hub_fixtures import (
     Receiver,
     RunningHub,
     commit_file,
+    create_empty,
     git_env,
     listening_socket,
     recording_receiver,
@@ -98,7 +99,7 @@ def hub_process(tmp_path: Path) -> Iterator[HubProcess]:
 
 
 def make_worktree(hub: HubProcess, folder: Path) -> Path:
-    hub.api.create_repo("local/facts", repo_type="dataset")
+    create_empty(hub.url, "local/facts")
     hub.git("init", "-q", str(folder), cwd=folder.parent)
     hub.git("remote", "add", "origin", f"{hub.url}/datasets/local/facts", cwd=folder)
     return folder

@@ -1,0 +1,302 @@
+"""Commits by the unmodified `huggingface_hub` client, one repository of one hub for each test."""
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from huggingface_hub import (
+    CommitOperation,
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+)
+from huggingface_hub.errors import (
+    BadRequestError,
+    EntryNotFoundError,
+    HfHubHTTPError,
+    RevisionNotFoundError,
+)
+
+from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("hub")) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with recording_receiver() as receiver:
+        yield receiver
+
+
+class Dataset:
+    """A new dataset and the calls of the client that the tests make."""
+
+    def __init__(self, hub: RunningHub, name: str) -> None:
+        self.hub = hub
+        self.id = f"local/{name}"
+        hub.api.create_repo(self.id, repo_type="dataset")
+
+    def commit(self, *operations: CommitOperation, **options: str) -> str:
+        message = options.pop("commit_message", "Change")
+        made = self.hub.api.create_commit(
+            self.id, list(operations), repo_type="dataset", commit_message=message, **options
+        )
+        assert made.oid
+        return made.oid
+
+    @property
+    def head(self) -> str:
+        sha = self.hub.api.dataset_info(self.id).sha
+        assert sha
+        return sha
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        paths = self.hub.api.list_repo_files(self.id, repo_type="dataset", revision=revision)
+        return {path: self.read(path, revision) for path in paths if path != ".gitattributes"}
+
+    def read(self, path: str, revision: str = "main") -> bytes:
+        url = f"/datasets/{self.id}/resolve/{quote(revision, safe='')}/{path}"
+        return self.hub.request("GET", url).raise_for_status().content
+
+    def titles(self) -> list[str]:
+        commits = self.hub.api.list_repo_commits(self.id, repo_type="dataset")
+        return [one.title for one in commits]
+
+    @property
+    def folder(self) -> Path:
+        return self.hub.root / "repos" / "datasets" / f"{self.id}.git"
+
+    def fsck(self) -> None:
+        done = subprocess.run(
+            ["git", f"--git-dir={self.folder}", "fsck", "--strict", "--full"],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        refs = subprocess.check_output(
+            ["git", f"--git-dir={self.folder}", "for-each-ref", "--format=%(refname)"], text=True
+        )
+        assert all(ref.startswith(("refs/heads/", "refs/tags/")) for ref in refs.split())
+
+
+@pytest.fixture
+def dataset(hub: RunningHub, request: pytest.FixtureRequest) -> Iterator[Dataset]:
+    name = "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+    dataset = Dataset(hub, name.replace("--", "-").strip("-")[:90])
+    yield dataset
+    dataset.fsck()
+
+
+def add(path: str, content: bytes = b"1\n") -> CommitOperationAdd:
+    return CommitOperationAdd(path, content)
+
+
+def test_a_new_repository_has_a_first_commit(dataset: Dataset) -> None:
+    assert dataset.titles() == ["initial commit"]
+    assert b"*.parquet filter=lfs diff=lfs merge=lfs -text\n" in dataset.read(".gitattributes")
+    dataset.hub.api.create_branch(dataset.id, branch="side", repo_type="dataset")
+    dataset.hub.api.create_tag(dataset.id, tag="v0", repo_type="dataset")
+
+
+def test_files_are_added_changed_deleted_and_copied_in_one_commit(dataset: Dataset) -> None:
+    dataset.commit(add("a.txt"), add("old/b.txt"), add("old/c.txt"), add('q"u\\o te/ü.txt', b""))
+    made = dataset.hub.api.create_commit(
+        dataset.id,
+        [
+            CommitOperationDelete("old/"),
+            CommitOperationCopy("a.txt", "new/copy.txt"),
+            add("a.txt", b"2\n"),
+            add("old", b"a file now\n"),
+        ],
+        repo_type="dataset",
+        commit_message="Tidy",
+        commit_description="Two\nlines",
+    )
+    assert dataset.files() == {
+        "a.txt": b"2\n",
+        "new/copy.txt": b"1\n",
+        "old": b"a file now\n",
+        'q"u\\o te/ü.txt': b"",
+    }
+    [newest, *_] = dataset.hub.api.list_repo_commits(dataset.id, repo_type="dataset")
+    assert (newest.commit_id, newest.title, newest.message) == (made.oid, "Tidy", "Two\nlines")
+    assert newest.authors == ["local"]
+    assert made.commit_url == f"{dataset.hub.url}/datasets/{dataset.id}/commit/{made.oid}"
+
+
+def test_a_commit_goes_on_top_of_a_push_and_a_push_on_top_of_it(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    hub, clone = dataset.hub, tmp_path / "clone"
+    hub.git("clone", "-q", f"{hub.url}/datasets/{dataset.id}", str(clone), cwd=tmp_path)
+    (clone / "pushed.txt").write_text("by git\n")
+    hub.git("add", "-A", cwd=clone)
+    hub.git("commit", "-qm", "Pushed", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
+    dataset.commit(add("sent.txt"), commit_message="Sent")
+    hub.git("pull", "-q", cwd=clone)
+    (clone / "sent.txt").write_text("changed by git\n")
+    hub.git("commit", "-qam", "Pushed again", cwd=clone)
+    hub.git("push", "-q", "origin", "main", cwd=clone)
+    assert dataset.titles() == ["Pushed again", "Sent", "Pushed", "initial commit"]
+    assert dataset.files() == {"pushed.txt": b"by git\n", "sent.txt": b"changed by git\n"}
+
+
+def test_a_commit_for_another_parent_is_refused(dataset: Dataset) -> None:
+    before = dataset.head
+    after = dataset.commit(add("a.txt"), parent_commit=before[:7])
+    with pytest.raises(HfHubHTTPError, match="The branch was updated since you opened") as refused:
+        dataset.commit(add("b.txt"), parent_commit=before)
+    assert refused.value.response.status_code == 412
+    assert dataset.head == after
+
+
+def test_what_changes_nothing_makes_no_commit(dataset: Dataset) -> None:
+    first = dataset.commit(add("a.txt"))
+    body = (
+        b'{"key": "header", "value": {"summary": "Again"}}\n'
+        b'{"key": "file", "value": {"path": "a.txt", "content": "1\\n"}}\n'
+    )
+    answer = dataset.hub.request("POST", f"/api/datasets/{dataset.id}/commit/main", content=body)
+    assert answer.json()["commitOid"] == first
+    header = body.splitlines()[0]
+    answer = dataset.hub.request("POST", f"/api/datasets/{dataset.id}/commit/main", content=header)
+    assert answer.json()["commitOid"] == first
+
+
+def test_a_commit_whose_answer_was_lost_may_be_sent_again(dataset: Dataset) -> None:
+    first = dataset.commit(add("a.txt"), add("b.txt"))
+    body = (
+        b'{"key": "header", "value": {"summary": "Tidy", "parentCommit": "%s"}}\n'
+        b'{"key": "deletedFile", "value": {"path": "a.txt"}}\n'
+        b'{"key": "file", "value": {"path": "b.txt", "content": "2\\n"}}\n' % first.encode()
+    )
+    url = f"/api/datasets/{dataset.id}/commit/main"
+    answers = [dataset.hub.request("POST", url, content=body).json() for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert answers[0]["commitOid"] == dataset.head != first
+    other = body.replace(b"2\\n", b"3\\n")
+    assert dataset.hub.request("POST", url, content=other).status_code == 412
+
+
+@pytest.mark.parametrize(
+    "operation, error, reason",
+    [
+        (CommitOperationDelete("none.txt"), EntryNotFoundError, "doesn't exist"),
+        (CommitOperationDelete("folder"), EntryNotFoundError, "trailing '/'"),
+        (CommitOperationDelete("a.txt/"), EntryNotFoundError, "doesn't exist"),
+        (add("a.txt/b.txt"), BadRequestError, "'a.txt' is a file"),
+        (add("folder"), BadRequestError, "it is a folder"),
+        (add("x/.gIt\u200c./config"), BadRequestError, "git's own folder"),
+        (add("a\nb"), BadRequestError, "no path of a file"),
+        (add("x" * 5000), BadRequestError, "4000 bytes"),
+    ],
+)
+def test_a_change_that_the_tree_cannot_take_is_refused(
+    dataset: Dataset, operation: CommitOperation, error: type[Exception], reason: str
+) -> None:
+    before = dataset.commit(add("a.txt"), add("folder/b.txt"))
+    with pytest.raises(error, match=reason):
+        dataset.commit(add("first.txt"), operation)
+    assert dataset.head == before
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        (b"", "first line"),
+        (b"no json", "must be JSON"),
+        (b'{"key": "file", "value": {"path": "a", "content": ""}}', "first line"),
+        (b'{"key": "header", "value": {"summary": ""}}', "summary"),
+        (b'{"key": "header", "value": {"summary": "x", "parentCommit": "main"}}', "no sha"),
+        (b'{"key": "header", "value": {"summary": "x"}}\n[1]', "must be JSON"),
+        (b'{"key": "header", "value": {"summary": "x"}}\n{"key": "boom", "value": 1}', "'boom'"),
+        (
+            b'{"key": "header", "value": {"summary": "x"}}\n'
+            b'{"key": "file", "value": {"path": "a", "content": "%%", "encoding": "base64"}}',
+            "no base64",
+        ),
+        (
+            b'{"key": "header", "value": {"summary": "x"}}\n'
+            b'{"key": "file", "value": {"path": "../a", "content": ""}}',
+            "no path",
+        ),
+        (
+            b'{"key": "header", "value": {"summary": "x"}}\n'
+            b'{"key": "lfsFile", "value": {"path": "a", "oid": "%s"}}' % (b"a" * 64),
+            "upload it before",
+        ),
+        (b"[" * 100_000, "must be JSON"),
+    ],
+)
+def test_a_body_that_is_no_commit_is_refused(hub: RunningHub, body: bytes, reason: str) -> None:
+    hub.api.create_repo("local/bodies", repo_type="dataset", exist_ok=True)
+    answer = hub.request("POST", "/api/datasets/local/bodies/commit/main", content=body)
+    assert (answer.status_code, reason in answer.json()["error"]) == (400, True), answer.text
+    assert len(hub.api.list_repo_commits("local/bodies", repo_type="dataset")) == 1
+
+
+def test_commits_go_to_branches_only(dataset: Dataset) -> None:
+    dataset.hub.api.create_branch(dataset.id, branch="side/one", repo_type="dataset")
+    dataset.commit(add("a.txt"), revision="side/one")
+    assert (dataset.files(), set(dataset.files("side/one"))) == ({}, {"a.txt"})
+    for revision in ("none", dataset.head):
+        with pytest.raises(RevisionNotFoundError):
+            dataset.commit(add("b.txt"), revision=revision)
+
+
+def test_gitignore_leaves_files_out(dataset: Dataset, tmp_path: Path) -> None:
+    for name in ("keep.txt", "b.log", "tmp/c.txt", "!odd.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    dataset.commit(add(".gitignore", b"*.log\ntmp/\n!b.log\n"))
+    dataset.hub.api.upload_folder(folder_path=tmp_path, repo_id=dataset.id, repo_type="dataset")
+    assert set(dataset.files()) == {".gitignore", "b.log", "keep.txt"}
+
+
+def test_what_is_there_already_is_not_sent_again(dataset: Dataset) -> None:
+    dataset.commit(add("a.txt"), add("b.txt"))
+    before = dataset.head
+    dataset.commit(add("a.txt"), add("b.txt", b"2\n"))
+    assert dataset.titles() == ["Change", "Change", "initial commit"]
+    assert dataset.commit(add("a.txt"), add("b.txt", b"2\n")) == dataset.head != before
+
+
+def test_twenty_clients_write_at_once_and_each_commit_is_one_event(
+    dataset: Dataset, receiver: Receiver
+) -> None:
+    watched = [{"type": "dataset", "name": dataset.id}]
+    webhook = dataset.hub.api.create_webhook(url=receiver.url, watched=watched)
+    start = dataset.head
+    with ThreadPoolExecutor(20) as clients:
+        shas = list(clients.map(lambda number: dataset.commit(add(f"{number}.txt")), range(20)))
+    assert len(dataset.files()) == 20
+
+    def told() -> list[tuple[str, str]]:
+        return [
+            (ref["oldSha"], ref["newSha"])
+            for one in receiver.received
+            if one.json["webhook"]["id"] == webhook.id
+            for ref in one.json["updatedRefs"]
+        ]
+
+    wait_until(lambda: len(told()) >= 20)
+    following = dict(told())
+    chain = [start]
+    while (after := following.get(chain[-1])) is not None:
+        chain.append(after)
+    assert sorted(chain[1:]) == sorted(shas)
+    assert len(told()) == 20
+
+
+def test_ten_thousand_files_are_one_commit(dataset: Dataset) -> None:
+    files = [add(f"{number // 100}/{number}.txt", b"%d" % number) for number in range(10_000)]
+    dataset.commit(*files)
+    assert len(dataset.hub.api.list_repo_files(dataset.id, repo_type="dataset")) == 10_001
