@@ -35,15 +35,16 @@ from pipeline.hub import (
 from pipeline.hub.background import every
 from pipeline.hub.database import check_schema, open_database
 from pipeline.hub.deliveries import Deliverer
-from pipeline.hub.errors import HubError, RepositoryNotFound, RequestError
+from pipeline.hub.errors import HubError, RepositoryMoved, RequestError
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_http import GitHttp
 from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.maintenance import release_all_unneeded
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import REPOSITORY_TYPES, RepositoryName, requested_name, segments
+from pipeline.hub.names import RepositoryName, segments
 from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
+from pipeline.hub.repository_paths import RepositoryPath, api_path, file_path_of, type_of
 from pipeline.hub.service import Hub, Remarks, hub_of
 from pipeline.hub.settings import HubSettings
 from pipeline.hub.state_folder import database_path, only_hub_in
@@ -71,6 +72,7 @@ _POST = {
 }
 _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
+_VERBS = frozenset({"refs", "settings", "auth-check"}).union(*_BY_METHOD.values())
 
 
 def create_app(
@@ -175,8 +177,8 @@ def create_app(
             *activity_routes.routes(),
             *maintenance_routes.routes(),
             *pages.routes(),
-            Route("/api/{rest:path}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
-            Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
+            Route("/api/{rest:anytext}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
+            Route("/{rest:anytext}", repository_files, methods=["GET", "POST"]),
         ],
         exception_handlers={
             RequestError: http_json.on_request_error,
@@ -189,6 +191,7 @@ def create_app(
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            send = http_json.with_request_id(scope, send)
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
                 return
@@ -234,26 +237,29 @@ async def agent_harnesses(request: Request) -> Response:
 
 
 async def repository_api(request: Request) -> Response:
-    """`/api/<type>s`, `/api/<type>s/<owner>/<name>`, `/api/<type>s/<owner>/<name>/<verb>/…`"""
+    """`/api/<type>s`, and `/api/<type>s/[<owner>/]<name>[/<verb>/…]`."""
     hub = hub_of(request)
-    types, *rest = segments(request.scope["raw_path"])[1:] or [""]
-    type = next((type for type in REPOSITORY_TYPES if f"{type}s" == types), None)
+    parts = segments(request.scope["raw_path"])
+    type = type_of(parts[1] if len(parts) > 1 else "")
     if type is None:
         raise HTTPException(404)
-    if not rest and request.method in ("GET", "HEAD"):
+    if len(parts) == 2 and request.method in ("GET", "HEAD"):
         return await content_routes.list_repositories(request, hub, type)
-    if len(rest) < 2:
-        raise RepositoryNotFound(f"No {type} {'/'.join(rest)!r} here: names read owner/name.")
-    name = requested_name(type, rest[0], rest[1])
-    verb, arguments = (rest[2], rest[3:]) if len(rest) > 2 else (None, [])
-    return await _repository_call(request, hub, name, verb, arguments)
+    path = await run_in_threadpool(
+        api_path, request.scope["raw_path"], _VERBS, hub.settings.owner, hub.is_there
+    )
+    verb, *arguments = path.rest or ("",)
+    try:
+        return await _repository_call(request, hub, path.name, verb, arguments)
+    except RepositoryMoved as moved:
+        return _redirect(request, path, moved)
 
 
 async def _repository_call(
-    request: Request, hub: Hub, name: RepositoryName, verb: str | None, arguments: list[str]
+    request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
 ) -> Response:
     method = request.method
-    if verb is None and method in ("GET", "HEAD"):
+    if verb == "" and method in ("GET", "HEAD"):
         return await content_routes.describe(request, hub, name, [])
     if verb == "refs" and method in ("GET", "HEAD"):
         return await ref_routes.list_refs(request, hub, name)
@@ -262,24 +268,39 @@ async def _repository_call(
     if verb == "auth-check" and method == "GET":
         await run_in_threadpool(hub.find, name)
         return JSONResponse({})
-    handler = _BY_METHOD.get(method, {}).get(verb or "")
+    handler = _BY_METHOD.get(method, {}).get(verb)
     if handler is None:
         raise HTTPException(404)
     return await handler(request, hub, name, arguments)
 
 
 async def repository_files(request: Request) -> Response:
-    """`[<type>s/]<owner>/<name>/resolve/<revision>/<path>`, and where git-lfs asks."""
+    """`[<type>s/][<owner>/]<name>/resolve/<revision>/<path>`, and where git-lfs asks."""
     hub = hub_of(request)
-    parts = segments(request.scope["raw_path"])
-    type = next((type for type in REPOSITORY_TYPES if f"{type}s" == parts[0]), None)
-    owner, name, *rest = [*(parts[1:] if type else parts), "", ""]
-    rest = rest[:-2]
-    type = type or "model"
-    if len(rest) >= 3 and rest[0] in ("resolve", "raw") and request.method in ("GET", "HEAD"):
-        repository = requested_name(type, owner, name)
-        return await content_routes.resolve(request, hub, repository, rest[1], rest[2:])
-    if rest[:2] == ["info", "lfs"]:
-        repository = requested_name(type, owner, name.removesuffix(".git"))
-        return await upload_routes.refuse_lfs(request, hub, repository)
+    path = await run_in_threadpool(
+        file_path_of, request.scope["raw_path"], hub.settings.owner, hub.is_there
+    )
+    if path is None:
+        raise HTTPException(404)
+    verb, *arguments = path.rest or ("",)
+    try:
+        if verb in ("resolve", "raw") and len(arguments) > 1 and request.method in ("GET", "HEAD"):
+            return await content_routes.resolve(
+                request, hub, path.name, arguments[0], arguments[1:]
+            )
+        if verb == "info" and arguments[:1] == ["lfs"]:
+            return await upload_routes.refuse_lfs(request, hub, path.name)
+    except RepositoryMoved as moved:
+        return _redirect(request, path, moved)
     raise HTTPException(404)
+
+
+def _redirect(request: Request, path: RepositoryPath, moved: RepositoryMoved) -> Response:
+    """The client repeats the same request there, method and body included."""
+    query = request.scope["query_string"].decode("latin-1")
+    location = path.at(moved.id) + (f"?{query}" if query else "")
+    answer = http_json.error_response(moved)
+    answer.status_code = 307
+    # Within this hub, so it holds under whatever name the client called the hub.
+    answer.headers["Location"] = location
+    return answer

@@ -27,7 +27,7 @@ from pipeline.hub.errors import (
     RevisionNotFound,
 )
 from pipeline.hub.http_json import iso_time, next_page, query_int, read_body
-from pipeline.hub.names import RepositoryName, RepositoryType, file_path
+from pipeline.hub.names import RepositoryName, RepositoryType, stored_path
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
 
@@ -156,7 +156,7 @@ async def resolve(
     def read() -> tuple[Repository, str, Entry]:
         repository = hub.find(name)
         try:
-            path = file_path(rest)
+            path = stored_path(rest)
         except BadRequest as error:
             commit = resolve_revision(repository, revision)
             raise EntryNotFound(str(error), commit=commit) from None
@@ -233,13 +233,13 @@ def _sibling(entry: Entry, with_sizes: bool) -> Json:
 
 def _path_in(name: RepositoryName, commit: str, parts: Sequence[str]) -> str:
     try:
-        return file_path(parts)
+        return stored_path(parts)
     except BadRequest as error:
         raise EntryNotFound(f"The {name} has none such: {error}", commit=commit) from None
 
 
 def _is_path(path: str) -> bool:
     try:
-        return bool(file_path([path]))
+        return bool(stored_path([path]))
     except BadRequest:
         return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
-from pipeline.hub.git_process import git, git_environment
+from pipeline.hub.git_process import git, git_environment, lines_of
 from pipeline.hub.names import SHA, is_ref_name
 from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
@@ -21,6 +21,9 @@ _SHA_BYTES = 20
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 # 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
 _LATEST_SECONDS = 253402300799
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# What a file system takes, and far below what one argument of a program may have.
+_PATH_MAX_BYTES = 4096
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 
 
@@ -69,6 +72,12 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
     """The commit and the file. Raises RevisionNotFound or EntryNotFound."""
+    if _CONTROL.search(path):
+        sha = resolve_revision(repository, revision)
+        for odd in _odd_entries(repository, sha, [path]):
+            if odd.type == "file":
+                return sha, odd
+        raise _no_file(repository, revision, path, sha)
     # One git process for both questions: this is what a client asks most.
     names = _candidates(revision)
     found = _look_up(
@@ -78,9 +87,7 @@ def find_file(repository: Repository, revision: str, path: str) -> tuple[str, En
         if commit is None:
             continue
         if file is None or file[1] != "blob":
-            raise EntryNotFound(
-                f"The {repository.name} has no file {path!r} at {revision}.", commit=commit[0]
-            )
+            raise _no_file(repository, revision, path, commit[0])
         return commit[0], Entry(type="file", path=path, oid=file[0], size_bytes=file[2])
     raise _no_revision(repository, revision)
 
@@ -90,8 +97,8 @@ def list_tree(
 ) -> list[Entry]:
     """Files and folders below `folder`, in git's order. Raises EntryNotFound."""
     if folder:
-        [found] = _look_up(repository, [f"{commit}:{folder}"])
-        if found is None or found[1] != "tree":
+        found = find_paths(repository, commit, [folder])
+        if not found or found[0].type != "directory":
             raise EntryNotFound(
                 f"The {repository.name} has no folder {folder!r} at {commit}.", commit=commit
             )
@@ -102,14 +109,18 @@ def list_tree(
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
     """Those of `paths` that exist, in their order."""
-    found = _look_up(repository, [f"{commit}:{path}" for path in paths])
-    entries = []
-    for path, item in zip(paths, found, strict=True):
+    usual = [path for path in paths if not _CONTROL.search(path)]
+    found: dict[str, Entry] = {}
+    for path, item in zip(
+        usual, _look_up(repository, [f"{commit}:{path}" for path in usual]), strict=True
+    ):
         if item is not None and item[1] == "blob":
-            entries.append(Entry(type="file", path=path, oid=item[0], size_bytes=item[2]))
+            found[path] = Entry(type="file", path=path, oid=item[0], size_bytes=item[2])
         elif item is not None and item[1] == "tree":
-            entries.append(Entry(type="directory", path=path, oid=item[0]))
-    return entries
+            found[path] = Entry(type="directory", path=path, oid=item[0])
+    odd = [path for path in paths if _CONTROL.search(path)]
+    found |= {entry.path: entry for entry in _odd_entries(repository, commit, odd)}
+    return [found[path] for path in paths if path in found]
 
 
 def read_commit(repository: Repository, sha: str) -> CommitHead:
@@ -211,7 +222,8 @@ def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) 
         "log",
         "-z",
         "--encoding=UTF-8",
-        "--format=%H%x1f%an%x1f%ct%x1f%s%x1f%b",
+        # Only a line feed can be in no author's name and in no title.
+        "--format=%H%n%an%n%ct%n%s%n%b",
         f"--skip={skip}",
         f"--max-count={limit}",
         commit,
@@ -222,29 +234,34 @@ def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) 
     for record in records:
         if not record.strip():
             continue
-        sha, author, seconds, title, message = record.split("\x1f", 4)
+        sha, author, seconds, title, message = record.split("\n", 4)
         commits.append(
             Commit(
                 sha=sha,
                 author=author,
                 committed_at=min(int(seconds or 0), _LATEST_SECONDS),
                 title=title,
-                message=message.strip(),
+                message=message.strip("\n"),
             )
         )
     return commits
 
 
 def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
-    """(name below `prefix`, the commit it leads to), for `refs/heads/` or `refs/tags/`."""
+    """(name below `prefix`, the commit it leads to), for `refs/heads/` or `refs/tags/`. A tag may
+    name a file or a folder: such a tag is left out, because a client takes it for a commit."""
     output = git(
         repository.folder,
         "for-each-ref",
-        "--format=%(refname) %(objectname) %(*objectname)",
+        "--format=%(refname) %(objectname) %(objecttype) %(*objectname) %(*objecttype)",
         prefix,
     )
-    fields = (line.split(" ") for line in output.decode(errors="replace").splitlines())
-    return [(ref.removeprefix(prefix), peeled or sha) for ref, sha, peeled in fields]
+    found = []
+    for line in lines_of(output):
+        ref, sha, type, peeled, peeled_type = line.split(" ")
+        if (peeled_type or type) not in ("blob", "tree"):
+            found.append((ref.removeprefix(prefix), peeled or sha))
+    return found
 
 
 def read_file(repository: Repository, file: Entry) -> bytes:
@@ -288,6 +305,26 @@ async def stream_file(
         await process.wait()
 
 
+def _odd_entries(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
+    """Those of `paths` that exist. For paths with control characters: a line feed would end the
+    line that `_look_up` writes."""
+    asked = {path for path in paths if len(path.encode()) <= _PATH_MAX_BYTES}
+    if not asked:
+        return []
+    output = git(
+        repository.folder,
+        *("ls-tree", "-z", "-l", "-t", commit, "--", *asked),
+        extra={"GIT_LITERAL_PATHSPECS": "1"},
+    )
+    return [entry for entry in _parse_tree(output, "") if entry.path in asked]
+
+
+def _no_file(repository: Repository, revision: str, path: str, commit: str) -> EntryNotFound:
+    return EntryNotFound(
+        f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
+    )
+
+
 def _no_revision(repository: Repository, revision: str) -> RevisionNotFound:
     branches = [name for name, _ in peeled_refs(repository, "refs/heads/")]
     if not branches:
@@ -319,7 +356,7 @@ def _look_up(
     stdin = "".join(f"{expression}\n" for expression in expressions).encode()
     output = git(repository.folder, "cat-file", "--batch-check", stdin=stdin)
     found: list[tuple[str, str, int] | None] = []
-    for line in output.decode(errors="replace").splitlines():
+    for line in lines_of(output):
         fields = line.split(" ")
         # "<expression> missing" and "<expression> ambiguous" are what else git says.
         if len(fields) == 3 and SHA.fullmatch(fields[0]) and fields[2].isdigit():
@@ -330,11 +367,17 @@ def _look_up(
 
 
 def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
-    for record in output.decode(errors="replace").split("\0"):
-        if not record:
+    """Without submodules, and without names that are not UTF-8: no client could ask for them, and
+    a client that downloads what is listed would fail."""
+    for record in output.split(b"\0"):
+        facts, _, name = record.partition(b"\t")
+        try:
+            path = name.decode()
+        except UnicodeDecodeError:
             continue
-        facts, _, path = record.partition("\t")
-        _, type, oid, size = facts.split()
+        if not path:
+            continue
+        _, type, oid, size = facts.decode().split()
         if type == "blob":
             yield Entry(type="file", path=prefix + path, oid=oid, size_bytes=int(size))
         elif type == "tree":

@@ -6,6 +6,7 @@
         ├── Unauthorized         401
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
+        │   └── RepositoryMoved  307 to the present name
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
@@ -57,6 +58,16 @@ class Forbidden(RequestError):
 class RepositoryNotFound(RequestError):
     status = 404
     code = "RepoNotFound"
+
+
+class RepositoryMoved(RepositoryNotFound):
+    """The repository has another name now. Routes that can answer with a redirect do so."""
+
+    def __init__(self, message: str, *, type: str, id: str) -> None:
+        super().__init__(message)
+        self.type = type
+        self.id = id
+        """`owner/name`, as it is now."""
 
 
 class RevisionNotFound(RequestError):

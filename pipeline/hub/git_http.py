@@ -23,6 +23,7 @@ from pipeline.hub.database import Database
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
+    RepositoryMoved,
     RepositoryNotFound,
     RequestError,
     TooLarge,
@@ -40,7 +41,7 @@ from pipeline.hub.settings import HubSettings
 logger = logging.getLogger(__name__)
 
 _PATH = re.compile(
-    r"/(?:(?P<type>dataset|space)s/)?(?P<owner>[^/]+)/(?P<name>[^/]+?)(?:\.git)?"
+    r"/(?!api/)(?:(?P<type>dataset|space)s/)?(?:(?P<owner>[^/]+)/)?(?P<name>[^/]+?)(?:\.git)?"
     r"/(?P<route>info/refs|git-upload-pack|git-receive-pack)"
 )
 _SERVICES = ("git-upload-pack", "git-receive-pack")
@@ -51,7 +52,8 @@ _SPOOL_BYTES = 1024 * 1024
 @dataclass(frozen=True, kw_only=True)
 class GitRequest:
     type: RepositoryType
-    owner: str
+    owner: str | None
+    """None for a URL without an owner."""
     name: str
     route: Literal["info/refs", "git-upload-pack", "git-receive-pack"]
 
@@ -120,25 +122,36 @@ class GitHttp:
                         await git_backend.serve(environment, body, receive, send)
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
+        except RepositoryMoved as moved:
+            # git follows a redirect of its first request only, and stays at the new name then.
+            query = scope["query_string"].decode("latin-1")
+            prefix = f"/{moved.type}s" if moved.type != "model" else ""
+            location = f"{prefix}/{moved.id}/{request.route}" + (f"?{query}" if query else "")
+            await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
 
     def _find(self, request: GitRequest) -> Repository:
+        owner = request.owner or self._settings.owner
         with self._database.read() as connection:
             try:
-                name = requested_name(request.type, request.owner, request.name)
+                name = requested_name(request.type, owner, request.name)
                 return self._repositories.find(connection, name)
+            except RepositoryMoved:
+                raise
             except RepositoryNotFound:
                 # Git users write /owner/name for datasets too.
                 if request.type != "model":
                     raise
-                name = requested_name("dataset", request.owner, request.name)
+                name = requested_name("dataset", owner, request.name)
                 try:
                     return self._repositories.find(connection, name)
+                except RepositoryMoved:
+                    raise
                 except RepositoryNotFound:
                     raise RepositoryNotFound(
-                        f"No model and no dataset {request.owner}/{request.name} here: create it "
-                        f"with `hf repos create {request.owner}/{request.name} --type dataset`."
+                        f"No model and no dataset {name.id} here: create it with "
+                        f"`hf repos create {name.id} --type dataset`."
                     ) from None
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
@@ -220,7 +233,7 @@ def _asks_for_refs(body: IO[bytes]) -> bool:
     return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
 
 
-async def _send_error(send: Send, error: RequestError) -> None:
+async def _send_error(send: Send, error: RequestError, *, location: str | None = None) -> None:
     """In plain text, which git prints as "remote: …"."""
     text = f"{error}\n".encode()
     headers = [
@@ -229,5 +242,8 @@ async def _send_error(send: Send, error: RequestError) -> None:
     ]
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b'Basic realm="hub"'))
-    await git_backend.send_start(send, error.status, headers)
+    if location is not None:
+        headers.append((b"location", location.encode()))
+    status = error.status if location is None else 307
+    await git_backend.send_start(send, status, headers)
     await git_backend.send_end(send, text)

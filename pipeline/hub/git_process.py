@@ -33,6 +33,12 @@ def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
+def lines_of(output: bytes) -> list[str]:
+    """What git printed, by line. `str.splitlines` would also split at U+2028, which names of refs
+    and files may have. Bytes that are not UTF-8 become `\\xff`: no two of them become the same."""
+    return output.decode(errors="backslashreplace").removesuffix("\n").split("\n") if output else []
+
+
 def git(
     folder: Path,
     *arguments: str,

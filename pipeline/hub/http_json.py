@@ -1,5 +1,6 @@
 """How the API reads a body and answers: JSON, and errors in the one shape that the client knows."""
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Scope, Send
 
 from pipeline.hub.errors import (
     BadRequest,
@@ -19,8 +21,11 @@ from pipeline.hub.errors import (
     TooLarge,
     Unauthorized,
 )
+from pipeline.hub.unsupported import feature
 from serving.http.bodies import BodiesInFlight
 
+# Whatever is longer, or not visible ASCII, is not sent back.
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 MAX_BODY_BYTES = 1024 * 1024
 _SPOOL_BYTES = 1024 * 1024
 
@@ -34,7 +39,6 @@ def error_response(error: RequestError) -> Response:
     headers = {
         **error.headers,
         "X-Error-Message": _as_header(str(error)),
-        "X-Request-Id": secrets.token_hex(8),
     }
     if error.code is not None:
         headers["X-Error-Code"] = error.code
@@ -62,22 +66,35 @@ async def on_request_error(_: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """What is refused before a route sees it: no such route, no such method, too many bodies."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code in (404, 405):
-        message += ". This hub has no such route."
-    return JSONResponse(
-        {"error": message},
-        status_code=error.status_code,
-        headers={**(error.headers or {}), "X-Request-Id": secrets.token_hex(8)},
-    )
+    status, path = error.status_code, request.url.path
+    message = f"{request.method} {path}: {error.detail}"
+    if status in (404, 405):
+        message = f"{request.method} {path} is not supported by this hub."
+        if (missing := feature(path)) is not None:
+            status = 501
+            message = f"{missing}: not supported by this hub ({request.method} {path})."
+    headers = {**(error.headers or {}), "X-Error-Message": _as_header(message)}
+    return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
 async def on_crash(_: Request, error: Exception) -> Response:
     return JSONResponse(
         {"error": f"The hub failed ({type(error).__name__}); its log says where."},
         status_code=500,
-        headers={"X-Request-Id": secrets.token_hex(8)},
     )
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """A `send` that adds `X-Request-Id` to the answer: the client's own id, or else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"x-request-id", id)]}
+        await send(message)
+
+    return send_with_id
 
 
 async def read_body(request: Request) -> bytes:

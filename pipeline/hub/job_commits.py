@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from jobs.environment import COMMITTER_DOMAIN
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import git
+from pipeline.hub.git_process import git, lines_of
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 
@@ -50,11 +50,11 @@ def _marks(repository: Repository, shas: Sequence[str], known: Collection[str]) 
         repository.folder,
         "log",
         "--ignore-missing",
-        f"--format=%ce%x09%(trailers:key={TRAILER},valueonly,separator=%x2C)",
+        f"--format=%ce%x09%(trailers:key={TRAILER},valueonly,unfold,separator=%x2C)",
         "--stdin",
         stdin=revisions.encode(),
     )
-    return [_is_marked(commit) for commit in lines.decode(errors="replace").splitlines()]
+    return [_is_marked(commit) for commit in lines_of(lines)]
 
 
 def _is_marked(commit: str) -> bool:

@@ -105,7 +105,15 @@ def new_file_path(path: str) -> str:
 
 def file_path(parts: Sequence[str]) -> str:
     """The parts of a path inside a repository, joined. Raises BadRequest for a path no tree has."""
-    pieces = [piece for part in parts for piece in part.split("/")]
-    if any(piece in ("", ".", "..") or _CONTROL.search(piece) for piece in pieces):
-        raise BadRequest(f"{'/'.join(parts)!r} is no path of a file in a repository.")
-    return "/".join(pieces)
+    path = stored_path(parts)
+    if _CONTROL.search(path):
+        raise BadRequest(f"{path!r} has a control character, which no path here may have.")
+    return path
+
+
+def stored_path(parts: Sequence[str]) -> str:
+    """As `file_path`, for what is only read: a push may bring names with control characters."""
+    path = "/".join(parts)
+    if "\0" in path or any(piece in ("", ".", "..") for piece in path.split("/")):
+        raise BadRequest(f"{path!r} is no path of a file in a repository.")
+    return path

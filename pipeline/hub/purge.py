@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from pipeline.hub.errors import BadRequest, Conflict, HubError
-from pipeline.hub.git_process import PUSHED_PREFIXES, git
+from pipeline.hub.git_process import PUSHED_PREFIXES, git, lines_of
 from pipeline.hub.names import SHA
 from pipeline.hub.repositories import Repository
 from pipeline.hub.retained_refs import delete_refs, keep
@@ -82,9 +82,7 @@ def _keep_parents(repository: Repository, planned: Purge) -> None:
     doomed = set(planned["commits"])
     commits = "\n".join(planned["commits"]).encode()
     lines = git(repository.folder, "rev-list", "--no-walk", "--parents", "--stdin", stdin=commits)
-    parents = {
-        parent for line in lines.decode().splitlines() for parent in line.split()[1:]
-    } - doomed
+    parents = {parent for line in lines_of(lines) for parent in line.split()[1:]} - doomed
     for parent in sorted(parents):
         leading = set(_refs_to(repository, parent)) - set(planned["refs"])
         if not leading:
@@ -100,7 +98,7 @@ def _refs_to(repository: Repository, sha: str) -> Mapping[str, str]:
         "--format=%(refname) %(objectname)",
     )
     # Neither a ref nor a sha has a blank.
-    return dict(line.split(" ") for line in lines.decode().splitlines())
+    return dict(line.split(" ") for line in lines_of(lines))
 
 
 def _kind(repository: Repository, sha: str) -> str | None:

@@ -4,7 +4,7 @@ event."""
 from collections.abc import Mapping
 
 from pipeline.hub.events import EventLog
-from pipeline.hub.git_process import git
+from pipeline.hub.git_process import git, lines_of
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 from pipeline.hub.retained_refs import retain_unreachable
@@ -19,7 +19,7 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
         "refs/heads/",
         "refs/tags/",
     )
-    pairs = (line.split(" ", 1) for line in lines.decode(errors="replace").splitlines())
+    pairs = (line.split(" ", 1) for line in lines_of(lines))
     return {ref: sha for sha, ref in pairs}
 
 

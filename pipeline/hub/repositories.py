@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import Connection, Row, and_, delete, insert, select, update
+from sqlalchemy import Connection, Row, and_, delete, func, insert, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
 from pipeline.hub.cleanup import clear_repository, end_processes
 from pipeline.hub.database import Database
-from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
+from pipeline.hub.errors import BadRequest, Conflict, RepositoryMoved, RepositoryNotFound
 from pipeline.hub.git_process import git
 from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
+from pipeline.hub.schema import former_names
 from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,27 @@ class Repositories:
         return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
 
     def find(self, connection: Connection, name: RepositoryName) -> Repository:
+        """Names are compared without case. A hub of an older release may have names that differ
+        by case only: then the exact spelling is found, and any other spelling finds the oldest.
+
+        Raises RepositoryMoved for a former name, and RepositoryNotFound.
+        """
         row = connection.execute(select(table).where(_is(name))).one_or_none()
         if row is None:
-            raise RepositoryNotFound(
-                f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
-                "or check the name."
+            oldest = select(table).where(_is_in_any_case(name)).order_by(table.c.created_at)
+            row = connection.execute(oldest).first()
+        if row is not None:
+            return self._record(row)
+        former = connection.execute(select(table).join(former_names).where(_was(name))).first()
+        if former is not None:
+            now = self._record(former).name
+            raise RepositoryMoved(
+                f"The {name} has moved to {now.id}: use this name.", type=now.type, id=now.id
             )
-        return self._record(row)
+        raise RepositoryNotFound(
+            f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
+            "or check the name."
+        )
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:
         """Whatever its name is now. Raises RepositoryNotFound."""
@@ -133,9 +148,7 @@ class Repositories:
 
         `on_error` gets what takes the folder away again, for a transaction that fails.
         """
-        taken = connection.execute(select(table.c.id).where(_is(name))).first()
-        if taken is not None or self.folder(name).exists():
-            raise Conflict(f"There is a {name} here already.")
+        self._check_free(connection, name)
         aside = self.incoming / f"{secrets.token_hex(12)}.git"
         git(aside, "init", "--quiet", "--bare", "--template=")
         (aside / "HEAD").write_text(f"ref: {DEFAULT_BRANCH}\n")
@@ -155,6 +168,7 @@ class Repositories:
             "private": private,
             "created_at": time.time(),
         }
+        connection.execute(delete(former_names).where(_was(name)))
         connection.execute(insert(table).values(values))
         return self.find(connection, name)
 
@@ -186,9 +200,22 @@ class Repositories:
         *,
         on_error: ExitStack,
     ) -> Repository:
-        """Raises Conflict where the name is taken. `on_error` gets what moves the folder back."""
-        if self.folder(to).exists():
-            raise Conflict(f"There is a {to} here already.")
+        """Raises Conflict where the name is taken. `on_error` gets what moves the folder back.
+
+        The old name leads to the repository until another one takes it.
+        """
+        self._check_free(connection, to, but=repository)
+        for former in (repository.name, to):
+            connection.execute(delete(former_names).where(_was(former)))
+        if repository.name.id.lower() != to.id.lower():
+            connection.execute(
+                insert(former_names).values(
+                    type=to.type,
+                    owner=repository.name.owner.lower(),
+                    name=repository.name.name.lower(),
+                    repository_id=repository.id,
+                )
+            )
         connection.execute(
             update(table).where(table.c.id == repository.id).values(owner=to.owner, name=to.name)
         )
@@ -196,6 +223,17 @@ class Repositories:
         repository.folder.rename(self.folder(to))
         on_error.callback(self.folder(to).rename, repository.folder)
         return self.find(connection, to)
+
+    def _check_free(
+        self, connection: Connection, name: RepositoryName, but: Repository | None = None
+    ) -> None:
+        taken = connection.execute(select(table).where(_is_in_any_case(name))).all()
+        for row in taken:
+            if but is None or row.id != but.id:
+                raise Conflict(f"There is a {self._record(row).name} here already.")
+        # A file system may compare without case too: then this is the folder that is renamed.
+        if not taken and self.folder(name).exists():
+            raise Conflict(f"There is a folder of a {name} here already.")
 
     def clear_leftovers(self) -> None:
         """What a killed hub left half-made. Only safe before the first request."""
@@ -228,3 +266,19 @@ class Repositories:
 
 def _is(name: RepositoryName) -> ColumnElement[bool]:
     return and_(table.c.type == name.type, table.c.owner == name.owner, table.c.name == name.name)
+
+
+def _is_in_any_case(name: RepositoryName) -> ColumnElement[bool]:
+    return and_(
+        table.c.type == name.type,
+        func.lower(table.c.owner) == name.owner.lower(),
+        func.lower(table.c.name) == name.name.lower(),
+    )
+
+
+def _was(name: RepositoryName) -> ColumnElement[bool]:
+    return and_(
+        former_names.c.type == name.type,
+        former_names.c.owner == name.owner.lower(),
+        former_names.c.name == name.name.lower(),
+    )

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from pipeline.hub import schema
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import KEEP_PREFIX, git
+from pipeline.hub.git_process import KEEP_PREFIX, git, lines_of
 from pipeline.hub.repositories import Repository
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ def release_unneeded(
 
 
 def _kept(repository: Repository) -> list[str]:
-    lines = git(repository.folder, "for-each-ref", "--format=%(refname)", KEEP_PREFIX).decode()
-    return [ref.removeprefix(KEEP_PREFIX) for ref in lines.splitlines()]
+    lines = git(repository.folder, "for-each-ref", "--format=%(refname)", KEEP_PREFIX)
+    return [ref.removeprefix(KEEP_PREFIX) for ref in lines_of(lines)]
 
 
 def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:

@@ -30,6 +30,22 @@ repositories = Table(
     UniqueConstraint("type", "owner", "name"),
 )
 
+# In lower case, because names are compared without case.
+former_names = Table(
+    "former_names",
+    metadata,
+    Column("type", String, primary_key=True),
+    Column("owner", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column(
+        "repository_id",
+        String,
+        ForeignKey("repositories.id", ondelete="CASCADE"),
+        nullable=False,
+        index=True,
+    ),
+)
+
 # Where each ref stood when its last event was stored: what the next comparison starts from.
 refs = Table(
     "refs",
@@ -59,6 +75,20 @@ events = Table(
     Column("updated_refs", JSON, nullable=False, server_default="[]"),
     Column("created_at", Float, nullable=False),
     sqlite_autoincrement=True,
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("name", String, nullable=False, unique=True),
+    # SHA-256 of the token. The token itself is shown once, and stored nowhere.
+    Column("digest", String, nullable=False, unique=True),
+    Column("role", String, nullable=False),
+    # The ids of the only repositories that the token reaches; null for all.
+    Column("repositories", JSON(none_as_null=True)),
+    Column("created_at", Float, nullable=False),
+    Column("last_used_at", Float),
 )
 
 webhooks = Table(

@@ -8,6 +8,7 @@ from functools import partial
 from starlette.requests import Request
 
 from pipeline.hub.database import Database
+from pipeline.hub.errors import RepositoryMoved, RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
@@ -38,6 +39,12 @@ class Hub:
         """Raises RepositoryNotFound."""
         with self.database.read() as connection:
             return self.repositories.find(connection, name)
+
+    def is_there(self, name: RepositoryName) -> bool:
+        try:
+            return bool(self.find(name))
+        except RepositoryNotFound as error:
+            return isinstance(error, RepositoryMoved)
 
     def locked(self, name: RepositoryName) -> AbstractAsyncContextManager[Repository]:
         """The repository, its lock held. Raises RepositoryNotFound."""

@@ -1,8 +1,12 @@
 """What the embedded hub is told: where it listens, who owns it, how patiently it delivers."""
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
 GIB = 1024**3
+
+OwnerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")]
 
 
 class HubSettings(BaseModel):
@@ -12,8 +16,13 @@ class HubSettings(BaseModel):
     """The address to listen on. Clients must use exactly this name."""
     port: int = Field(default=8070, ge=1, le=65535)
     """The port to listen on."""
-    owner: str = Field(default="local", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$")
+    owner: OwnerName = "local"
     """The user name that `whoami` answers, and the owner of a repository named without one."""
+    orgs: tuple[OwnerName, ...] = ()
+    """The organizations that `whoami` answers. Repositories can be created under their names."""
+    public_reads: bool = False
+    """Whether anybody who reaches this address may read, without a token, the repositories whose
+    visibility is `public`. All others always need a token."""
     delivery_schedule_seconds: tuple[float, ...] = Field(
         default=(0, 5, 30, 120, 600, 1800, 7200, 18000, 36000, 36000), min_length=1
     )

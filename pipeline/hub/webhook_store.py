@@ -56,9 +56,11 @@ class HubWatchedItem(WatchedItem):
     model_config = ConfigDict(extra="forbid")
 
     def covers(self, repository: RepositoryName) -> bool:
+        """Names are compared without case, as everywhere on the hub."""
+        name = self.name.lower()
         if self.type in ("org", "user"):
-            return self.name == repository.owner
-        return (self.type, self.name) == (repository.type, repository.id)
+            return name == repository.owner.lower()
+        return (self.type, name) == (repository.type, repository.id.lower())
 
 
 class _Request(BaseModel):
@@ -294,6 +296,20 @@ def update_webhook(
     if changes:
         connection.execute(update(table).where(table.c.id == id).values(changes))
     return get_webhook(connection, id)
+
+
+def follow_move(connection: Connection, old: RepositoryName, new: RepositoryName) -> None:
+    """Webhooks that watch the repository `old` by its name watch `new` from now on."""
+    for webhook in list_webhooks(connection):
+        watched: list[dict[str, str]] = []
+        for item in webhook.watched:
+            is_it = item.type not in ("org", "user") and item.covers(old)
+            told = {"type": item.type, "name": new.id if is_it else item.name}
+            watched += [] if told in watched else [told]
+        if watched != [item.model_dump() for item in webhook.watched]:
+            connection.execute(
+                update(table).where(table.c.id == webhook.id).values(watched=watched)
+            )
 
 
 def delete_webhook(connection: Connection, id: str) -> None:

@@ -1,0 +1,116 @@
+"""Takes a request's path apart: which repository it names, and what it asks of the repository.
+
+A path may leave the owner out, as `/api/datasets/facts/tree/main` does: it then means the hub's
+owner. The path alone does not always tell which of two segments is the name, so the parser asks
+whether there is a repository `owner/name` where the name reads like a part of a route.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from starlette.convertors import PathConvertor, register_url_convertor
+
+from pipeline.hub.errors import RepositoryNotFound
+from pipeline.hub.names import (
+    REPOSITORY_TYPES,
+    RepositoryName,
+    RepositoryType,
+    requested_name,
+    segments,
+)
+
+
+class _AnyText(PathConvertor):
+    """Starlette's own `path` matches no line feed, which names of files may have."""
+
+    regex = r"[\s\S]*"
+
+
+register_url_convertor("anytext", _AnyText())
+
+FILE_VERBS = frozenset({"resolve", "raw", "info"})
+# These end a path. The other verbs have arguments, so one that ends a path is a repository's name.
+_BARE_VERBS = frozenset({"refs", "settings", "auth-check", "discussions"})
+
+IsThere = Callable[[RepositoryName], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryPath:
+    name: RepositoryName
+    rest: tuple[str, ...]
+    """The segments after the name, decoded."""
+    prefix: bytes
+    """The path before the name, and after it, as they were sent."""
+    suffix: bytes
+
+    def at(self, id: str) -> str:
+        """The same path at another repository of the type, for a redirect."""
+        return (self.prefix + id.encode() + self.suffix).decode("latin-1")
+
+
+def api_path(
+    raw_path: bytes, verbs: Collection[str], owner: str, is_there: IsThere
+) -> RepositoryPath:
+    """Of `/api/<type>s/[<owner>/]<name>[/<verb>/…]`. Raises RepositoryNotFound for a path that
+    names no repository."""
+    raw = raw_path.strip(b"/").split(b"/")
+    parts = segments(raw_path)
+    type = type_of(parts[1])
+    if type is None or len(parts) < 3:
+        raise RepositoryNotFound(f"{'/'.join(parts)} names no repository.")
+
+    def ends_the_name(verb: str) -> bool:
+        return verb in verbs and (len(parts) > 4 or verb in _BARE_VERBS)
+
+    return _parsed(raw, parts, 2, type, ends_the_name, owner, is_there)
+
+
+def file_path_of(raw_path: bytes, owner: str, is_there: IsThere) -> RepositoryPath | None:
+    """Of `/[<type>s/][<owner>/]<name>/<verb>/…`; None for a path that has no such verb."""
+    raw = raw_path.strip(b"/").split(b"/")
+    parts = segments(raw_path)
+    type = type_of(parts[0])
+    start = 0 if type is None else 1
+    if not FILE_VERBS.intersection(parts[start + 1 : start + 3]):
+        return None
+
+    def ends_the_name(verb: str) -> bool:
+        return verb in FILE_VERBS
+
+    return _parsed(raw, parts, start, type or "model", ends_the_name, owner, is_there)
+
+
+def type_of(plural: str) -> RepositoryType | None:
+    return next((type for type in REPOSITORY_TYPES if f"{type}s" == plural), None)
+
+
+def _parsed(
+    raw: list[bytes],
+    parts: list[str],
+    start: int,
+    type: RepositoryType,
+    ends_the_name: Callable[[str], bool],
+    owner: str,
+    is_there: IsThere,
+) -> RepositoryPath:
+    num_segments = 2
+    if len(parts) == start + 1:
+        num_segments = 1
+    elif ends_the_name(parts[start + 1]):
+        try:
+            full = requested_name(type, parts[start], parts[start + 1])
+            num_segments = 2 if is_there(full) else 1
+        except RepositoryNotFound:
+            num_segments = 1
+    named = parts[start : start + num_segments]
+    end = start + num_segments
+    if parts[end : end + 1] == ["info"]:  # git lfs asks at `<name>.git/info/lfs`
+        named[-1] = named[-1].removesuffix(".git")
+    suffix = b"/".join(raw[end:])
+    return RepositoryPath(
+        name=requested_name(type, *(named if num_segments == 2 else (owner, *named))),
+        rest=tuple(parts[end:]),
+        prefix=b"/" + b"".join(part + b"/" for part in raw[:start]),
+        suffix=b"/" + suffix if suffix else b"",
+    )

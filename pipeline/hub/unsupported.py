@@ -1,0 +1,76 @@
+"""What the Hugging Face Hub has and this hub does not, so that a client is told which it met.
+
+The answer is 501: a client takes 404 for a job, a file or a repository that is missing, and it
+repeats a request after most other errors of a server.
+"""
+
+import re
+from collections.abc import Mapping
+
+_BELOW_API: Mapping[str, str] = {
+    "buckets": "Buckets",
+    "collections": "Collections",
+    "daily_papers": "Papers",
+    "datasets-tags-by-type": "Lists of all tags",
+    "inference": "Inference",
+    "inference-proxy": "Inference",
+    "jobs": "Jobs that are started through the API (use `pipeline jobs run`)",
+    "kernels": "Kernels",
+    "models-tags-by-type": "Lists of all tags",
+    "organizations": "Pages of organizations",
+    "papers": "Papers",
+    "posts": "Posts",
+    "recent-activity": "Activity feeds",
+    "resource-groups": "Resource groups",
+    "scheduled-jobs": "Scheduled jobs",
+    "tasks": "Inference",
+    "trending": "Trends",
+    "users": "Pages of users, their likes and their followers",
+}
+_OF_REPOSITORY: Mapping[str, str] = {
+    "croissant": "The dataset viewer",
+    "dev-mode": "The runtime of Spaces",
+    "duplicate": "Duplicates of repositories",
+    "hardware": "The runtime of Spaces",
+    "jwt": "Tokens of a Space",
+    "leaderboard": "Leaderboards",
+    "lfs-files": "The list of all LFS files",
+    "like": "Likes",
+    "likers": "Likes",
+    "logs": "The runtime of Spaces",
+    "notebook": "Notebooks",
+    "parquet": "The dataset viewer",
+    "pause": "The runtime of Spaces",
+    "resource-group": "Resource groups",
+    "restart": "The runtime of Spaces",
+    "runtime": "The runtime of Spaces",
+    "safetensors-metadata": "Summaries of safetensors files",
+    "scan": "Scans for malware",
+    "secrets": "Secrets of a Space",
+    "sleeptime": "The runtime of Spaces",
+    "storage": "The runtime of Spaces",
+    "treesize": "Sizes of folders",
+    "user-access-request": "Gated repositories",
+    "variables": "Variables of a Space",
+    "volumes": "The runtime of Spaces",
+}
+_ELSEWHERE: Mapping[str, str] = {
+    "buckets": "Buckets",
+    "collections": "Collections",
+    "oauth": "Login through a browser (use `hf auth login --token` or HF_TOKEN)",
+    "papers": "Papers",
+    "uploads": "Uploads for discussions",
+}
+_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/[^/]+/(.+)")
+
+
+def feature(path: str) -> str | None:
+    """What the path asks for, if it is something that the Hub has and this hub does not."""
+    if (below := _REPOSITORY.fullmatch(path)) is not None:
+        # The name may have an owner before it, or none.
+        verbs = below[1].split("/")[:2]
+        return next((_OF_REPOSITORY[verb] for verb in verbs if verb in _OF_REPOSITORY), None)
+    first, _, rest = path.strip("/").partition("/")
+    if first == "api":
+        return _BELOW_API.get(rest.partition("/")[0])
+    return _ELSEWHERE.get(first)
