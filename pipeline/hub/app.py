@@ -22,6 +22,7 @@ from pipeline.hub import (
     auth,
     commit_routes,
     content_routes,
+    discussion_routes,
     git_http,
     http_json,
     maintenance_routes,
@@ -60,6 +61,7 @@ _READ = {
     "revision": content_routes.describe,
     "tree": content_routes.tree,
     "commits": content_routes.commits,
+    "discussions": discussion_routes.read,
     "xet-write-token": upload_routes.refuse_upload,
     "xet-read-token": upload_routes.refuse_upload,
 }
@@ -69,6 +71,7 @@ _POST = {
     "tag": ref_routes.create_tag,
     "preupload": commit_routes.preupload,
     "commit": commit_routes.commit,
+    "discussions": discussion_routes.change,
 }
 _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}

@@ -215,8 +215,10 @@ def find_pointers(repository: Repository, oids: Iterable[str]) -> Mapping[str, P
     return pointers
 
 
-def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) -> list[Commit]:
-    """Newest first."""
+def list_commits(
+    repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
+) -> list[Commit]:
+    """Newest first; those that `without` leads to are left out."""
     output = git(
         repository.folder,
         "log",
@@ -227,6 +229,7 @@ def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) 
         f"--skip={skip}",
         f"--max-count={limit}",
         commit,
+        *([] if without is None else [f"^{without}"]),
         "--",
     )
     records = output.decode(errors="replace").split("\0") if output else []

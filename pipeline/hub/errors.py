@@ -10,6 +10,7 @@
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
+        ├── DiscussionNotFound   404
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
@@ -85,6 +86,10 @@ class EntryNotFound(RequestError):
 
 
 class WebhookNotFound(RequestError):
+    status = 404
+
+
+class DiscussionNotFound(RequestError):
     status = 404
 
 

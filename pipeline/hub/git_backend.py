@@ -11,7 +11,12 @@ from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.cleanup import GRACE_SECONDS
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import PLACE, PUSHED_PREFIXES, git_environment
+from pipeline.hub.git_process import (
+    PLACE,
+    PULL_REQUEST_PREFIX,
+    PUSHED_PREFIXES,
+    git_environment,
+)
 from pipeline.hub.repositories import Repository
 
 _CHUNK_BYTES = 64 * 1024
@@ -22,21 +27,22 @@ _SETTINGS = (
     # The last one that matches a ref decides. No client sees or moves a ref that is hidden.
     ("transfer.hideRefs", "refs"),
     *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
+    ("uploadpack.hideRefs", f"!{PULL_REQUEST_PREFIX.rstrip('/')}"),
 )
-_CONFIG = {"GIT_CONFIG_COUNT": str(len(_SETTINGS))}
-for _number, (_key, _value) in enumerate(_SETTINGS):
-    _CONFIG |= {f"GIT_CONFIG_KEY_{_number}": _key, f"GIT_CONFIG_VALUE_{_number}": _value}
-
 _HIDDEN = b"deny updating a hidden ref"
-_REASON = f"This hub takes {' and '.join(PUSHED_PREFIXES)} only: push to a branch or a tag."
+_REASON = (
+    f"This hub takes {' and '.join(PUSHED_PREFIXES)}, and {PULL_REQUEST_PREFIX} of an open pull "
+    "request: push to a branch or a tag."
+)
 _MAX_REMARK_BYTES = 900
 
 Headers = list[tuple[bytes, bytes]]
 
 
 def cgi_environment(
-    route: str, repository: Repository, scope: Scope, num_bytes: int
+    route: str, repository: Repository, scope: Scope, num_bytes: int, open_refs: Iterable[str]
 ) -> dict[str, str]:
+    """`open_refs` are the pull requests to which a client may push."""
     cgi = {
         PLACE: str(repository.folder),
         "PATH_INFO": f"/{route}",
@@ -52,7 +58,11 @@ def cgi_environment(
         cgi["HTTP_CONTENT_ENCODING"] = encoding.decode("latin-1")
     if protocol := header(scope, b"git-protocol"):
         cgi["GIT_PROTOCOL"] = protocol.decode("latin-1")
-    return git_environment({**cgi, **_CONFIG})
+    settings = [*_SETTINGS, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
+    cgi["GIT_CONFIG_COUNT"] = str(len(settings))
+    for number, (key, value) in enumerate(settings):
+        cgi |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return git_environment(cgi)
 
 
 def header(scope: Scope, name: bytes) -> bytes:

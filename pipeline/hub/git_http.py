@@ -20,6 +20,7 @@ from pipeline.hub import git_backend
 from pipeline.hub.auth import Guard
 from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
+from pipeline.hub.discussions import OPEN, list_discussions
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
@@ -111,7 +112,10 @@ class GitHttp:
             with TemporaryFile(dir=self._repositories.incoming) as body:
                 await self._receive_body(receive, body)
                 size = body.tell()
-                environment = git_backend.cgi_environment(request.route, repository, scope, size)
+                open_refs = await asyncio.to_thread(self._open_refs, repository)
+                environment = git_backend.cgi_environment(
+                    request.route, repository, scope, size, open_refs
+                )
                 body.seek(0)
                 if request.route == "info/refs" or _asks_for_refs(body):
                     await self._list_refs(environment, body, send)
@@ -153,6 +157,15 @@ class GitHttp:
                         f"No model and no dataset {name.id} here: create it with "
                         f"`hf repos create {name.id} --type dataset`."
                     ) from None
+
+    def _open_refs(self, repository: Repository) -> list[str]:
+        with self._database.read() as connection:
+            return [
+                discussion.ref
+                for discussion in list_discussions(
+                    connection, repository, pull_requests=True, statuses=OPEN
+                )
+            ]
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()

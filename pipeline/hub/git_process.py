@@ -16,6 +16,10 @@ INCOMING_PREFIX = "refs/incoming/"
 start."""
 PUSHED_PREFIXES = ("refs/heads/", "refs/tags/")
 """Of the refs that clients see and move. Any other ref might change what the hub reads."""
+PULL_REQUEST_PREFIX = "refs/pr/"
+"""Of the refs of pull requests, which the hub creates. Clients see them, and move those that are
+open."""
+SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
 
 
 def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from pipeline.hub.errors import BadRequest, Conflict, HubError
-from pipeline.hub.git_process import PUSHED_PREFIXES, git, lines_of
+from pipeline.hub.git_process import SEEN_PREFIXES, git, lines_of
 from pipeline.hub.names import SHA
 from pipeline.hub.repositories import Repository
 from pipeline.hub.retained_refs import delete_refs, keep
@@ -35,7 +35,7 @@ def plan_purge(repository: Repository, sha: str) -> Purge:
     if kind != "commit":
         raise BadRequest(f"{sha} is a {kind}: give the sha of the commit that brought it.")
     leading = _refs_to(repository, sha)
-    pushed = [ref for ref in leading if ref.startswith(PUSHED_PREFIXES)]
+    pushed = [ref for ref in leading if ref.startswith(SEEN_PREFIXES)]
     if pushed:
         more = f" and {len(pushed) - MAX_NAMED} more" if len(pushed) > MAX_NAMED else ""
         raise Conflict(

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub.auth import identity_of
-from pipeline.hub.commit_routes import signature
+from pipeline.hub.auth import identity_of, signature
 from pipeline.hub.commits import first_commit
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events import remember
