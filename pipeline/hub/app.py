@@ -24,11 +24,13 @@ from pipeline.hub import (
     content_routes,
     git_http,
     http_json,
+    lfs_routes,
     maintenance_routes,
     pages,
     ref_routes,
     repository_routes,
     retention,
+    transfer_routes,
     upload_routes,
     webhook_routes,
 )
@@ -46,6 +48,7 @@ from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.signatures import SignedUrls
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
 from serving.http.bodies import LimitedBodies
@@ -140,7 +143,7 @@ def create_app(
                     ),
                 )
             ]
-            app.state.hub = Hub(
+            app.state.hub = transfers.state.hub = Hub(
                 settings=settings,
                 database=database,
                 repositories=repositories,
@@ -148,6 +151,7 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
+                signed_urls=SignedUrls(secret_key),
                 needed_commits=needed_commits,
             )
             app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
@@ -174,19 +178,24 @@ def create_app(
             Route("/api/{rest:path}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:path}", repository_files, methods=["GET", "POST"]),
         ],
-        exception_handlers={
-            RequestError: http_json.on_request_error,
-            HTTPException: http_json.on_http_exception,
-            Exception: http_json.on_crash,
-        },
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
         middleware=[Middleware(LimitedBodies, max_body_bytes=http_json.MAX_BODY_BYTES)],
         lifespan=lifespan,
+    )
+
+    # What these routes receive goes to disk piece by piece, so no limit of bodies in memory stands
+    # in front of them. They ask for a proof of their own in place of the token.
+    transfers = Starlette(
+        routes=transfer_routes.routes(), exception_handlers=http_json.EXCEPTION_HANDLERS
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
+                return
+            if scope["path"].startswith(transfer_routes.PREFIX):
+                await transfers(scope, receive, send)
                 return
             if scope["path"] not in _OPEN_PATHS:
                 try:
@@ -276,6 +285,7 @@ async def repository_files(request: Request) -> Response:
         repository = requested_name(type, owner, name)
         return await content_routes.resolve(request, hub, repository, rest[1], rest[2:])
     if rest[:2] == ["info", "lfs"]:
-        repository = requested_name(type, owner, name.removesuffix(".git"))
-        return await upload_routes.refuse_lfs(request, hub, repository)
+        return await lfs_routes.answer(
+            request, hub, type, owner, name.removesuffix(".git"), rest[2:]
+        )
     raise HTTPException(404)

@@ -1,14 +1,15 @@
 """API: what is in a repository. Listings, trees, commits, and the files themselves with ranges."""
 
-import re
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from urllib.parse import parse_qs
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
+from pipeline.hub import file_answers
 from pipeline.hub.contents import (
     SMALL_FILE_BYTES,
     Entry,
@@ -23,7 +24,6 @@ from pipeline.hub.contents import (
 from pipeline.hub.errors import (
     BadRequest,
     EntryNotFound,
-    RangeNotSatisfiable,
     RevisionNotFound,
 )
 from pipeline.hub.http_json import iso_time, next_page, query_int, read_body
@@ -33,7 +33,6 @@ from pipeline.hub.service import Hub
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 Json = dict[str, object]
 
@@ -163,45 +162,13 @@ async def resolve(
         return repository, *find_file(repository, revision, path)
 
     repository, commit, file = await run_in_threadpool(read)
-    headers = {
-        "X-Repo-Commit": commit,
-        "ETag": f'"{file.oid}"',
-        "Accept-Ranges": "bytes",
-        "Content-Type": "application/octet-stream",
-        "X-Content-Type-Options": "nosniff",
-    }
-    start, end = _requested_range(request, file.size_bytes)
-    headers["Content-Length"] = str(end - start)
-    status = 200
-    if (start, end) != (0, file.size_bytes):
-        status = 206
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
-    if request.method == "HEAD":
-        return Response(status_code=status, headers=headers)
-    if file.size_bytes <= SMALL_FILE_BYTES:
+    headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
+    if request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES:
         content = await run_in_threadpool(read_file, repository, file)
-        return Response(content[start:end], status_code=status, headers=headers)
-    body = stream_file(repository, file, start=start, length=end - start)
-    return StreamingResponse(body, status_code=status, headers=headers)
-
-
-def _requested_range(request: Request, size: int) -> tuple[int, int]:
-    """From and to, in bytes; a range that this hub does not understand asks for everything."""
-    text = request.headers.get("range")
-    found = _RANGE.fullmatch(text) if text else None
-    if found is None or not any(found.groups()):
-        return 0, size
-    first, last = found.groups()
-    if first:
-        start, end = int(first), min(int(last) + 1 if last else size, size)
-    else:
-        start, end = max(0, size - int(last)), size
-    if start >= size or (last and first and int(last) < int(first)):
-        raise RangeNotSatisfiable(
-            f"The file has {size} bytes; {text} is past its end.",
-            headers={"Content-Range": f"bytes */{size}"},
-        )
-    return start, end
+        return file_answers.answer_small(request, content, headers)
+    return file_answers.answer(
+        request, file.size_bytes, headers, partial(stream_file, repository, file)
+    )
 
 
 def _facts(repository: Repository) -> Json:

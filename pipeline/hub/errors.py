@@ -9,9 +9,12 @@
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
+        ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
+        │                        that it does not exist
         ├── Conflict             409
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
+        ├── NotSupported         501
         └── DiskFull             507
 
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
@@ -76,6 +79,12 @@ class WebhookNotFound(RequestError):
     status = 404
 
 
+class LargeFileNotFound(RequestError):
+    """A commit names a large file whose content never came."""
+
+    status = 404
+
+
 class Conflict(RequestError):
     """The body carries `url` too: the client's `exist_ok` reads it."""
 
@@ -92,6 +101,10 @@ class TooLarge(RequestError):
 
 class RangeNotSatisfiable(RequestError):
     status = 416
+
+
+class NotSupported(RequestError):
+    status = 501
 
 
 class DiskFull(RequestError):

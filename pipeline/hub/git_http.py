@@ -23,7 +23,6 @@ from pipeline.hub.database import Database
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
-    RepositoryNotFound,
     RequestError,
     TooLarge,
     Unauthorized,
@@ -31,7 +30,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryType, requested_name
+from pipeline.hub.names import RepositoryType
 from pipeline.hub.reconcile import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
@@ -122,21 +121,9 @@ class GitHttp:
 
     def _find(self, request: GitRequest) -> Repository:
         with self._database.read() as connection:
-            try:
-                name = requested_name(request.type, request.owner, request.name)
-                return self._repositories.find(connection, name)
-            except RepositoryNotFound:
-                # Git users write /owner/name for datasets too.
-                if request.type != "model":
-                    raise
-                name = requested_name("dataset", request.owner, request.name)
-                try:
-                    return self._repositories.find(connection, name)
-                except RepositoryNotFound:
-                    raise RepositoryNotFound(
-                        f"No model and no dataset {request.owner}/{request.name} here: create it "
-                        f"with `hf repos create {request.owner}/{request.name} --type dataset`."
-                    ) from None
+            return self._repositories.find_as_git(
+                connection, request.type, request.owner, request.name
+            )
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()

@@ -3,12 +3,13 @@
 import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ExceptionHandler
 
 from pipeline.hub.errors import BadRequest, Conflict, RequestError, TooLarge, Unauthorized
 
@@ -21,6 +22,10 @@ def error_response(error: RequestError) -> Response:
     body = {"error": str(error)}
     if isinstance(error, Conflict) and error.url is not None:
         body["url"] = error.url
+    return JSONResponse(body, status_code=error.status, headers=error_headers(error))
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
     headers = {
         **error.headers,
         "X-Error-Message": _as_header(str(error)),
@@ -30,7 +35,7 @@ def error_response(error: RequestError) -> Response:
         headers["X-Error-Code"] = error.code
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = 'Basic realm="hub"'
-    return JSONResponse(body, status_code=error.status, headers=headers)
+    return headers
 
 
 def _as_header(text: str) -> str:
@@ -63,6 +68,13 @@ async def on_crash(_: Request, error: Exception) -> Response:
         status_code=500,
         headers={"X-Request-Id": secrets.token_hex(8)},
     )
+
+
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
+    RequestError: on_request_error,
+    HTTPException: on_http_exception,
+    Exception: on_crash,
+}
 
 
 async def read_body(request: Request) -> bytes:

@@ -36,9 +36,7 @@ class Pointer:
     def render(self) -> bytes:
         """As `git lfs` writes it, so that a commit through the API and one by git are the same."""
         return (
-            "version https://git-lfs.github.com/spec/v1\n"
-            f"oid sha256:{self.oid}\n"
-            f"size {self.size}\n"
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.oid}\nsize {self.size}\n"
         ).encode()
 
 

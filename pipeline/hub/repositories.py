@@ -19,7 +19,15 @@ from pipeline.hub.cleanup import clear_repository, end_processes
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryNotFound
 from pipeline.hub.git_process import git
-from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.names import (
+    DEFAULT_BRANCH,
+    REPOSITORY_TYPES,
+    RepositoryName,
+    RepositoryType,
+    repository_name,
+    requested_name,
+)
 from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
@@ -110,6 +118,23 @@ class Repositories:
                 "or check the name."
             )
         return self._record(row)
+
+    def find_as_git(
+        self, connection: Connection, type: RepositoryType, owner: str, name: str
+    ) -> Repository:
+        """Git users write /owner/name for datasets too. Raises RepositoryNotFound."""
+        try:
+            return self.find(connection, requested_name(type, owner, name))
+        except RepositoryNotFound:
+            if type != "model":
+                raise
+        try:
+            return self.find(connection, requested_name("dataset", owner, name))
+        except RepositoryNotFound:
+            raise RepositoryNotFound(
+                f"No model and no dataset {owner}/{name} here: create it with "
+                f"`hf repos create {owner}/{name} --type dataset`."
+            ) from None
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:
         """Whatever its name is now. Raises RepositoryNotFound."""
@@ -205,6 +230,7 @@ class Repositories:
             folder.mkdir(parents=True)
         for repository in self._repos.glob("*s/*/*.git"):
             clear_repository(repository)
+            LargeFiles(repository).clear_leftovers()
 
     def on_disk(self) -> Iterator[RepositoryName]:
         for type in REPOSITORY_TYPES:

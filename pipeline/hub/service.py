@@ -11,9 +11,10 @@ from pipeline.hub.database import Database
 from pipeline.hub.events import EventLog
 from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
+from pipeline.hub.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.signatures import SignedUrls
 from pipeline.hub.webhook_store import SecretCipher
 
 
@@ -26,6 +27,7 @@ class Hub:
     cipher: SecretCipher
     launcher: JobLauncher | None
     metrics: HubMetrics
+    signed_urls: SignedUrls
     needed_commits: Callable[[], Collection[str]] | None = None
     """What releases and jobs need of any repository; None if that is not known."""
 
@@ -33,6 +35,16 @@ class Hub:
         """Raises RepositoryNotFound."""
         with self.database.read() as connection:
             return self.repositories.find(connection, name)
+
+    def find_as_git(self, type: RepositoryType, owner: str, name: str) -> Repository:
+        """Raises RepositoryNotFound."""
+        with self.database.read() as connection:
+            return self.repositories.find_as_git(connection, type, owner, name)
+
+    def find_by_id(self, id: str) -> Repository:
+        """Raises RepositoryNotFound."""
+        with self.database.read() as connection:
+            return self.repositories.find_by_id(connection, id)
 
     def locked(self, name: RepositoryName) -> AbstractAsyncContextManager[Repository]:
         """The repository, its lock held. Raises RepositoryNotFound."""

@@ -89,9 +89,7 @@ def test_a_client_that_goes_away_leaves_nothing(files: LargeFiles, tmp_path: Pat
 
 def test_two_clients_bring_the_same_file_at_once(files: LargeFiles, tmp_path: Path) -> None:
     async def both() -> None:
-        await asyncio.gather(
-            *(files.receive(pieces(CONTENT), OID, len(CONTENT)) for _ in range(2))
-        )
+        await asyncio.gather(*(files.receive(pieces(CONTENT), OID, len(CONTENT)) for _ in range(2)))
 
     asyncio.run(both())
     assert len(on_disk(tmp_path)) == 1
