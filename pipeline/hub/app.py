@@ -202,7 +202,8 @@ def create_app(
                     await guard.check(scope)
                     auth.check_site(scope)
                 except RequestError as error:
-                    await http_json.error_response(error)(scope, receive, send)
+                    refusal = lfs_routes.refusal_by_guard(scope, error)
+                    await (refusal or http_json.error_response(error))(scope, receive, send)
                     return
         await api(scope, receive, send)
 
@@ -283,7 +284,8 @@ async def repository_files(request: Request) -> Response:
     type = type or "model"
     if len(rest) >= 3 and rest[0] in ("resolve", "raw") and request.method in ("GET", "HEAD"):
         repository = requested_name(type, owner, name)
-        return await content_routes.resolve(request, hub, repository, rest[1], rest[2:])
+        read = content_routes.resolve if rest[0] == "resolve" else content_routes.raw
+        return await read(request, hub, repository, rest[1], rest[2:])
     if rest[:2] == ["info", "lfs"]:
         return await lfs_routes.answer(
             request, hub, type, owner, name.removesuffix(".git"), rest[2:]

@@ -6,12 +6,14 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeline.hub.blobs import read_pointers
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
 from pipeline.hub.git_process import git, git_environment
 from pipeline.hub.names import SHA, is_ref_name
+from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 
 SMALL_FILE_BYTES = 1024 * 1024
@@ -28,6 +30,14 @@ class Entry:
     oid: str
     """The sha-1 of git's blob or tree."""
     size_bytes: int = 0
+    """Of git's blob, also where it is a pointer."""
+    lfs: Pointer | None = None
+    """The large file that the blob points to; None where it is no pointer."""
+
+    @property
+    def content_bytes(self) -> int:
+        """What a reader of the file gets."""
+        return self.size_bytes if self.lfs is None else self.lfs.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +62,8 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
 
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
-    """The commit and the file. Raises RevisionNotFound or EntryNotFound."""
+    """The commit and the file, of which only git's blob is known. Raises RevisionNotFound or
+    EntryNotFound."""
     # One git process for both questions: this is what a client asks most.
     names = _candidates(revision)
     found = _look_up(
@@ -81,7 +92,7 @@ def list_tree(
             )
     options = ["-r", "-t"] if recursive else []
     output = git(repository.folder, "ls-tree", "-z", "-l", *options, f"{commit}:{folder}")
-    return list(_parse_tree(output, f"{folder}/" if folder else ""))
+    return _with_pointers(repository, list(_parse_tree(output, f"{folder}/" if folder else "")))
 
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
@@ -93,7 +104,7 @@ def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> lis
             entries.append(Entry(type="file", path=path, oid=item[0], size_bytes=item[2]))
         elif item is not None and item[1] == "tree":
             entries.append(Entry(type="directory", path=path, oid=item[0]))
-    return entries
+    return _with_pointers(repository, entries)
 
 
 def list_commits(repository: Repository, commit: str, *, skip: int, limit: int) -> list[Commit]:
@@ -178,6 +189,12 @@ async def stream_file(
         while await process.stdout.read(_CHUNK_BYTES):
             pass
         await process.wait()
+
+
+def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
+    small = [entry.oid for entry in entries if may_be_pointer(entry.size_bytes)]
+    pointers = read_pointers(repository, small)
+    return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
 
 
 def _no_revision(repository: Repository, revision: str) -> RevisionNotFound:

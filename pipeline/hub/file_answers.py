@@ -21,15 +21,15 @@ def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) 
     status, (start, end), headers = _head(request, size, headers)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
-    return StreamingResponse(
-        read(start=start, length=end - start), status_code=status, headers=headers
-    )
+    body = read(start=start, length=end - start)
+    return StreamingResponse(body, status_code=status, headers=headers)
 
 
 def answer_small(request: Request, content: bytes, headers: Mapping[str, str]) -> Response:
     """As `answer`, for what is in memory already."""
     status, (start, end), headers = _head(request, len(content), headers)
-    return Response(content[start:end], status_code=status, headers=headers)
+    body = b"" if request.method == "HEAD" else content[start:end]
+    return Response(body, status_code=status, headers=headers)
 
 
 def _head(

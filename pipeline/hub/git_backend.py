@@ -23,10 +23,6 @@ _SETTINGS = (
     ("transfer.hideRefs", "refs"),
     *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
 )
-_CONFIG = {"GIT_CONFIG_COUNT": str(len(_SETTINGS))}
-for _number, (_key, _value) in enumerate(_SETTINGS):
-    _CONFIG |= {f"GIT_CONFIG_KEY_{_number}": _key, f"GIT_CONFIG_VALUE_{_number}": _value}
-
 _HIDDEN = b"deny updating a hidden ref"
 _REASON = f"This hub takes {' and '.join(PUSHED_PREFIXES)} only: push to a branch or a tag.\n"
 
@@ -51,7 +47,7 @@ def cgi_environment(
         cgi["HTTP_CONTENT_ENCODING"] = encoding.decode("latin-1")
     if protocol := header(scope, b"git-protocol"):
         cgi["GIT_PROTOCOL"] = protocol.decode("latin-1")
-    return git_environment({**cgi, **_CONFIG})
+    return git_environment(cgi, _SETTINGS)
 
 
 def header(scope: Scope, name: bytes) -> bytes:

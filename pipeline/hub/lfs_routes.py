@@ -14,9 +14,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from pipeline.hub import signatures, transfer_routes
-from pipeline.hub.errors import BadRequest, LargeFileNotFound, NotSupported, RequestError
+from pipeline.hub.errors import BadRequest, Forbidden, NotSupported, RequestError, Unauthorized
+from pipeline.hub.git_backend import header
 from pipeline.hub.http_json import error_headers, hub_url, read_json
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import RepositoryType
@@ -61,8 +63,6 @@ async def answer(
         match request.method, *rest:
             case "POST", "objects", "batch":
                 return await _batch(request, hub, repository)
-            case "POST", "verify":
-                return await _verify(request, repository)
             case "POST", "locks", "verify":
                 return _json({"ours": [], "theirs": []})
             case "GET", "locks":
@@ -74,11 +74,25 @@ async def answer(
                 )
         raise HTTPException(404)
     except RequestError as error:
-        return _json(
-            {"message": str(error), "error": str(error)},
-            status=error.status,
-            headers=error_headers(error),
-        )
+        return _refusal(error)
+
+
+def refusal_by_guard(scope: Scope, error: RequestError) -> Response | None:
+    """What `git lfs` is told of a wrong token; None for what it does not ask."""
+    if "/info/lfs/" not in scope["path"]:
+        return None
+    # At 401 it asks its credential helper again and again, also one that knows one token only.
+    if isinstance(error, Unauthorized) and header(scope, b"authorization"):
+        error = Forbidden(str(error))
+    return _refusal(error)
+
+
+def _refusal(error: RequestError) -> Response:
+    return _json(
+        {"message": str(error), "error": str(error)},
+        status=error.status,
+        headers=error_headers(error),
+    )
 
 
 async def _batch(request: Request, hub: Hub, repository: Repository) -> Response:
@@ -117,10 +131,10 @@ class _Offer:
             return self._with_actions(told, {"download": self._signed("GET", wanted)})
         if self._files.keep(wanted.oid):
             return told
-        verify = {"href": f"{self._url}/{self._repository.name.path}.git/info/lfs/verify"}
         upload = (
             self._parts(wanted) if self.transfer == "multipart" else self._signed("PUT", wanted)
         )
+        verify = self._signed("POST", wanted)
         return self._with_actions(told, {"upload": upload, "verify": verify})
 
     def _error(self, wanted: LargeObject) -> tuple[int, str] | None:
@@ -163,16 +177,6 @@ class _Offer:
     def _action(self, method: str, path: str, size: int) -> Json:
         signed = self._hub.signed_urls.sign(method, path, size)
         return {"href": f"{self._url}{signed}", "expires_in": signatures.LIFETIME_SECONDS}
-
-
-async def _verify(request: Request, repository: Repository) -> Response:
-    wanted = await read_json(request, LargeObject)
-    size = await run_in_threadpool(LargeFiles(repository.folder).size, wanted.oid)
-    if size is None:
-        raise LargeFileNotFound(f"{wanted.oid} is not here: send it again.")
-    if size != wanted.size:
-        raise BadRequest(f"{wanted.oid} has {size} bytes, not {wanted.size}.")
-    return _json({})
 
 
 def _json(content: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

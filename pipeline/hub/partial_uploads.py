@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator
 
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles, check, in_chunks, publish, to_disk
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles, check, in_chunks, to_disk
 
 
 class PartialUpload:
@@ -45,7 +45,7 @@ class PartialUpload:
                     digest.update(piece)
                     num_bytes += len(piece)
                 check(digest.hexdigest(), num_bytes, oid=oid, size=size)
-                publish(file, self._files.path(oid))
+                self._files.adopt(file, oid)
         except FileNotFoundError:
             # Complete already, and the client did not get the answer?
             if self._files.size(oid) != size:

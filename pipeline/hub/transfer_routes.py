@@ -30,7 +30,8 @@ def routes() -> list[Route]:
     return [
         Route(file, fetch, methods=["GET"]),
         Route(file, send, methods=["PUT"]),
-        Route(upload + "/{start:int}", send_part, methods=["PUT"]),
+        Route(file, verify, methods=["POST"]),
+        Route(upload + "/{start}", send_part, methods=["PUT"]),
         Route(upload, complete, methods=["POST"]),
     ]
 
@@ -57,9 +58,19 @@ async def send(request: Request) -> Response:
     return Response(headers={"ETag": f'"{oid}"'})
 
 
+async def verify(request: Request) -> Response:
+    """Whether the file came whole: clients ask once they have sent it."""
+    files, oid, size = await _signed(request)
+    await read_body(request)
+    found = await run_in_threadpool(files.size, oid)
+    if found != size:
+        raise LargeFileNotFound(f"{oid} is not here with its {size} bytes: send it again.")
+    return JSONResponse({})
+
+
 async def send_part(request: Request) -> Response:
     files, _, size = await _signed(request)
-    start: int = request.path_params["start"]
+    start = int(request.path_params["start"])  # of a path that the hub signed
     upload = PartialUpload(files, request.path_params["upload_id"])
     await upload.receive(body_of(request), start=start, size=size)
     # The client hands the tags of all parts back; the sha256 of the whole file says more.
