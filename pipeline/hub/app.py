@@ -33,6 +33,7 @@ from pipeline.hub import (
     transfer_routes,
     upload_routes,
     webhook_routes,
+    xet_routes,
 )
 from pipeline.hub.background import every
 from pipeline.hub.database import check_schema, open_database
@@ -48,13 +49,16 @@ from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.service import Hub, hub_of
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.signatures import SignedUrls
+from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
 from serving.http.bodies import LimitedBodies
 
+_TELEMETRY = "/v1/telemetry"
+"""Where `hf_xet` says how long its uploads took. Nobody here wants to know."""
+
 # The registry of agents is what the client fetches before it has read a token.
-_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
 
 PRUNE_SECONDS = 3600.0
 
@@ -62,8 +66,8 @@ _READ = {
     "revision": content_routes.describe,
     "tree": content_routes.tree,
     "commits": content_routes.commits,
-    "xet-write-token": upload_routes.refuse_upload,
-    "xet-read-token": upload_routes.refuse_upload,
+    "xet-write-token": xet_routes.write_token,
+    "xet-read-token": xet_routes.refuse_reading,
 }
 _POST = {
     "paths-info": content_routes.paths_info,
@@ -152,6 +156,7 @@ def create_app(
                 launcher=launcher,
                 metrics=metrics,
                 signed_urls=SignedUrls(secret_key),
+                xet_tokens=AccessTokens(secret_key),
                 needed_commits=needed_commits,
             )
             app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
@@ -186,7 +191,8 @@ def create_app(
     # What these routes receive goes to disk piece by piece, so no limit of bodies in memory stands
     # in front of them. They ask for a proof of their own in place of the token.
     transfers = Starlette(
-        routes=transfer_routes.routes(), exception_handlers=http_json.EXCEPTION_HANDLERS
+        routes=[*transfer_routes.routes(), *xet_routes.routes()],
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
     )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,7 +200,7 @@ def create_app(
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
                 return
-            if scope["path"].startswith(transfer_routes.PREFIX):
+            if scope["path"].startswith((transfer_routes.PREFIX, xet_routes.PREFIX)):
                 await transfers(scope, receive, send)
                 return
             if scope["path"] not in _OPEN_PATHS:

@@ -14,7 +14,7 @@ from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryName, RepositoryType
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
-from pipeline.hub.signatures import SignedUrls
+from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.webhook_store import SecretCipher
 
 
@@ -28,6 +28,7 @@ class Hub:
     launcher: JobLauncher | None
     metrics: HubMetrics
     signed_urls: SignedUrls
+    xet_tokens: AccessTokens
     needed_commits: Callable[[], Collection[str]] | None = None
     """What releases and jobs need of any repository; None if that is not known."""
 

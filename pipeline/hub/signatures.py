@@ -10,7 +10,7 @@ import time
 
 from starlette.requests import Request
 
-from pipeline.hub.errors import Forbidden
+from pipeline.hub.errors import Forbidden, Unauthorized
 
 LIFETIME_SECONDS = 6 * 3600
 """How long a proof is good. It must be good when a file begins to come, not when it ends."""
@@ -56,6 +56,28 @@ class SignedUrls:
         if expires < time.time():
             raise Forbidden("This URL has expired: ask the batch route for a new one.")
         return size
+
+
+class AccessTokens:
+    """For one Xet store of one repository each."""
+
+    def __init__(self, secret_key: bytes) -> None:
+        self._signer = Signer(secret_key, "xet access token")
+
+    def make(self, repository_id: str, store_id: str, expires: int) -> str:
+        return f"xet_{expires}_{self._signer.signature(repository_id, store_id, expires)}"
+
+    def check(self, request: Request, repository_id: str, store_id: str) -> None:
+        """Raises Unauthorized, at which the client asks for a new token."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        kind, _, rest = token.partition("_")
+        text, _, signature = rest.partition("_")
+        expires = _number(text)
+        is_ours = self._signer.matches(signature, repository_id, store_id, expires)
+        if not is_ours or (scheme.lower(), kind) != ("bearer", "xet"):
+            raise Unauthorized("This is not an access token of this hub for this store.")
+        if expires < time.time():
+            raise Unauthorized("This access token has expired: ask for a new one.")
 
 
 def _number(text: str | None) -> int:

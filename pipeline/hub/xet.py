@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-import lz4.frame
 from blake3 import blake3
 
 from pipeline.hub.errors import BadRequest
@@ -21,7 +20,7 @@ _MAX_CHUNKS = 8 * 1024
 
 _NOT_PACKED, _LZ4, _GROUPED_LZ4 = 0, 1, 2
 _FOOTER = b"XETBLOB"
-_SHARD_TAG = b"HFRepoMetaData\0" + bytes.fromhex("5569 67456a7b815783a5bdd95ccdd14aa9")
+_SHARD_TAG = b"HFRepoMetaData\0" + bytes.fromhex("556967456a7b815783a5bdd95ccdd14aa9")
 _SHARD_VERSION = 2
 _HAS_VERIFICATION, _HAS_SHA256 = 1 << 31, 1 << 30
 _RECORD = struct.Struct("<32s4I")
@@ -58,13 +57,13 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class XetFile:
-    terms: tuple[Term, ...]
+    """A file in a shard. Its terms stay there, because there may be very many."""
+
+    place: int
+    num_terms: int
+    size: int
     sha256: str | None
     """None where the client did not tell it."""
-
-    @property
-    def size(self) -> int:
-        return sum(term.num_bytes for term in self.terms)
 
 
 def hash_text(value: bytes) -> str:
@@ -129,6 +128,7 @@ def xorb_hash(xorb: BinaryIO) -> str:
 
 def read_shard(shard: BinaryIO) -> Iterator[XetFile]:
     """The files that the shard describes. Raises BadRequest for what is no shard."""
+    shard.seek(0)
     header = shard.read(48)
     if len(header) < 48 or header[:32] != _SHARD_TAG:
         raise BadRequest("The body is no shard: it does not begin as one.")
@@ -136,18 +136,22 @@ def read_shard(shard: BinaryIO) -> Iterator[XetFile]:
         raise BadRequest(f"The shard has version {version}: this hub knows {_SHARD_VERSION}.")
     while (record := _record(shard))[0] != _END:
         _, flags, num_terms, *_ = record
-        terms = [_record(shard) for _ in range(num_terms)]
+        place = shard.tell()
+        size = sum(_record(shard)[2] for _ in range(num_terms))
         if flags & _HAS_VERIFICATION:
             for _ in range(num_terms):
                 _record(shard)
         sha256 = hash_text(_record(shard)[0]) if flags & _HAS_SHA256 else None
-        yield XetFile(
-            sha256=sha256,
-            terms=tuple(
-                Term(xorb=hash_text(xorb), num_bytes=num_bytes, start=start, end=end)
-                for xorb, _, num_bytes, start, end in terms
-            ),
-        )
+        after = shard.tell()
+        yield XetFile(place=place, num_terms=num_terms, size=size, sha256=sha256)
+        shard.seek(after)
+
+
+def read_terms(shard: BinaryIO, file: XetFile) -> Iterator[Term]:
+    shard.seek(file.place)
+    for _ in range(file.num_terms):
+        xorb, _, num_bytes, start, end = _record(shard)
+        yield Term(xorb=hash_text(xorb), num_bytes=num_bytes, start=start, end=end)
 
 
 def _record(shard: BinaryIO) -> tuple[bytes, int, int, int, int]:
@@ -159,6 +163,8 @@ def _record(shard: BinaryIO) -> tuple[bytes, int, int, int, int]:
 
 
 def _unpack(content: bytes, num_bytes: int) -> bytes:
+    import lz4.frame  # not at the top: a hub that gets no such chunk starts without it
+
     try:
         # Bounded: a few bytes can unpack to any number of them.
         unpacked: bytes = lz4.frame.LZ4FrameDecompressor().decompress(content, num_bytes + 1)

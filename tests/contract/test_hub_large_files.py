@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-import os
+import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
 # What the client itself does when it sends a file without Xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
-CONTENT = os.urandom(3_000_000)
+CONTENT = random.Random(17).randbytes(3_000_000)  # the same in each process of the tests
 OID = hashlib.sha256(CONTENT).hexdigest()
 BATCH = ".git/info/lfs/objects/batch"
 
@@ -177,6 +177,7 @@ def test_a_repository_is_found_by_each_of_its_names(
         ({"oid": OID, "size": -1}, 422, "cannot have -1 bytes"),
         ({"oid": OID, "size": 10_000_001}, 422, "max_push_bytes"),
     ],
+    ids=["upper case", "path", "negative", "too large"],
 )
 def test_a_file_that_can_never_come_is_refused_alone(
     hub: RunningHub, name: str, wanted: dict[str, object], code: int, reason: str

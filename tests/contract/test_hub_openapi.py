@@ -147,7 +147,7 @@ def test_each_route_stands_answers_and_asks_for_the_token(
 
         def check(case: Case) -> None:
             if case.path not in OPEN:
-                # A URL that the hub signs needs no token, and the token does not replace a signature.
+                # What the hub signs needs no token, and the token replaces no signature.
                 refused = 403 if case.path.startswith(transfer_routes.PREFIX) else 401
                 assert case.call().status_code == refused, case.path
             headers = {"Authorization": f"Bearer {hub.token}"}
