@@ -1,9 +1,9 @@
-"""Reads many small files of a repository in few git processes, and finds the pointers in them."""
+"""Finds the pointers among the files of a repository, with few git processes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from pipeline.hub.git_process import git
-from pipeline.hub.pointers import Pointer
+from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 
 _BLOBS_PER_PROCESS = 10_000
@@ -18,6 +18,28 @@ def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, P
         for oid, content in _read(repository, unique[start : start + _BLOBS_PER_PROCESS])
         if (pointer := Pointer.parse(content)) is not None
     }
+
+
+def all_pointers(repository: Repository) -> set[Pointer]:
+    """In every object that the repository has, whether or not a commit leads to it."""
+    return _pointers(repository, ["--batch-all-objects", "--unordered"], b"")
+
+
+def reachable_pointers(repository: Repository) -> set[Pointer]:
+    """In every commit that a ref leads to."""
+    listed = git(repository.folder, "rev-list", "--all", "--objects", "--no-object-names")
+    return _pointers(repository, [], listed)
+
+
+def _pointers(repository: Repository, options: Sequence[str], stdin: bytes) -> set[Pointer]:
+    check = "--batch-check=%(objectname) %(objecttype) %(objectsize)"
+    listed = git(repository.folder, "cat-file", check, *options, stdin=stdin)
+    small = []
+    for line in listed.decode().splitlines():
+        oid, kind, size = line.split(" ")
+        if kind == "blob" and may_be_pointer(int(size)):
+            small.append(oid)
+    return set(read_pointers(repository, small).values())
 
 
 def _read(repository: Repository, oids: Sequence[str]) -> Iterator[tuple[str, bytes]]:
