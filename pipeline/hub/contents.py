@@ -6,9 +6,10 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeline.hub.blobs import read_pointers
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
 from pipeline.hub.git_process import git, git_environment, lines_of
 from pipeline.hub.names import SHA, is_ref_name
@@ -34,6 +35,14 @@ class Entry:
     oid: str
     """The sha-1 of git's blob or tree."""
     size_bytes: int = 0
+    """Of git's blob, also where it is a pointer."""
+    lfs: Pointer | None = None
+    """The large file that the blob points to; None where it is no pointer."""
+
+    @property
+    def content_bytes(self) -> int:
+        """What a reader of the file gets."""
+        return self.size_bytes if self.lfs is None else self.lfs.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,8 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
 
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
-    """The commit and the file. Raises RevisionNotFound or EntryNotFound."""
+    """The commit and the file, of which only git's blob is known. Raises RevisionNotFound or
+    EntryNotFound."""
     if _CONTROL.search(path):
         sha = resolve_revision(repository, revision)
         for odd in _odd_entries(repository, sha, [path]):
@@ -104,7 +114,7 @@ def list_tree(
             )
     options = ["-r", "-t"] if recursive else []
     output = git(repository.folder, "ls-tree", "-z", "-l", *options, f"{commit}:{folder}")
-    return list(_parse_tree(output, f"{folder}/" if folder else ""))
+    return _with_pointers(repository, list(_parse_tree(output, f"{folder}/" if folder else "")))
 
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
@@ -120,7 +130,7 @@ def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> lis
             found[path] = Entry(type="directory", path=path, oid=item[0])
     odd = [path for path in paths if _CONTROL.search(path)]
     found |= {entry.path: entry for entry in _odd_entries(repository, commit, odd)}
-    return [found[path] for path in paths if path in found]
+    return _with_pointers(repository, [found[path] for path in paths if path in found])
 
 
 def read_commit(repository: Repository, sha: str) -> CommitHead:
@@ -193,26 +203,6 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
         Entry(type="file", path=path, oid=oid, size_bytes=found[2] if found else 0)
         for (path, oid), found in zip(files, sizes, strict=True)
     ]
-
-
-def find_pointers(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:
-    """Those of the blobs `oids` that point to a large file. Only small blobs are read."""
-    asked = sorted(set(oids))
-    sizes = _look_up(repository, asked)
-    small = [
-        oid for oid, found in zip(asked, sizes, strict=True) if found and may_be_pointer(found[2])
-    ]
-    questions = "".join(f"{oid}\n" for oid in small)
-    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
-    pointers, start = {}, 0
-    for oid in small:
-        end = answer.index(b"\n", start)
-        size = int(answer[start:end].rpartition(b" ")[2])
-        pointer = Pointer.parse(answer[end + 1 : end + 1 + size])
-        if pointer is not None:
-            pointers[oid] = pointer
-        start = end + 1 + size + 1
-    return pointers
 
 
 def list_commits(
@@ -326,6 +316,12 @@ def _no_file(repository: Repository, revision: str, path: str, commit: str) -> E
     return EntryNotFound(
         f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
     )
+
+
+def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
+    small = [entry.oid for entry in entries if may_be_pointer(entry.size_bytes)]
+    pointers = read_pointers(repository, small)
+    return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
 
 
 def _no_revision(repository: Repository, revision: str) -> RevisionNotFound:

@@ -11,10 +11,13 @@
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
         ├── DiscussionNotFound   404
+        ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
+        │                        that it does not exist
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
+        ├── NotSupported         501
         └── DiskFull             507
 
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
@@ -93,6 +96,12 @@ class DiscussionNotFound(RequestError):
     status = 404
 
 
+class LargeFileNotFound(RequestError):
+    """A commit names a large file whose content never came."""
+
+    status = 404
+
+
 class Conflict(RequestError):
     """The body carries `url` too: the client's `exist_ok` reads it."""
 
@@ -113,6 +122,10 @@ class TooLarge(RequestError):
 
 class RangeNotSatisfiable(RequestError):
     status = 416
+
+
+class NotSupported(RequestError):
+    status = 501
 
 
 class DiskFull(RequestError):

@@ -25,7 +25,6 @@ from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
     RepositoryMoved,
-    RepositoryNotFound,
     RequestError,
     TooLarge,
     Unauthorized,
@@ -33,7 +32,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryType, requested_name
+from pipeline.hub.names import RepositoryType
 from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.service import Remarks
@@ -138,25 +137,7 @@ class GitHttp:
     def _find(self, request: GitRequest) -> Repository:
         owner = request.owner or self._settings.owner
         with self._database.read() as connection:
-            try:
-                name = requested_name(request.type, owner, request.name)
-                return self._repositories.find(connection, name)
-            except RepositoryMoved:
-                raise
-            except RepositoryNotFound:
-                # Git users write /owner/name for datasets too.
-                if request.type != "model":
-                    raise
-                name = requested_name("dataset", owner, request.name)
-                try:
-                    return self._repositories.find(connection, name)
-                except RepositoryMoved:
-                    raise
-                except RepositoryNotFound:
-                    raise RepositoryNotFound(
-                        f"No model and no dataset {name.id} here: create it with "
-                        f"`hf repos create {name.id} --type dataset`."
-                    ) from None
+            return self._repositories.find_as_git(connection, request.type, owner, request.name)
 
     def _open_refs(self, repository: Repository) -> list[str]:
         with self._database.read() as connection:

@@ -19,7 +19,15 @@ from pipeline.hub.cleanup import clear_repository, end_processes
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryMoved, RepositoryNotFound
 from pipeline.hub.git_process import git
-from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.names import (
+    DEFAULT_BRANCH,
+    REPOSITORY_TYPES,
+    RepositoryName,
+    RepositoryType,
+    repository_name,
+    requested_name,
+)
 from pipeline.hub.schema import former_names
 from pipeline.hub.schema import repositories as table
 
@@ -125,6 +133,28 @@ class Repositories:
             f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
             "or check the name."
         )
+
+    def find_as_git(
+        self, connection: Connection, type: RepositoryType, owner: str, name: str
+    ) -> Repository:
+        """Git users write /owner/name for datasets too. Raises RepositoryMoved and
+        RepositoryNotFound."""
+        try:
+            return self.find(connection, requested_name(type, owner, name))
+        except RepositoryMoved:
+            raise
+        except RepositoryNotFound:
+            if type != "model":
+                raise
+        try:
+            return self.find(connection, requested_name("dataset", owner, name))
+        except RepositoryMoved:
+            raise
+        except RepositoryNotFound:
+            raise RepositoryNotFound(
+                f"No model and no dataset {owner}/{name} here: create it with "
+                f"`hf repos create {owner}/{name} --type dataset`."
+            ) from None
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:
         """Whatever its name is now. Raises RepositoryNotFound."""
@@ -243,6 +273,7 @@ class Repositories:
             folder.mkdir(parents=True)
         for repository in self._repos.glob("*s/*/*.git"):
             clear_repository(repository)
+            LargeFiles(repository).clear_leftovers()
 
     def on_disk(self) -> Iterator[RepositoryName]:
         for type in REPOSITORY_TYPES:
