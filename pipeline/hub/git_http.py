@@ -14,6 +14,7 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Literal
 
+from sqlalchemy import Connection
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub import git_backend
@@ -32,7 +33,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryType, requested_name
+from pipeline.hub.names import RepositoryName, RepositoryType, requested_name
 from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
@@ -120,10 +121,9 @@ class GitHttp:
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
         except RepositoryMoved as moved:
-            # git follows a redirect of its first request only, and stays at the new name then.
             query = scope["query_string"].decode("latin-1")
             prefix = f"/{moved.type}s" if moved.type != "model" else ""
-            location = f"{prefix}/{moved.id}/{request.route}" + (f"?{query}" if query else "")
+            location = f"{prefix}/{moved.id}/{request.route}?{query}"
             await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
@@ -133,7 +133,7 @@ class GitHttp:
         with self._database.read() as connection:
             try:
                 name = requested_name(request.type, owner, request.name)
-                return self._repositories.find(connection, name)
+                return self._find_or_follow(connection, name, request)
             except RepositoryMoved:
                 raise
             except RepositoryNotFound:
@@ -142,7 +142,7 @@ class GitHttp:
                     raise
                 name = requested_name("dataset", owner, request.name)
                 try:
-                    return self._repositories.find(connection, name)
+                    return self._find_or_follow(connection, name, request)
                 except RepositoryMoved:
                     raise
                 except RepositoryNotFound:
@@ -150,6 +150,19 @@ class GitHttp:
                         f"No model and no dataset {name.id} here: create it with "
                         f"`hf repos create {name.id} --type dataset`."
                     ) from None
+
+    def _find_or_follow(
+        self, connection: Connection, name: RepositoryName, request: GitRequest
+    ) -> Repository:
+        try:
+            return self._repositories.find(connection, name)
+        except RepositoryMoved as moved:
+            # git follows the redirect of its first request only, and where that was repeated with
+            # a token, it forgets the redirect and comes back to the old name.
+            if request.route == "info/refs":
+                raise
+            present = RepositoryName(type=name.type, owner=moved.owner, name=moved.name)
+            return self._repositories.find(connection, present)
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()

@@ -119,7 +119,10 @@ class Repositories:
         if former is not None:
             now = self._record(former).name
             raise RepositoryMoved(
-                f"The {name} has moved to {now.id}: use this name.", type=now.type, id=now.id
+                f"The {name} has moved to {now.id}: use this name.",
+                type=now.type,
+                owner=now.owner,
+                name=now.name,
             )
         raise RepositoryNotFound(
             f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
