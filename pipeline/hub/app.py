@@ -18,14 +18,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import (
+    account_routes,
     activity_routes,
     auth,
+    card_routes,
     commit_routes,
     content_routes,
     discussion_routes,
     git_http,
     http_json,
     lfs_routes,
+    listing_routes,
     maintenance_routes,
     pages,
     ref_routes,
@@ -75,6 +78,7 @@ _POST = {
     "paths-info": content_routes.paths_info,
     "branch": ref_routes.create_branch,
     "tag": ref_routes.create_tag,
+    "super-squash": ref_routes.super_squash,
     "preupload": commit_routes.preupload,
     "commit": commit_routes.commit,
     "discussions": discussion_routes.change,
@@ -183,6 +187,9 @@ def create_app(
             Route("/live", alive),
             Route("/metrics", render_metrics),
             Route("/api/agent-harnesses", agent_harnesses),
+            *account_routes.routes(),
+            *card_routes.routes(),
+            *listing_routes.routes(),
             *repository_routes.routes(),
             *webhook_routes.routes(),
             *activity_routes.routes(),
@@ -262,7 +269,7 @@ async def repository_api(request: Request) -> Response:
     if type is None:
         raise HTTPException(404)
     if len(parts) == 2 and request.method in ("GET", "HEAD"):
-        return await content_routes.list_repositories(request, hub, type)
+        return await listing_routes.list_repositories(request, hub, type)
     path = await run_in_threadpool(
         api_path, request.scope["raw_path"], _VERBS, hub.settings.owner, hub.is_there
     )
@@ -284,6 +291,8 @@ async def _repository_call(
     if verb == "settings" and method == "PUT":
         return await repository_routes.change_settings(request, hub, name)
     if verb == "auth-check" and method == "GET":
+        if arguments:
+            auth.identity_of(request).require_write("what auth-check asks about")
         await run_in_threadpool(hub.find, name)
         return JSONResponse({})
     handler = _BY_METHOD.get(method, {}).get(verb)
@@ -302,7 +311,7 @@ async def repository_files(request: Request) -> Response:
         raise HTTPException(404)
     verb, *arguments = path.rest or ("",)
     try:
-        if verb in ("resolve", "raw") and len(arguments) > 1 and request.method in ("GET", "HEAD"):
+        if verb in ("resolve", "raw") and arguments and request.method in ("GET", "HEAD"):
             read = content_routes.resolve if verb == "resolve" else content_routes.raw
             return await read(request, hub, path.name, arguments[0], arguments[1:])
         if verb == "info" and arguments[:1] == ["lfs"]:

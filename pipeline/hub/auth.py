@@ -15,6 +15,7 @@ from jobs.attempt_tokens import PREFIX, job_of_token
 from jobs.environment import COMMITTER_DOMAIN
 from jobs.store import JobStore
 from pipeline.hub.errors import Forbidden, Unauthorized
+from pipeline.hub.repositories import Repository
 from receiver.cross_site import other_site
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -37,6 +38,16 @@ class Identity:
     """The job whose running attempt has the token; None for a person."""
     repositories: frozenset[str] | None = None
     """The ids of the only repositories that the token reaches; None for all repositories."""
+
+    @property
+    def is_anonymous(self) -> bool:
+        """Whether the request has no token: it sees what is public."""
+        return not self.user
+
+    def may_see(self, repository: Repository) -> bool:
+        if self.is_anonymous:
+            return not repository.private
+        return self.repositories is None or repository.id in self.repositories
 
     def require_write(self, what: str) -> None:
         """Raises Forbidden if the token may only read. `what` names the change, for the message."""

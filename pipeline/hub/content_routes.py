@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.hub import file_answers
+from pipeline.hub.cards import README, Card, read_card
 from pipeline.hub.contents import (
     SMALL_FILE_BYTES,
     Entry,
@@ -27,9 +28,10 @@ from pipeline.hub.errors import (
     LargeFileNotFound,
     RevisionNotFound,
 )
-from pipeline.hub.http_json import iso_time, next_page, query_int, read_body
+from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int, read_body
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.names import RepositoryName, RepositoryType, stored_path
+from pipeline.hub.last_commits import last_commits
+from pipeline.hub.names import RepositoryName, stored_path
 from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
@@ -40,31 +42,11 @@ MAX_PATHS = 10_000
 Json = dict[str, object]
 
 
-async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
-    author = request.query_params.get("author")
-    search = request.query_params.get("search", "").lower()
-    limit = query_int(request, "limit", 1000, at_most=1000)
-
-    def read() -> list[Json]:
-        with hub.database.read() as connection:
-            found = hub.repositories.all(connection)
-        wanted = [
-            repository
-            for repository in sorted(found, key=lambda one: one.created_at, reverse=True)
-            if repository.name.type == type
-            and author in (None, repository.name.owner)
-            and search in repository.name.id.lower()
-        ]
-        return [_facts(repository) for repository in wanted[:limit]]
-
-    return JSONResponse(await run_in_threadpool(read))
-
-
 async def describe(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     """Repository info; only where a revision is named must there be a commit."""
-    with_sizes = request.query_params.get("blobs", "").lower() in ("1", "true")
+    with_sizes = query_flag(request, "blobs")
 
     def read() -> Json:
         repository = hub.find(name)
@@ -73,11 +55,15 @@ async def describe(
         except RevisionNotFound:
             if rest:
                 raise
-            return {**_facts(repository), "sha": None, "siblings": []}
+            return {**facts(repository), "sha": None, "siblings": []}
         [newest] = list_commits(repository, commit, skip=0, limit=1)
         entries = list_tree(repository, commit, recursive=True)
+        readme = next((one for one in entries if one.path == README and one.type == "file"), None)
+        card = Card() if readme is None else read_card(repository.folder, readme.oid)
         return {
-            **_facts(repository),
+            **facts(repository),
+            "tags": card.tags,
+            "cardData": card.metadata,
             "sha": commit,
             "lastModified": iso_time(newest.committed_at),
             "siblings": [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"],
@@ -87,15 +73,15 @@ async def describe(
 
 
 async def tree(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    recursive = request.query_params.get("recursive", "").lower() in ("1", "true")
+    recursive = query_flag(request, "recursive")
+    expand = query_flag(request, "expand")
 
     def read() -> list[Json]:
         repository = hub.find(name)
         commit = resolve_revision(repository, rest[0] if rest else "main")
         folder = _path_in(name, commit, rest[1:]) if any(rest[1:]) else ""
-        return [
-            _entry(entry) for entry in list_tree(repository, commit, folder, recursive=recursive)
-        ]
+        entries = list_tree(repository, commit, folder, recursive=recursive)
+        return _entries(repository, commit, entries, expand=expand)
 
     return JSONResponse(await run_in_threadpool(read))
 
@@ -108,11 +94,13 @@ async def paths_info(
     except ValueError as error:
         raise BadRequest(f"The form cannot be read: {error}.") from None
     paths = [path for path in form.get("paths", []) if _is_path(path)]
+    expand = form.get("expand", [""])[0].lower() in ("1", "true")
 
     def read() -> list[Json]:
         repository = hub.find(name)
         commit = resolve_revision(repository, "/".join(rest) or "main")
-        return [_entry(entry) for entry in find_paths(repository, commit, paths)]
+        entries = find_paths(repository, commit, paths)
+        return _entries(repository, commit, entries, expand=expand)
 
     return JSONResponse(await run_in_threadpool(read))
 
@@ -218,7 +206,7 @@ async def _large_file(
     return file_answers.answer(request, size, headers, partial(files.read, pointer.oid))
 
 
-def _facts(repository: Repository) -> Json:
+def facts(repository: Repository) -> Json:
     return {
         "_id": repository.id,
         "id": repository.name.id,
@@ -232,6 +220,19 @@ def _facts(repository: Repository) -> Json:
         "createdAt": iso_time(repository.created_at),
         "lastModified": iso_time(repository.created_at),
     }
+
+
+def _entries(
+    repository: Repository, commit: str, entries: Sequence[Entry], *, expand: bool
+) -> list[Json]:
+    items = [_entry(entry) for entry in entries]
+    if expand:
+        found = last_commits(repository, commit, [entry.path for entry in entries])
+        for entry, item in zip(entries, items, strict=True):
+            if (last := found.get(entry.path)) is not None:
+                date = iso_time(last.committed_at)
+                item["lastCommit"] = {"id": last.sha, "title": last.title, "date": date}
+    return items
 
 
 def _entry(entry: Entry) -> Json:

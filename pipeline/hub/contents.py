@@ -28,6 +28,10 @@ _PATH_MAX_BYTES = 4096
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 
 
+# Only a line feed can be in no author's name and in no title.
+_AS_RECORDS = ("-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     type: Literal["file", "directory"]
@@ -209,19 +213,26 @@ def list_commits(
     repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
 ) -> list[Commit]:
     """Newest first; those that `without` leads to are left out."""
+    window = (f"--skip={skip}", f"--max-count={limit}")
+    others = [] if without is None else [f"^{without}"]
+    return _parse_commits(
+        git(repository.folder, "log", *_AS_RECORDS, *window, commit, *others, "--")
+    )
+
+
+def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
+    """Each of the commits by its sha."""
+    if not shas:
+        return {}
     output = git(
         repository.folder,
-        "log",
-        "-z",
-        "--encoding=UTF-8",
-        # Only a line feed can be in no author's name and in no title.
-        "--format=%H%n%an%n%ct%n%s%n%b",
-        f"--skip={skip}",
-        f"--max-count={limit}",
-        commit,
-        *([] if without is None else [f"^{without}"]),
-        "--",
+        *("log", *_AS_RECORDS, "--no-walk=unsorted", "--stdin"),
+        stdin="".join(f"{sha}\n" for sha in shas).encode(),
     )
+    return {commit.sha: commit for commit in _parse_commits(output)}
+
+
+def _parse_commits(output: bytes) -> list[Commit]:
     records = output.decode(errors="replace").split("\0") if output else []
     commits = []
     for record in records:

@@ -67,11 +67,19 @@ class RepositoryNotFound(RequestError):
 class RepositoryMoved(RepositoryNotFound):
     """The repository has another name now. Routes that can answer with a redirect do so."""
 
-    def __init__(self, message: str, *, type: str, id: str) -> None:
+    def __init__(
+        self, message: str, *, repository_id: str, type: str, owner: str, name: str
+    ) -> None:
         super().__init__(message)
+        self.repository_id = repository_id
         self.type = type
-        self.id = id
+        self.owner = owner
+        self.name = name
+
+    @property
+    def id(self) -> str:
         """`owner/name`, as it is now."""
+        return f"{self.owner}/{self.name}"
 
 
 class RevisionNotFound(RequestError):

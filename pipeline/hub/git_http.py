@@ -126,10 +126,9 @@ class GitHttp:
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
         except RepositoryMoved as moved:
-            # git follows a redirect of its first request only, and stays at the new name then.
             query = scope["query_string"].decode("latin-1")
             prefix = f"/{moved.type}s" if moved.type != "model" else ""
-            location = f"{prefix}/{moved.id}/{request.route}" + (f"?{query}" if query else "")
+            location = f"{prefix}/{moved.id}/{request.route}?{query}"
             await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
@@ -137,7 +136,14 @@ class GitHttp:
     def _find(self, request: GitRequest) -> Repository:
         owner = request.owner or self._settings.owner
         with self._database.read() as connection:
-            return self._repositories.find_as_git(connection, request.type, owner, request.name)
+            try:
+                return self._repositories.find_as_git(connection, request.type, owner, request.name)
+            except RepositoryMoved as moved:
+                # git follows the redirect of its first request only, and where that was repeated
+                # with a token, it forgets the redirect and comes back to the old name.
+                if request.route == "info/refs":
+                    raise
+                return self._repositories.find_by_id(connection, moved.repository_id)
 
     def _open_refs(self, repository: Repository) -> list[str]:
         with self._database.read() as connection:

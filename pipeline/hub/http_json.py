@@ -183,6 +183,10 @@ def query_int(request: Request, name: str, default: int, *, at_most: int) -> int
     return min(int(text), at_most)
 
 
+def query_flag(request: Request, name: str) -> bool:
+    return request.query_params.get(name, "").lower() in ("1", "true")
+
+
 def hub_url(request: Request) -> str:
     """As the client calls it: the client refuses URLs of any other host."""
     return str(request.base_url).rstrip("/")

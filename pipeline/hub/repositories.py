@@ -125,9 +125,14 @@ class Repositories:
             return self._record(row)
         former = connection.execute(select(table).join(former_names).where(_was(name))).first()
         if former is not None:
-            now = self._record(former).name
+            present = self._record(former)
+            now = present.name
             raise RepositoryMoved(
-                f"The {name} has moved to {now.id}: use this name.", type=now.type, id=now.id
+                f"The {name} has moved to {now.id}: use this name.",
+                repository_id=present.id,
+                type=now.type,
+                owner=now.owner,
+                name=now.name,
             )
         raise RepositoryNotFound(
             f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
