@@ -21,10 +21,10 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     """Call `start` when the main script ends normally or with `sys.exit()`. If `start` raises a
     `ReceiverError`, the error is printed as one line, and the exit code is 1.
 
-    Returns a function that cancels the plan, so that `start` is not called.
+    Returns a function that cancels the call of `start`.
 
-    After `sys.exit(1)`, `start` is not called. Python 3.11 is an exception: it cannot distinguish
-    `sys.exit(1)` from `sys.exit()` at that point, so both call `start`.
+    After an exception or `sys.exit(1)`, `start` is not called. Python 3.11 cannot distinguish
+    `sys.exit(1)` from `sys.exit()` at that point, so it calls `start` after both.
 
     In a notebook or at a prompt there is no script, so `start` is never called.
     """
@@ -50,6 +50,7 @@ if sys.version_info >= (3, 12):
         code = _main_code()
         if code is None:
             return _nothing
+        # The other ids are reserved for debuggers, coverage tools, profilers and optimizers.
         tool = next((id for id in (3, 4) if monitoring.get_tool(id) is None), None)
         if tool is None:
             raise ReceiverError(
@@ -84,8 +85,8 @@ if sys.version_info >= (3, 12):
         monitoring.use_tool_id(tool, __name__)
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
-        # PY_UNWIND reports a script that ends with `sys.exit()`. This event cannot be set for a
-        # single code object, so `on_unwind` compares the code.
+        # PY_UNWIND reports a script that ends with `sys.exit()`. This event cannot be set for one
+        # code object only, so `on_unwind` checks whether the code is that of the script.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel

@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""A delivery that arrives again within this time is recognised as a repeat. Hubs can repeat a
-delivery for 30 days, so this time is longer."""
+"""A delivery that arrives again within this time is recognised as a repeat. This time is longer
+than the 30 days for which a hub keeps its deliveries by default."""
 
 _PROOF_HEADERS = {
     "authorization",

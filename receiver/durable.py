@@ -1,11 +1,11 @@
 """Calls durable handlers after the sender was answered. If a call fails, the handler is called
-again later, up to `MAX_ATTEMPTS` times.
+again after a pause.
 
 A handler is called at least once for each delivery. If the process dies while a handler runs, the
 next process calls the handler again. Deliveries of one repository are handled in the order of their
-arrival: while one delivery waits for its next call, the later deliveries wait too. A delivery whose
-last call fails becomes a dead letter (`receiver/dead_letters.py`). The later deliveries are then
-handled.
+arrival: while one delivery waits for its next call, the later deliveries wait too. After
+`MAX_ATTEMPTS` failed calls, the delivery becomes a dead letter (`receiver/dead_letters.py`), and
+the later deliveries are handled.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message
 from receiver.batching import Batches
 from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery, StoredDelivery
 from receiver.errors import WorkerNotRunning
-from receiver.repository_queues import Queue, RepositoryQueues, queue_of
+from receiver.repository_queues import QueueKey, RepositoryQueues, queue_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,10 +34,10 @@ MAX_RUNNING = 8
 """How many handlers may run at the same time."""
 LONGEST_PAUSE_SECONDS = 600.0
 MAX_ATTEMPTS = 20
-"""How often a handler is called for one delivery. With the pauses between the calls, the last call
-comes almost two hours after the first."""
+"""A delivery is given up after this many failed calls. Because of the pauses between the calls,
+this takes almost two hours."""
 LOOK_SECONDS = 5.0
-"""The worker reads the log at least this often. Only so does it find a dead letter that another
+"""The worker reads the log at least this often. In this way it finds a dead letter that another
 process has queued again."""
 FAILURE_CHARACTERS = 500
 """The description of a failure is cut to this length before it is stored."""
@@ -72,7 +72,7 @@ class DurableDeliveries:
         self._running: set[asyncio.Task[None]] = set()
         self._results: list[HandlerResult] = []
         """The results that are not stored yet."""
-        self._failed: dict[tuple[str, str], Queue] = {}
+        self._unstored_failures: dict[tuple[str, str], QueueKey] = {}
         """The deliveries whose failure is not stored yet: path and id → the delivery's queue."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
@@ -150,7 +150,7 @@ class DurableDeliveries:
                     self._log.settle(self._results)
                 finally:
                     self._results = []
-                    self._failed = {}
+                    self._unstored_failures = {}
                     self._log.close()
                     self._log = None
 
@@ -209,7 +209,9 @@ class DurableDeliveries:
             await self._in_thread(log.settle, results)
             del self._results[: len(results)]
             self._known.difference_update((call.path, call.id) for call in results)
-            for queue in [self._failed.pop((call.path, call.id), None) for call in results]:
+            for queue in [
+                self._unstored_failures.pop((call.path, call.id), None) for call in results
+            ]:
                 if queue is not None:
                     self._queues.release(queue)
 
@@ -240,11 +242,11 @@ class DurableDeliveries:
             self._results.append(HandlerResult(path=delivery.path, id=delivery.id))
             self._queues.release(queue)
         else:
-            self._results.append(_result_of_failure(delivery, failure))
+            self._results.append(_failed(delivery, failure))
             # Later deliveries of this repository must not overtake the failed one. Drop them from
             # memory and keep the queue busy until the failure is stored. The log then returns them
             # in order.
-            self._failed[key] = queue
+            self._unstored_failures[key] = queue
             dropped = self._queues.drop(queue)
             self._known.difference_update((each.path, each.id) for each in dropped)
         self._wake.set()
@@ -255,7 +257,8 @@ class DurableDeliveries:
         )
 
 
-def _result_of_failure(delivery: StoredDelivery, failure: str) -> HandlerResult:
+def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
+    """The result of a failed call: either the next call or the end of the delivery."""
     num_calls = delivery.attempts + 1
     if num_calls >= MAX_ATTEMPTS:
         _logger.error(

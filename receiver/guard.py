@@ -50,7 +50,7 @@ class RequestGuard:
     max_body_bytes: int
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
-    """Returns the host names of this receiver, except those of loopback."""
+    """Returns the host names of this receiver. The names of loopback are always accepted too."""
     bodies: BodiesInFlight
     """Counts the bodies in memory. All handlers share this one count."""
     cache: IdempotencyCache | None

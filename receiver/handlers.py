@@ -27,8 +27,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     413: {"description": "The body is too large."},
     422: {"description": "The body is not the event that the handler takes."},
     503: {
-        "description": "Too many large bodies arrive at once, or the durable handlers are not"
-        " called."
+        "description": "Too many large bodies arrive at once, or the server does not call its"
+        " durable handlers."
     },
 }
 

@@ -127,8 +127,8 @@ _FIXED_VALUES: dict[tuple[str, ...], type] = {
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """Names a field, and its value that this receiver does not know because a newer hub sent it.
-    None if there is no such value, so that the payload is malformed.
+    """A newer hub may send a value that this receiver does not know. Returns the field and this
+    value. None if there is no such value; the payload is then malformed.
 
     `errors` are the errors of the request's validation. If one value is new, other fields may have
     changed together with it, so errors about other fields do not count.

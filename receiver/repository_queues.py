@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 from receiver.delivery_log import StoredDelivery
 
-Queue = tuple[str, str | None, str | None]
+QueueKey = tuple[str, str | None, str | None]
 """The key of a queue: path, repository, None. A delivery without a repository has a queue of its
 own, whose key is: path, None, delivery id."""
 
 
-def queue_of(delivery: StoredDelivery) -> Queue:
+def queue_of(delivery: StoredDelivery) -> QueueKey:
     return delivery.path, delivery.repository, None if delivery.repository else delivery.id
 
 
@@ -23,7 +23,7 @@ class RepositoryQueues:
 
     def __init__(self) -> None:
         self._waiting: deque[StoredDelivery] = deque()
-        self._busy: set[Queue] = set()
+        self._busy: set[QueueKey] = set()
 
     def extend(self, deliveries: Iterable[StoredDelivery]) -> None:
         self._waiting.extend(deliveries)
@@ -43,10 +43,10 @@ class RepositoryQueues:
                 return delivery
         return None
 
-    def release(self, queue: Queue) -> None:
+    def release(self, queue: QueueKey) -> None:
         self._busy.discard(queue)
 
-    def drop(self, queue: Queue) -> list[StoredDelivery]:
+    def drop(self, queue: QueueKey) -> list[StoredDelivery]:
         """Remove and return all deliveries that wait in this queue. The queue stays busy."""
         dropped = [each for each in self._waiting if queue_of(each) == queue]
         self._waiting = deque(each for each in self._waiting if queue_of(each) != queue)

@@ -167,8 +167,8 @@ def _place_by_ssh(url: str) -> str | None:
 
 
 def _place(url: str) -> str:
-    """Host and path of a URL. User and port are left out: senders name a repository by its HTTPS
-    URL, which has another user and another port than the repository's SSH URL."""
+    """Host and path of a URL. User and port are left out, because senders name a repository by its
+    HTTPS URL, and the SSH URL of the same repository has another user and another port."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

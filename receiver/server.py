@@ -50,7 +50,7 @@ def webhook_endpoint(
 ) -> Any:
     """Register the decorated function on the server that all functions of a script share.
 
-    The parameters are the same as those of `WebhooksServer.add_webhook`.
+    The parameters have the same meaning as in `WebhooksServer.add_webhook`.
 
     If the function is defined in the script's folder or below, the server starts when the script
     ends. In all other cases, for example in a notebook, call `launch()` of a decorated function.

@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 START_SECONDS = 30.0
 """If a process has not printed its URL after this time, the process is ended."""
 STEADY_SECONDS = 60.0
-"""If a process ran longer than this, another process is started without a pause. The next pause is
-then the shortest again."""
+"""If a process ends after a longer time than this, another process is started without a pause. The
+pause after that is the shortest again."""
 LONGEST_PAUSE_SECONDS = 60.0
 RENEWED_EARLY = 1 / 24
 """The tunnel is renewed when this share of its lifetime is left."""

@@ -1,5 +1,5 @@
-"""Checks whether a delivery proves its origin. The check uses the raw bytes, never parses a body,
-and takes constant time.
+"""Checks whether a delivery proves its origin. The check uses the raw bytes and never parses a
+body. Secrets and signatures are compared in constant time.
 
 Each handler has one configured scheme. The scheme is never guessed from the request, so a valid
 proof of another scheme does not count.
