@@ -48,8 +48,8 @@ def job_environment(
     """All variables of the job's process. They come from the runner, then from the job's spec, then
     from the job itself. If two have the same name, the later one counts.
 
-    `unsealed` is the spec's `sealed_env`, decrypted. The variables make the job the committer of
-    the git commits that it makes.
+    `unsealed` is the spec's `sealed_env`, decrypted. If the job makes git commits, they name the
+    job as the committer.
 
     If the job has a payload, there are also `WEBHOOK_PAYLOAD` (shortened if the payload is too long
     for a variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),

@@ -68,7 +68,8 @@ class Delivery:
     """Who chose the delivery's id, such as a webhook. Ids are unique only within one source."""
     id: str
     body: str
-    """The JSON as it was received, kept so that the delivery can be replayed."""
+    """The JSON as it was received. It is stored for people who examine the delivery; no code reads
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)

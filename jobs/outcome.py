@@ -43,7 +43,7 @@ class JobOutcome(BaseModel):
     """The release that the server served when the job ended. None if the job does not know the
     release."""
     may_pass: bool = False
-    """Whether the failure has a temporary cause, such as a full disk. The job then gets another
-    attempt, unless this was the last one."""
+    """Whether the failure has a temporary cause, such as a full disk. The job may then get another
+    attempt."""
     counts: Counts | None = None
     """What the new weights learned and kept. None if the job ended before it measured this."""

@@ -120,8 +120,8 @@ class JobReader:
         return {"ignored": row.ignored_reason}
 
     def seconds_to_next(self) -> float | None:
-        """How many seconds later `claim` will find a job; 0 if a job is due now. None if `claim`
-        can find no job, because no job is pending or every pending job waits for a running job."""
+        """The number of seconds until `claim` can find a job; 0 if a job is due now. None if no job
+        is pending, or if every pending job waits for a running job."""
         with reading(self._engine) as connection:
             due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
             return None if due is None else max(0.0, due - self._now(connection))

@@ -104,7 +104,7 @@ class Runner:
         """Run jobs until `stop` is set. Then stop the running jobs; the next runner continues them.
 
         Raises LaunchError if `jobs_dir` cannot be used. If the store fails, the runner waits until
-        the store works again. If `stop` is set meanwhile, it raises StoreError.
+        the store works again. If the store fails after `stop` was set, raises StoreError.
         """
         self._run(stop, until_idle=False)
 

@@ -285,6 +285,7 @@ def _translated(engine: Engine) -> Iterator[None]:
         shown = engine.url.render_as_string(hide_password=True)
         cause = getattr(error, "orig", None) or error
         raise StoreError(
-            f"The job store {shown} failed: {str(cause).strip()}. Nothing was changed. Check that "
-            "the database can be reached, and that its disk is writable and not full."
+            f"The job store {shown} failed: {str(cause).strip()}. The failed transaction changed "
+            "nothing. Check that the database can be reached, and that its disk is writable and "
+            "not full."
         ) from error

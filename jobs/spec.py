@@ -18,8 +18,9 @@ class Resources(_Record):
     """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default."""
     niceness: int = Field(default=10, ge=0, le=19)
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long the job may run, counted from the start of the first attempt. When the time is over,
-    the runner stops the job's processes and the job fails. None means the runner's default."""
+    """How long the job may run, counted from the start of the first attempt. The time in which the
+    job has no runner, or waits for its next attempt, does not count. When the time is over, the
+    runner stops the job's processes and the job fails. None means the runner's default."""
 
 
 class RevisionRange(_Record):

@@ -1,6 +1,6 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
-The row of each pipeline's job is read once and written once, even if there are many submissions.
+Even if a pipeline's pending job absorbs many submissions, its row is read once and written once.
 """
 
 import json
@@ -32,8 +32,8 @@ from jobs.spec import JobSpec
 DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
-_NOT_DONE: tuple[JobState, ...] = ("ERROR", "CANCELED")
-"""A job that ended in one of these states has not done its work, so another job may do it."""
+_FAILED_OR_CANCELLED: tuple[JobState, ...] = ("ERROR", "CANCELED")
+"""A job that ended in one of these states has not done its work, so another job may do the work."""
 
 
 def submit_all(
@@ -163,7 +163,7 @@ class _Batch:
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
-            and not _is_not_done(candidate.job)
+            and not _failed_or_cancelled(candidate.job)
         ):
             return Submission(job=candidate.job, is_new=False, how="duplicate")
         if (
@@ -202,7 +202,7 @@ class _Batch:
         repeated delivery's commit would replace the newer commit by an older one.
         """
         job = self.job(number)
-        if not _is_not_done(job):
+        if not _failed_or_cancelled(job):
             return job
         later = (
             select(JOBS.c.number)
@@ -210,7 +210,7 @@ class _Batch:
                 JOBS.c.pipeline == job.spec.pipeline,
                 JOBS.c.number > number,
                 JOBS.c.by_hand.is_(False),
-                JOBS.c.state.not_in(_NOT_DONE),
+                JOBS.c.state.not_in(_FAILED_OR_CANCELLED),
                 JOBS.c.cancel_requested.is_(False),
             )
             .order_by(JOBS.c.number.desc())
@@ -326,9 +326,9 @@ class _Batch:
                 self._changed.add(pipeline)
 
 
-def _is_not_done(job: Job) -> bool:
+def _failed_or_cancelled(job: Job) -> bool:
     """Whether another job may do the work of this job: it failed, or a person cancelled it."""
-    return job.state in _NOT_DONE or job.cancel_requested
+    return job.state in _FAILED_OR_CANCELLED or job.cancel_requested
 
 
 def _as_json(payload: dict[str, Any] | None) -> str | None:

@@ -3,10 +3,11 @@
 The warm parent is a process that has already imported heavy modules. A `python -m` command is
 forked from the warm parent. If the warm parent is still importing, the command waits: a new process
 would have to import the same modules, and would be ready later. Any other command is started in a
-new process at once (a cold start). So is every command if there is no warm parent.
+new process at once, which is called a cold start. If there is no warm parent, every command gets a
+cold start.
 
-A forked command has its own environment variables. But modules of the warm parent were imported
-with the runner's variables, so a module that reads variables at import has read those.
+A forked command has its own environment variables. But the modules of the warm parent were imported
+with the runner's variables. If such a module reads variables at import, it has read the runner's.
 """
 
 import subprocess
@@ -173,8 +174,8 @@ def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Look at the process before the file. The leader writes the file and then ends, so in the other
-    # order, both could be missed.
+    # Look at the process before the file. In the other order, the leader could write the file and
+    # end between the two looks, and would then count as vanished.
     is_running = is_alive(leader)
     ended = read_json(job_dir / EXIT)
     if ended is not None and ended["attempt"] == attempt:

@@ -53,8 +53,10 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     """Send a signal to all processes of the session that `leader` leads, except the leader.
 
     The leader gets no signal, because it must record how the command ended. If the leader is dead,
-    the other processes still get the signal. On systems other than Linux, the signal goes to the
-    leader's process group.
+    the other processes still get the signal.
+
+    On systems other than Linux, the signal goes to the leader's process group, which includes the
+    leader.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
@@ -66,7 +68,7 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
             os.killpg(leader.pid, number)
         return
     if not leader.started.startswith(_boot_id()):
-        return
+        return  # the machine was restarted since then, so the session is gone
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == leader.pid:
             continue
@@ -90,7 +92,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Raise the nice value of this process and of its session to `niceness`. Higher values stay.
+    """Raise the nice value of this process and of its session to `niceness`. A value that is
+    already higher stays as it is.
 
     Linux can divide the cores between sessions instead of processes ("autogroup", sched(7)). The
     nice value of a process then counts only within its session, so the nice value of the session
