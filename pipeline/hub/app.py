@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import (
+    access,
     account_routes,
     activity_routes,
     auth,
@@ -32,6 +33,8 @@ from pipeline.hub import (
     ref_routes,
     repository_routes,
     retention,
+    token_routes,
+    token_store,
     upload_routes,
     webhook_routes,
 )
@@ -101,7 +104,6 @@ def create_app(
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     cipher = SecretCipher(secret_key)
-    guard = auth.Guard(token, settings.owner, jobs_store, secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with only_hub_in(root):
@@ -121,6 +123,14 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
+            guard = auth.Guard(
+                token,
+                settings.owner,
+                jobs_store,
+                secret_key,
+                find_token=partial(token_store.identity_of_token, database, user=settings.owner),
+                public_host=settings.host if settings.public_reads else None,
+            )
             prune = partial(
                 run_in_threadpool,
                 retention.prune,
@@ -156,6 +166,7 @@ def create_app(
                 metrics=metrics,
                 needed_commits=needed_commits,
             )
+            app.state.guard = guard
             app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
             try:
                 yield
@@ -179,6 +190,7 @@ def create_app(
             *webhook_routes.routes(),
             *activity_routes.routes(),
             *maintenance_routes.routes(),
+            *token_routes.routes(),
             *pages.routes(),
             Route("/api/{rest:anytext}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:anytext}", repository_files, methods=["GET", "POST"]),
@@ -200,8 +212,9 @@ def create_app(
                 return
             if scope["path"] not in _OPEN_PATHS:
                 try:
-                    await guard.check(scope)
+                    identity = await api.state.guard.check(scope)
                     auth.check_site(scope)
+                    await access.check(api.state.hub, identity, scope, _VERBS)
                 except RequestError as error:
                     await http_json.error_response(error)(scope, receive, send)
                     return
@@ -262,6 +275,8 @@ async def _repository_call(
     request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
 ) -> Response:
     method = request.method
+    if verb == "xet-write-token":  # a GET, but what it gives is used to write
+        auth.identity_of(request).require_write(f"{method} {request.url.path}")
     if verb == "" and method in ("GET", "HEAD"):
         return await content_routes.describe(request, hub, name, [])
     if verb == "refs" and method in ("GET", "HEAD"):

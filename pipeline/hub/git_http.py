@@ -17,8 +17,8 @@ from typing import IO, Literal
 from sqlalchemy import Connection
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub import git_backend
-from pipeline.hub.auth import Guard
+from pipeline.hub import access, git_backend
+from pipeline.hub.auth import Guard, Identity
 from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
 from pipeline.hub.errors import (
@@ -103,9 +103,11 @@ class GitHttp:
         self, request: GitRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            await self._guard.check(scope)
-            _check(request, scope)
-            repository = await asyncio.to_thread(self._find, request)
+            identity = await self._guard.check(scope)
+            service = _check(request, scope)
+            if service == "git-receive-pack":
+                identity.require_write("a push")
+            repository = await asyncio.to_thread(self._admit, request, identity)
             with TemporaryFile(dir=self._repositories.incoming) as body:
                 await self._receive_body(receive, body)
                 size = body.tell()
@@ -127,6 +129,24 @@ class GitHttp:
             await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
+
+    def _admit(self, request: GitRequest, identity: Identity) -> Repository:
+        """Raises the same for a repository that the token does not reach as for none."""
+        owner = request.owner or self._settings.owner
+        named = RepositoryName(type=request.type, owner=owner, name=request.name)
+        try:
+            repository = self._find(request)
+        except RepositoryMoved as moved:
+            now = RepositoryName(type=named.type, owner=moved.owner, name=moved.name)
+            with self._database.read() as connection:
+                access.check_sees(identity, named, self._repositories.find(connection, now))
+            raise
+        except RepositoryNotFound:
+            if identity.is_limited:
+                raise access.out_of_reach(identity, named) from None
+            raise
+        access.check_sees(identity, named, repository)
+        return repository
 
     def _find(self, request: GitRequest) -> Repository:
         owner = request.owner or self._settings.owner
@@ -223,7 +243,8 @@ class GitHttp:
         return status, headers, git_backend.with_reason(answer)
 
 
-def _check(request: GitRequest, scope: Scope) -> None:
+def _check(request: GitRequest, scope: Scope) -> str:
+    """The service that is asked for. Raises BadRequest."""
     service = scope["query_string"].decode("latin-1").removeprefix("service=")
     if request.route == "info/refs":
         if scope["method"] != "GET" or service not in _SERVICES:
@@ -234,6 +255,7 @@ def _check(request: GitRequest, scope: Scope) -> None:
         f"application/x-{request.route}-request".encode()
     ):
         raise BadRequest(f"{request.route} takes a POST from git, nothing else.")
+    return service if request.route == "info/refs" else request.route
 
 
 def _asks_for_refs(body: IO[bytes]) -> bool:
