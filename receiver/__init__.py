@@ -1,2 +1,2 @@
-"""Receives webhooks: checks the proof of a delivery, calls its handler, and answers. This package
-can be used alone, as a library."""
+"""Receives webhooks: checks the proof of each delivery, calls the handler, and answers. This
+package can be used alone, as a library."""

@@ -1,4 +1,4 @@
-"""Turns a user interface for `/` into an ASGI application. The interface may be an application, a
+"""Turns the user's interface for `/` into an ASGI application. The user may pass an application, a
 folder or a `gradio.Blocks`."""
 
 import os
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     Ui = Union[ASGIApp, str, os.PathLike[str], "Blocks"]  # noqa: UP007
 
     class Blocks:
-        """Stands for `gradio.Blocks`, because gradio may not be installed."""
+        """A substitute for `gradio.Blocks`, because gradio may not be installed."""
 
 
 def application_of(ui: "Ui") -> ASGIApp:
@@ -45,7 +45,7 @@ def _is_gradio(ui: object) -> bool:
 def _gradio(blocks: Any) -> FastAPI:
     import gradio  # must be installed, since the user passed Blocks
 
-    # Mount the interface in an application of its own, because at "/" of the server it would hide
-    # routes that are added later.
+    # Mount the interface in a separate application. If it were mounted at "/" of the server, it
+    # would hide the routes that are added later.
     mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), blocks, path="/")
     return mounted

@@ -23,6 +23,7 @@ from huggingface_hub import HfApi
 
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
+from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
 from serving.http.connections import Limits
 from serving.http.server import Server, http_config
@@ -103,12 +104,15 @@ def git_env(url: str, token: str) -> dict[str, str]:
     return env
 
 
-def run_git(*arguments: str, cwd: Path, env: dict[str, str], check: bool = True) -> str:
+def run_git(
+    *arguments: str, cwd: Path, env: dict[str, str], check: bool = True, stdin: str = ""
+) -> str:
     """What git printed, both streams; an AssertionError with it where git failed."""
     done = subprocess.run(
         ["git", *arguments],
         cwd=cwd,
         env=env,
+        input=stdin,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -143,6 +147,7 @@ def running_hub(
     needed_commits: Callable[[], Collection[str]] | None = None,
     limits: Limits | None = None,
     secret_key: bytes = SECRET_KEY,
+    remarks_on: Remarks = lambda repository, changes: (),
     **settings: Any,
 ) -> Iterator[RunningHub]:
     """A hub in this process, on a free port, in a thread of its own."""
@@ -155,6 +160,7 @@ def running_hub(
         secret_key=secret_key,
         jobs_store=jobs_store,
         needed_commits=needed_commits,
+        remarks_on=remarks_on,
     )
     server = Server(http_config(app, shutdown_seconds=10, limits=limits, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

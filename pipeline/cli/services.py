@@ -31,6 +31,7 @@ def hub(host: str | None, port: int | None) -> None:
     from pipeline.hub.server import serve
     from pipeline.job_store import open_job_store
     from pipeline.logs import log_to_stderr
+    from pipeline.push_remarks import PushRemarks
     from pipeline.settings import load_settings
     from pipeline.tokens import load_tokens
     from pipeline.traces import needed_commits
@@ -47,6 +48,7 @@ def hub(host: str | None, port: int | None) -> None:
             secret_key=tokens.key.encode(),
             jobs_store=store,
             needed_commits=partial(needed_commits, home, store),
+            remarks_on=PushRemarks(settings.pipelines),
         )
         serve(app, hub_settings)
 

@@ -78,13 +78,14 @@ def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[s
     is_list = path.startswith("/api/") and type_of(path.removeprefix("/api/").rstrip("/"))
     if is_list or (path in _OF_NO_REPOSITORY and not identity.is_anonymous):
         return
+    asked = None
     if _is_of_repository(path):
-        named = api_path(raw, verbs, owner, hub.is_there).name
-    elif (
-        not path.startswith("/api/")
-        and (found := file_path_of(raw, owner, hub.is_there)) is not None
-    ):
-        named = found.name
+        asked = api_path(raw, verbs, owner, hub.is_there)
+    elif not path.startswith("/api/"):
+        asked = file_path_of(raw, owner, hub.is_there)
+    if asked is not None:
+        is_lfs = asked.rest[:2] == ("info", "lfs")
+        check_sees(identity, asked.name, _find(hub, identity, asked.name, as_git=is_lfs))
     elif identity.is_anonymous:
         raise Unauthorized(f"{path} needs a token: set HF_TOKEN, or run `pipeline env`.")
     else:
@@ -92,23 +93,27 @@ def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[s
             f"The token {identity.token_name!r} reaches some repositories and nothing else: {path} "
             "needs another token."
         )
+
+
+def _find(hub: Hub, identity: Identity, named: RepositoryName, *, as_git: bool) -> Repository:
+    """Under its present name, too: the route answers with a redirect then."""
     try:
-        repository = hub.find(named)
+        if as_git:
+            return hub.find_as_git(named.type, named.owner, named.name)
+        return hub.find(named)
     except RepositoryMoved as moved:
-        now = RepositoryName(type=named.type, owner=moved.owner, name=moved.name)
-        repository = hub.find(now)
+        return hub.find_by_id(moved.repository_id)
     except RepositoryNotFound:
         raise out_of_reach(identity, named) from None
-    check_sees(identity, named, repository)
 
 
-def check_sees(identity: Identity, named: RepositoryName, repository: Repository) -> None:
+def check_sees(identity: Identity, named: object, repository: Repository) -> None:
     """Raises the same for what the token does not reach as for what is not there."""
     if not identity.may_see(repository):
         raise out_of_reach(identity, named)
 
 
-def out_of_reach(identity: Identity, named: RepositoryName) -> RepositoryNotFound | TokenMissing:
+def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
     if identity.is_anonymous:
         return TokenMissing(f"No {named} here that may be read without a token: set HF_TOKEN.")
     return RepositoryNotFound(

@@ -25,8 +25,10 @@ from pipeline.hub import (
     card_routes,
     commit_routes,
     content_routes,
+    discussion_routes,
     git_http,
     http_json,
+    lfs_routes,
     listing_routes,
     maintenance_routes,
     pages,
@@ -35,8 +37,9 @@ from pipeline.hub import (
     retention,
     token_routes,
     token_store,
-    upload_routes,
+    transfer_routes,
     webhook_routes,
+    xet_routes,
 )
 from pipeline.hub.background import every
 from pipeline.hub.database import check_schema, open_database
@@ -51,14 +54,18 @@ from pipeline.hub.names import RepositoryName, segments
 from pipeline.hub.reconcile import reconcile, reconcile_at_start
 from pipeline.hub.repositories import Repositories
 from pipeline.hub.repository_paths import RepositoryPath, api_path, file_path_of, type_of
-from pipeline.hub.service import Hub, hub_of
+from pipeline.hub.service import Hub, Remarks, hub_of
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
 from serving.http.bodies import BodiesInFlight
 
+_TELEMETRY = "/v1/telemetry"
+"""Where `hf_xet` says how long its uploads took. Nobody here wants to know."""
+
 # The registry of agents is what the client fetches before it has read a token.
-_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
 
 PRUNE_SECONDS = 3600.0
 
@@ -66,8 +73,9 @@ _READ = {
     "revision": content_routes.describe,
     "tree": content_routes.tree,
     "commits": content_routes.commits,
-    "xet-write-token": upload_routes.refuse_upload,
-    "xet-read-token": upload_routes.refuse_upload,
+    "discussions": discussion_routes.read,
+    "xet-write-token": xet_routes.write_token,
+    "xet-read-token": xet_routes.refuse_reading,
 }
 _POST = {
     "paths-info": content_routes.paths_info,
@@ -76,6 +84,7 @@ _POST = {
     "super-squash": ref_routes.super_squash,
     "preupload": commit_routes.preupload,
     "commit": commit_routes.commit,
+    "discussions": discussion_routes.change,
 }
 _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
@@ -90,6 +99,7 @@ def create_app(
     secret_key: bytes,
     jobs_store: JobStore | None = None,
     needed_commits: Callable[[], Collection[str]] | None = None,
+    remarks_on: Remarks = lambda repository, changes: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -97,7 +107,7 @@ def create_app(
     of its attempt; `secret_key` is a Fernet key for the webhooks' secrets and those tokens.
     Webhooks that start jobs start them in `jobs_store`; without one there can be none. Commits that
     left every branch are kept as long as `needed_commits` or an event names them; without it, for
-    ever.
+    ever. `remarks_on` makes the lines that git prints after a push.
     Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
     what opens it.
     """
@@ -156,7 +166,7 @@ def create_app(
                     ),
                 )
             ]
-            app.state.hub = Hub(
+            app.state.hub = transfers.state.hub = Hub(
                 settings=settings,
                 database=database,
                 repositories=repositories,
@@ -164,10 +174,15 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
+                signed_urls=SignedUrls(secret_key),
+                xet_tokens=AccessTokens(secret_key),
                 needed_commits=needed_commits,
+                remarks_on=remarks_on,
+            )
+            app.state.git = GitHttp(
+                settings, guard, repositories, database, log, metrics, remarks_on
             )
             app.state.guard = guard
-            app.state.git = GitHttp(settings, guard, repositories, database, log, metrics)
             try:
                 yield
             finally:
@@ -195,14 +210,17 @@ def create_app(
             Route("/api/{rest:anytext}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:anytext}", repository_files, methods=["GET", "POST"]),
         ],
-        exception_handlers={
-            RequestError: http_json.on_request_error,
-            HTTPException: http_json.on_http_exception,
-            Exception: http_json.on_crash,
-        },
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
+
+    # What these routes receive goes to disk piece by piece, so no limit of bodies in memory stands
+    # in front of them. They ask for a proof of their own in place of the token.
+    transfers = Starlette(
+        routes=[*transfer_routes.routes(), *xet_routes.routes()],
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
+    )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -210,13 +228,17 @@ def create_app(
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
                 return
+            if scope["path"].startswith((transfer_routes.PREFIX, xet_routes.PREFIX)):
+                await transfers(scope, receive, send)
+                return
             if scope["path"] not in _OPEN_PATHS:
                 try:
                     identity = await api.state.guard.check(scope)
                     auth.check_site(scope)
                     await access.check(api.state.hub, identity, scope, _VERBS)
                 except RequestError as error:
-                    await http_json.error_response(error)(scope, receive, send)
+                    refusal = lfs_routes.refusal_by_guard(scope, error)
+                    await (refusal or http_json.error_response(error))(scope, receive, send)
                     return
         await api(scope, receive, send)
 
@@ -305,11 +327,10 @@ async def repository_files(request: Request) -> Response:
     verb, *arguments = path.rest or ("",)
     try:
         if verb in ("resolve", "raw") and arguments and request.method in ("GET", "HEAD"):
-            return await content_routes.resolve(
-                request, hub, path.name, arguments[0], arguments[1:]
-            )
+            read = content_routes.resolve if verb == "resolve" else content_routes.raw
+            return await read(request, hub, path.name, arguments[0], arguments[1:])
         if verb == "info" and arguments[:1] == ["lfs"]:
-            return await upload_routes.refuse_lfs(request, hub, path.name)
+            return await lfs_routes.answer(request, hub, path.name, arguments[1:])
     except RepositoryMoved as moved:
         return _redirect(request, path, moved)
     raise HTTPException(404)

@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 from jobs.attempt_tokens import PREFIX, job_of_token
+from jobs.environment import COMMITTER_DOMAIN
 from jobs.store import JobStore
 from pipeline.hub.errors import Forbidden, TokenMissing, Unauthorized
 from pipeline.hub.repositories import Repository
@@ -67,6 +68,21 @@ class Identity:
                 f"The token {self.token_name!r} may only read, and {what} is a change: use a token "
                 "with the role write."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The author and the committer of a commit."""
+
+    name: str
+    email: str
+
+
+def signature(identity: Identity) -> Signature:
+    """Of what this client commits. As with git, a commit of a job names the job."""
+    if identity.job_id is None:
+        return Signature(name=identity.user, email=f"{identity.user}@localhost")
+    return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
 
 
 ANONYMOUS = Identity(user="", role="read", token_name="")

@@ -3,6 +3,7 @@
 import base64
 import binascii
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
 
@@ -11,7 +12,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jobs.environment import COMMITTER_DOMAIN
 from pipeline.hub.attributes import (
     ATTRIBUTES_FILE,
     IGNORE_FILE,
@@ -19,13 +19,22 @@ from pipeline.hub.attributes import (
     large_file_paths,
     tracking_line,
 )
-from pipeline.hub.auth import Identity, identity_of
+from pipeline.hub.auth import Identity, identity_of, signature
+from pipeline.hub.blobs import pointers_of
 from pipeline.hub.commit_body import CommitBody, Operation
-from pipeline.hub.commits import Change, NewCommit, Signature, make_commit
-from pipeline.hub.contents import Folders, find_pointers, read_folders
+from pipeline.hub.commits import (
+    Change,
+    NewCommit,
+    check_changes,
+    imported_commit,
+    make_commit,
+)
+from pipeline.hub.contents import Folders, read_folders, resolve_revision
+from pipeline.hub.discussion_routes import check_is_open, open_pull_request
+from pipeline.hub.discussions import MAX_TITLE
 from pipeline.hub.errors import BadRequest, RevisionNotFound
-from pipeline.hub.git_process import git
-from pipeline.hub.http_json import hub_url, read_json, receive_into
+from pipeline.hub.git_process import PULL_REQUEST_PREFIX, git
+from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, folders_of, new_file_path
 from pipeline.hub.pointers import Pointer
@@ -82,44 +91,80 @@ async def preupload(
 
 
 async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """Makes one commit of all operations, or none."""
+    """Makes one commit of all operations, or none; with `?create_pr=1` on a new pull request."""
     identity = identity_of(request)
     identity.require_write("a commit")
     await run_in_threadpool(hub.find, name)
+    revision, opens = "/".join(rest), request.query_params.get("create_pr") in ("1", "true")
     with TemporaryFile(dir=hub.repositories.incoming) as file:
         await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
         body = await run_in_threadpool(CommitBody, file)
+        act = _commit_for_review if opens else _commit
         async with hub.locked(name) as repository:
+            made = await run_in_threadpool(act, hub, repository, revision, body, identity)
+    hub.log.wake()
+    web = f"{hub_url(request)}/{repository.name.path}"
+    answer: dict[str, object] = {
+        "success": True,
+        "commitOid": made.sha,
+        "commitUrl": f"{web}/commit/{made.sha}",
+        "hookOutput": "\n".join(made.remarks),
+    }
+    if made.pull_request is not None:
+        answer["pullRequestUrl"] = f"{web}/discussions/{made.pull_request}"
+    return JSONResponse(answer, headers=client_warning("commit", made.remarks))
 
-            def act() -> str:
-                ref, head = find_branch(repository, "/".join(rest))
-                new = NewCommit(
-                    message=body.header.message,
-                    author=signature(identity),
-                    changes=_changes(repository, head, body),
-                    parent=body.header.parentCommit,
-                )
-                sha = make_commit(repository, ref, head, new)
-                if sha != head:
-                    record_ref_changes(repository, hub.log)
-                return sha
 
-            sha = await run_in_threadpool(act)
-    return JSONResponse(
-        {
-            "success": True,
-            "commitOid": sha,
-            "commitUrl": f"{hub_url(request)}/{name.path}/commit/{sha}",
-            "hookOutput": "",
-        }
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    sha: str
+    remarks: Sequence[str] = ()
+    pull_request: int | None = None
+
+
+def _commit(
+    hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
+) -> _Made:
+    ref, head = find_branch(repository, revision)
+    if ref.startswith(PULL_REQUEST_PREFIX):
+        check_is_open(hub, repository, ref)
+    sha = make_commit(repository, ref, head, _new_commit(repository, head, body, identity))
+    changes = [] if sha == head else record_ref_changes(repository, hub.log)
+    return _Made(sha=sha, remarks=hub.remarks_on(repository, changes) if changes else ())
+
+
+def _commit_for_review(
+    hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
+) -> _Made:
+    """On top of the parent that the client names, else of the branch."""
+    base, head = find_branch(repository, revision)
+    parent = body.header.parentCommit
+    start = head if parent is None else resolve_revision(repository, parent)
+    new = _new_commit(repository, start, body, identity)
+    check_changes(new.changes, repository, start)
+    with imported_commit(repository, start, new) as (_, sha, _):
+        opened = open_pull_request(
+            hub,
+            repository,
+            identity,
+            title=body.header.summary[:MAX_TITLE],
+            text=body.header.description or body.header.summary,
+            status="open",
+            base=base,
+            head=sha,
+        )
+    return _Made(sha=sha, pull_request=opened.num)
+
+
+def _new_commit(
+    repository: Repository, head: str | None, body: CommitBody, identity: Identity
+) -> NewCommit:
+    return NewCommit(
+        message=body.header.message,
+        author=signature(identity),
+        changes=_changes(repository, head, body),
+        parent=body.header.parentCommit,
     )
-
-
-def signature(identity: Identity) -> Signature:
-    """The author of what this client changes. As with git, a commit of a job names the job."""
-    if identity.job_id is None:
-        return Signature(name=identity.user, email=f"{identity.user}@localhost")
-    return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
 
 
 def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]:
@@ -242,7 +287,7 @@ def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Map
         entry = folders.get(folder, {}).get(name)
         if entry is not None and entry.type == "file":
             there[path] = entry.oid
-    pointers = find_pointers(repository, set(there.values()))
+    pointers = pointers_of(repository, set(there.values()))
     return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from pipeline.hub.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
+from pipeline.hub.auth import Signature
 from pipeline.hub.contents import Folders, read_commit, read_folders
 from pipeline.hub.errors import (
     BadRequest,
@@ -32,12 +33,6 @@ _MOVED_ON = (
     "The branch was updated since you opened this page. Please refresh and try again: {branch} is "
     "at {head}, and the commit was made for {parent}."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    name: str
-    email: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +70,12 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
             raise PreconditionFailed(
                 _MOVED_ON.format(branch=ref, head=head or "its first commit", parent=new.parent)
             )
-        check_changes(
-            new.changes,
-            read_folders(repository, head, folders_of(each.path for each in new.changes)),
-            head,
-        )
+        check_changes(new.changes, repository, head)
     except (PreconditionFailed, EntryNotFound, BadRequest):
         if head is not None and _is_repeated(repository, head, new):
             return head
         raise
-    with _imported(repository, head, new) as (incoming, commit, has_changes):
+    with imported_commit(repository, head, new) as (incoming, commit, has_changes):
         if head is not None and not has_changes:
             return head
         moves = f"update {ref} {commit} {head or '0' * 40}\ndelete {incoming}\n"
@@ -100,9 +91,9 @@ def first_commit(repository: Repository, author: Signature) -> RefChange:
     return RefChange(ref=DEFAULT_BRANCH, old_sha=None, new_sha=sha)
 
 
-def check_changes(changes: Sequence[Change], folders: Folders, head: str | None) -> None:
-    """Raises EntryNotFound or BadRequest for a change that its tree cannot take."""
-    tree = _Tree(folders)
+def check_changes(changes: Sequence[Change], repository: Repository, head: str | None) -> None:
+    """Raises EntryNotFound or BadRequest for a change that the tree of `head` cannot take."""
+    tree = _Tree(read_folders(repository, head, folders_of(each.path for each in changes)))
     for change in changes:
         kind = tree.kind(change.path)
         if change.action == "add":
@@ -168,19 +159,15 @@ def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
     if made.message != new.message or (new.parent and not (before or "").startswith(new.parent)):
         return False
     try:
-        check_changes(
-            new.changes,
-            read_folders(repository, before, folders_of(each.path for each in new.changes)),
-            before,
-        )
+        check_changes(new.changes, repository, before)
     except (EntryNotFound, BadRequest):
         return False
-    with _imported(repository, before, new) as (_, commit, _):
+    with imported_commit(repository, before, new) as (_, commit, _):
         return read_commit(repository, commit).tree == made.tree
 
 
 @contextlib.contextmanager
-def _imported(
+def imported_commit(
     repository: Repository, parent: str | None, new: NewCommit
 ) -> Iterator[tuple[str, str, bool]]:
     """A hidden ref to a new commit, the commit, and whether its tree differs from its parent's.

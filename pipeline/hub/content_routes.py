@@ -1,14 +1,15 @@
 """API: what is in a repository. Listings, trees, commits, and the files themselves with ranges."""
 
-import re
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from urllib.parse import parse_qs
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
+from pipeline.hub import file_answers
 from pipeline.hub.cards import README, Card, read_card
 from pipeline.hub.contents import (
     SMALL_FILE_BYTES,
@@ -24,18 +25,19 @@ from pipeline.hub.contents import (
 from pipeline.hub.errors import (
     BadRequest,
     EntryNotFound,
-    RangeNotSatisfiable,
+    LargeFileNotFound,
     RevisionNotFound,
 )
 from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int, read_body
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.last_commits import last_commits
 from pipeline.hub.names import RepositoryName, stored_path
+from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 Json = dict[str, object]
 
@@ -139,7 +141,27 @@ async def commits(
 async def resolve(
     request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
 ) -> Response:
-    """A file's bytes, or for HEAD what a client must know to cache them."""
+    """A file's bytes, or for HEAD what a client must know to cache them. Where git has a pointer,
+    they are those of the large file."""
+    return await _file(request, hub, name, revision, rest, follow=True)
+
+
+async def raw(
+    request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
+) -> Response:
+    """As `resolve`, but a pointer is answered as it is."""
+    return await _file(request, hub, name, revision, rest, follow=False)
+
+
+async def _file(
+    request: Request,
+    hub: Hub,
+    name: RepositoryName,
+    revision: str,
+    rest: Sequence[str],
+    *,
+    follow: bool,
+) -> Response:
 
     def read() -> tuple[Repository, str, Entry]:
         repository = hub.find(name)
@@ -151,45 +173,37 @@ async def resolve(
         return repository, *find_file(repository, revision, path)
 
     repository, commit, file = await run_in_threadpool(read)
+    headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
+    look_inside = follow and may_be_pointer(file.size_bytes)
+    if look_inside or (request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES):
+        content = await run_in_threadpool(read_file, repository, file)
+        if look_inside and (pointer := Pointer.parse(content)) is not None:
+            return await _large_file(request, repository, commit, file, pointer)
+        return file_answers.answer_small(request, content, headers)
+    return file_answers.answer(
+        request, file.size_bytes, headers, partial(stream_file, repository, file)
+    )
+
+
+async def _large_file(
+    request: Request, repository: Repository, commit: str, file: Entry, pointer: Pointer
+) -> Response:
+    files = LargeFiles(repository.folder)
+    size = await run_in_threadpool(files.size, pointer.oid)
+    if size is None:
+        raise LargeFileNotFound(
+            f"{file.path} of the {repository.name} is a large file whose content ({pointer.oid}) "
+            "is not here: push it from a clone that has it, with `git lfs push --all <this hub>`.",
+            headers={"X-Repo-Commit": commit},
+        )
+    tag = f'"{pointer.oid}"'
     headers = {
         "X-Repo-Commit": commit,
-        "ETag": f'"{file.oid}"',
-        "Accept-Ranges": "bytes",
-        "Content-Type": "application/octet-stream",
-        "X-Content-Type-Options": "nosniff",
+        "ETag": tag,
+        "X-Linked-Etag": tag,
+        "X-Linked-Size": str(size),
     }
-    start, end = _requested_range(request, file.size_bytes)
-    headers["Content-Length"] = str(end - start)
-    status = 200
-    if (start, end) != (0, file.size_bytes):
-        status = 206
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
-    if request.method == "HEAD":
-        return Response(status_code=status, headers=headers)
-    if file.size_bytes <= SMALL_FILE_BYTES:
-        content = await run_in_threadpool(read_file, repository, file)
-        return Response(content[start:end], status_code=status, headers=headers)
-    body = stream_file(repository, file, start=start, length=end - start)
-    return StreamingResponse(body, status_code=status, headers=headers)
-
-
-def _requested_range(request: Request, size: int) -> tuple[int, int]:
-    """From and to, in bytes; a range that this hub does not understand asks for everything."""
-    text = request.headers.get("range")
-    found = _RANGE.fullmatch(text) if text else None
-    if found is None or not any(found.groups()):
-        return 0, size
-    first, last = found.groups()
-    if first:
-        start, end = int(first), min(int(last) + 1 if last else size, size)
-    else:
-        start, end = max(0, size - int(last)), size
-    if start >= size or (last and first and int(last) < int(first)):
-        raise RangeNotSatisfiable(
-            f"The file has {size} bytes; {text} is past its end.",
-            headers={"Content-Range": f"bytes */{size}"},
-        )
-    return start, end
+    return file_answers.answer(request, size, headers, partial(files.read, pointer.oid))
 
 
 def facts(repository: Repository) -> Json:
@@ -223,13 +237,23 @@ def _entries(
 
 def _entry(entry: Entry) -> Json:
     facts: Json = {"type": entry.type, "path": entry.path, "oid": entry.oid}
-    return {**facts, "size": entry.size_bytes if entry.type == "file" else 0}
+    facts["size"] = entry.content_bytes if entry.type == "file" else 0
+    if entry.lfs is not None:
+        facts["lfs"] = {"oid": entry.lfs.oid, **_sizes(entry, entry.lfs)}
+    return facts
 
 
 def _sibling(entry: Entry, with_sizes: bool) -> Json:
     if not with_sizes:
         return {"rfilename": entry.path}
-    return {"rfilename": entry.path, "size": entry.size_bytes, "blobId": entry.oid}
+    facts: Json = {"rfilename": entry.path, "size": entry.content_bytes, "blobId": entry.oid}
+    if entry.lfs is not None:
+        facts["lfs"] = {"sha256": entry.lfs.oid, **_sizes(entry, entry.lfs)}
+    return facts
+
+
+def _sizes(entry: Entry, pointer: Pointer) -> Json:
+    return {"size": pointer.size, "pointerSize": entry.size_bytes}
 
 
 def _path_in(name: RepositoryName, commit: str, parts: Sequence[str]) -> str:

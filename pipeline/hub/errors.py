@@ -12,10 +12,14 @@
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
         ├── TokenNotFound        404
+        ├── DiscussionNotFound   404
+        ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
+        │                        that it does not exist
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
+        ├── NotSupported         501
         └── DiskFull             507
 
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
@@ -71,8 +75,11 @@ class RepositoryNotFound(RequestError):
 class RepositoryMoved(RepositoryNotFound):
     """The repository has another name now. Routes that can answer with a redirect do so."""
 
-    def __init__(self, message: str, *, type: str, owner: str, name: str) -> None:
+    def __init__(
+        self, message: str, *, repository_id: str, type: str, owner: str, name: str
+    ) -> None:
         super().__init__(message)
+        self.repository_id = repository_id
         self.type = type
         self.owner = owner
         self.name = name
@@ -105,6 +112,16 @@ class TokenNotFound(RequestError):
     status = 404
 
 
+class DiscussionNotFound(RequestError):
+    status = 404
+
+
+class LargeFileNotFound(RequestError):
+    """A commit names a large file whose content never came."""
+
+    status = 404
+
+
 class Conflict(RequestError):
     """The body carries `url` too: the client's `exist_ok` reads it."""
 
@@ -125,6 +142,10 @@ class TooLarge(RequestError):
 
 class RangeNotSatisfiable(RequestError):
     status = 416
+
+
+class NotSupported(RequestError):
+    status = 501
 
 
 class DiskFull(RequestError):

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from pipeline.hub import outbox, payloads, schema
 from pipeline.hub.database import Database
+from pipeline.hub.discussions import Discussion, DiscussionEvent
 from pipeline.hub.job_commits import of_jobs
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import DEFAULT_BRANCH
@@ -93,6 +94,50 @@ class EventLog:
         )
         self.metrics.events.labels(scope=scope).inc()
 
+    def record_discussion(
+        self,
+        connection: Connection,
+        repository: Repository,
+        discussion: Discussion,
+        comment: DiscussionEvent | None,
+        *,
+        action: EventAction,
+    ) -> None:
+        """As `record`. A new discussion is told with its first comment."""
+        self._record_talk(connection, repository, discussion, comment, action, "discussion")
+
+    def record_comment(
+        self,
+        connection: Connection,
+        repository: Repository,
+        discussion: Discussion,
+        comment: DiscussionEvent,
+        *,
+        action: EventAction,
+    ) -> None:
+        """As `record`."""
+        self._record_talk(connection, repository, discussion, comment, action, "discussion.comment")
+
+    def _record_talk(
+        self,
+        connection: Connection,
+        repository: Repository,
+        discussion: Discussion,
+        comment: DiscussionEvent | None,
+        action: EventAction,
+        scope: str,
+    ) -> None:
+        self._store(
+            connection,
+            action=action,
+            scope=scope,
+            repository=repository,
+            head_sha=None,
+            discussion=discussion,
+            comment=comment,
+        )
+        self.metrics.events.labels(scope=scope).inc()
+
     def _store(
         self,
         connection: Connection,
@@ -104,13 +149,15 @@ class EventLog:
         changes: Sequence[RefChange] = (),
         told: Sequence[RefChange] = (),
         moved_to: Repository | None = None,
+        discussion: Discussion | None = None,
+        comment: DiscussionEvent | None = None,
     ) -> None:
         """An event whose `changes` are not `told` is stored, and webhooks are not told of it."""
         event_seq = _insert_event(
             connection, action=action, scope=scope, repository=repository, changes=changes
         )
         for webhook in list_webhooks(connection) if told or not changes else ():
-            if not webhook.wants(repository.name):
+            if not webhook.wants(repository.name, "repo" if discussion is None else "discussion"):
                 continue
             payload = payloads.compose(
                 action=action,
@@ -121,6 +168,8 @@ class EventLog:
                 head_sha=head_sha,
                 changes=told,
                 moved_to=moved_to,
+                discussion=discussion,
+                comment=comment,
             )
             outbox.put(
                 connection,

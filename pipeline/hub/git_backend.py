@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -11,7 +11,12 @@ from starlette.types import Receive, Scope, Send
 
 from pipeline.hub.cleanup import GRACE_SECONDS
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import PLACE, PUSHED_PREFIXES, git_environment
+from pipeline.hub.git_process import (
+    PLACE,
+    PULL_REQUEST_PREFIX,
+    PUSHED_PREFIXES,
+    git_environment,
+)
 from pipeline.hub.repositories import Repository
 
 _CHUNK_BYTES = 64 * 1024
@@ -22,20 +27,22 @@ _SETTINGS = (
     # The last one that matches a ref decides. No client sees or moves a ref that is hidden.
     ("transfer.hideRefs", "refs"),
     *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
+    ("uploadpack.hideRefs", f"!{PULL_REQUEST_PREFIX.rstrip('/')}"),
 )
-_CONFIG = {"GIT_CONFIG_COUNT": str(len(_SETTINGS))}
-for _number, (_key, _value) in enumerate(_SETTINGS):
-    _CONFIG |= {f"GIT_CONFIG_KEY_{_number}": _key, f"GIT_CONFIG_VALUE_{_number}": _value}
-
 _HIDDEN = b"deny updating a hidden ref"
-_REASON = f"This hub takes {' and '.join(PUSHED_PREFIXES)} only: push to a branch or a tag.\n"
+_REASON = (
+    f"This hub takes {' and '.join(PUSHED_PREFIXES)}, and {PULL_REQUEST_PREFIX} of an open pull "
+    "request: push to a branch or a tag."
+)
+_MAX_REMARK_BYTES = 900
 
 Headers = list[tuple[bytes, bytes]]
 
 
 def cgi_environment(
-    route: str, repository: Repository, scope: Scope, num_bytes: int
+    route: str, repository: Repository, scope: Scope, num_bytes: int, open_refs: Iterable[str]
 ) -> dict[str, str]:
+    """`open_refs` are the pull requests to which a client may push."""
     cgi = {
         PLACE: str(repository.folder),
         "PATH_INFO": f"/{route}",
@@ -51,7 +58,9 @@ def cgi_environment(
         cgi["HTTP_CONTENT_ENCODING"] = encoding.decode("latin-1")
     if protocol := header(scope, b"git-protocol"):
         cgi["GIT_PROTOCOL"] = protocol.decode("latin-1")
-    return git_environment({**cgi, **_CONFIG})
+    return git_environment(
+        cgi, [*_SETTINGS, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
+    )
 
 
 def header(scope: Scope, name: bytes) -> bytes:
@@ -169,16 +178,22 @@ def parse_answer(told: Answer) -> tuple[int, Headers, bytes]:
     return *parse_head(head), body
 
 
-def with_reason(answer: bytes) -> bytes:
-    """The answer to a push; where git refused a hidden ref, with a line that says why.
+def with_remarks(answer: bytes, remarks: Sequence[str]) -> bytes:
+    """The answer to a push, and before it lines for the person who pushed. Where git refused a
+    hidden ref, one of these lines says why.
 
-    Git prints the line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
+    Git prints each line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
     """
+    lines = [*remarks, *([_REASON] if _HIDDEN in answer else [])]
     # Only a client that takes side bands can be told: git's answer then begins with such a packet.
-    if _HIDDEN not in answer or answer[4:5] not in (b"\x01", b"\x02"):
+    if answer[4:5] not in (b"\x01", b"\x02"):
         return answer
-    line = b"\x02" + _REASON.encode()
-    return b"%04x%s%s" % (len(line) + 4, line, answer)
+    packets = []
+    for line in lines:
+        plain = "".join(letter if letter.isprintable() else "?" for letter in line)
+        text = b"\x02" + plain.encode()[:_MAX_REMARK_BYTES] + b"\n"
+        packets.append(b"%04x%s" % (len(text) + 4, text))
+    return b"".join(packets) + answer
 
 
 async def send_start(send: Send, status: int, headers: Headers) -> None:

@@ -14,13 +14,13 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Literal
 
-from sqlalchemy import Connection
 from starlette.types import Receive, Scope, Send
 
 from pipeline.hub import access, git_backend
 from pipeline.hub.auth import Guard, Identity
 from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
+from pipeline.hub.discussions import OPEN, list_discussions
 from pipeline.hub.errors import (
     BadRequest,
     DiskFull,
@@ -33,9 +33,10 @@ from pipeline.hub.errors import (
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName, RepositoryType, requested_name
+from pipeline.hub.names import RepositoryType
 from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
+from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class GitHttp:
         database: Database,
         log: EventLog,
         metrics: HubMetrics,
+        remarks_on: Remarks,
     ) -> None:
         self._settings = settings
         self._guard = guard
@@ -92,6 +94,7 @@ class GitHttp:
         self._database = database
         self._log = log
         self._metrics = metrics
+        self._remarks_on = remarks_on
         # Apart: clones wait for their clients, pushes never do and must not wait for those.
         self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
         self._push_slots = asyncio.Semaphore(settings.max_git_processes)
@@ -111,12 +114,15 @@ class GitHttp:
             with TemporaryFile(dir=self._repositories.incoming) as body:
                 await self._receive_body(receive, body)
                 size = body.tell()
-                environment = git_backend.cgi_environment(request.route, repository, scope, size)
+                open_refs = await asyncio.to_thread(self._open_refs, repository)
+                environment = git_backend.cgi_environment(
+                    request.route, repository, scope, size, open_refs
+                )
                 body.seek(0)
                 if request.route == "info/refs" or _asks_for_refs(body):
                     await self._list_refs(environment, body, send)
                 elif request.route == "git-receive-pack":
-                    await self._push(request, environment, body, send)
+                    await self._push(request, identity, environment, body, send)
                 else:
                     async with self._clone_slots:
                         await git_backend.serve(environment, body, receive, send)
@@ -132,14 +138,13 @@ class GitHttp:
 
     def _admit(self, request: GitRequest, identity: Identity) -> Repository:
         """Raises the same for a repository that the token does not reach as for none."""
-        owner = request.owner or self._settings.owner
-        named = RepositoryName(type=request.type, owner=owner, name=request.name)
+        named = f"{request.type} {request.owner or self._settings.owner}/{request.name}"
         try:
             repository = self._find(request)
         except RepositoryMoved as moved:
-            now = RepositoryName(type=named.type, owner=moved.owner, name=moved.name)
             with self._database.read() as connection:
-                access.check_sees(identity, named, self._repositories.find(connection, now))
+                present = self._repositories.find_by_id(connection, moved.repository_id)
+            access.check_sees(identity, named, present)
             raise
         except RepositoryNotFound:
             if identity.is_limited:
@@ -152,37 +157,22 @@ class GitHttp:
         owner = request.owner or self._settings.owner
         with self._database.read() as connection:
             try:
-                name = requested_name(request.type, owner, request.name)
-                return self._find_or_follow(connection, name, request)
-            except RepositoryMoved:
-                raise
-            except RepositoryNotFound:
-                # Git users write /owner/name for datasets too.
-                if request.type != "model":
+                return self._repositories.find_as_git(connection, request.type, owner, request.name)
+            except RepositoryMoved as moved:
+                # git follows the redirect of its first request only, and where that was repeated
+                # with a token, it forgets the redirect and comes back to the old name.
+                if request.route == "info/refs":
                     raise
-                name = requested_name("dataset", owner, request.name)
-                try:
-                    return self._find_or_follow(connection, name, request)
-                except RepositoryMoved:
-                    raise
-                except RepositoryNotFound:
-                    raise RepositoryNotFound(
-                        f"No model and no dataset {name.id} here: create it with "
-                        f"`hf repos create {name.id} --type dataset`."
-                    ) from None
+                return self._repositories.find_by_id(connection, moved.repository_id)
 
-    def _find_or_follow(
-        self, connection: Connection, name: RepositoryName, request: GitRequest
-    ) -> Repository:
-        try:
-            return self._repositories.find(connection, name)
-        except RepositoryMoved as moved:
-            # git follows the redirect of its first request only, and where that was repeated with
-            # a token, it forgets the redirect and comes back to the old name.
-            if request.route == "info/refs":
-                raise
-            present = RepositoryName(type=name.type, owner=moved.owner, name=moved.name)
-            return self._repositories.find(connection, present)
+    def _open_refs(self, repository: Repository) -> list[str]:
+        with self._database.read() as connection:
+            return [
+                discussion.ref
+                for discussion in list_discussions(
+                    connection, repository, pull_requests=True, statuses=OPEN
+                )
+            ]
 
     async def _receive_body(self, receive: Receive, body: IO[bytes]) -> None:
         size, waiting = 0, bytearray()
@@ -217,10 +207,16 @@ class GitHttp:
         await git_backend.send_end(send, refs)
 
     async def _push(
-        self, request: GitRequest, environment: dict[str, str], body: IO[bytes], send: Send
+        self,
+        request: GitRequest,
+        identity: Identity,
+        environment: dict[str, str],
+        body: IO[bytes],
+        send: Send,
     ) -> None:
-        # Found anew: it may have been removed or moved while the body came in.
-        async with self._repositories.locked(partial(self._find, request)) as repository:
+        # Found anew: it may have been removed or moved while the body came in, and another one,
+        # which the token does not reach, may have the name.
+        async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
             environment[PLACE] = str(repository.folder)
             # Goes on to its end whether or not the client still listens: refs may move any time.
             async with self._push_slots:
@@ -240,7 +236,8 @@ class GitHttp:
         # A big push begins with a POST that moves nothing; so does one that git refuses.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         self._metrics.pushes.labels(result=result).inc()
-        return status, headers, git_backend.with_reason(answer)
+        remarks = await asyncio.to_thread(self._remarks_on, repository, changes) if changes else []
+        return status, headers, git_backend.with_remarks(answer, remarks)
 
 
 def _check(request: GitRequest, scope: Scope) -> str:

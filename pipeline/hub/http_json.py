@@ -2,16 +2,16 @@
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Scope, Send
+from starlette.types import ExceptionHandler, Message, Scope, Send
 
 from pipeline.hub.errors import (
     BadRequest,
@@ -36,6 +36,10 @@ def error_response(error: RequestError) -> Response:
     body = {"error": str(error)}
     if isinstance(error, Conflict) and error.url is not None:
         body["url"] = error.url
+    return JSONResponse(body, status_code=error.status, headers=error_headers(error))
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
     headers = {
         **error.headers,
         "X-Error-Message": _as_header(str(error)),
@@ -44,13 +48,18 @@ def error_response(error: RequestError) -> Response:
         headers["X-Error-Code"] = error.code
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = 'Basic realm="hub"'
-    return JSONResponse(body, status_code=error.status, headers=headers)
+    return headers
 
 
 def _as_header(text: str) -> str:
     """One line of Latin-1 without control characters (RFC 9110, 5.5)."""
     line = "".join(character if character.isprintable() else " " for character in text)
     return " ".join(line.split()).encode("latin-1", "replace").decode("latin-1")
+
+
+def client_warning(topic: str, lines: Sequence[str]) -> dict[str, str]:
+    """A header that the client prints as a warning; none if there is nothing to say."""
+    return {"X-HF-Warning": f"{topic}; {_as_header(' '.join(lines))}"} if lines else {}
 
 
 async def on_request_error(_: Request, error: Exception) -> Response:
@@ -90,6 +99,13 @@ def with_request_id(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_with_id
+
+
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
+    RequestError: on_request_error,
+    HTTPException: on_http_exception,
+    Exception: on_crash,
+}
 
 
 async def read_body(request: Request) -> bytes:

@@ -7,11 +7,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.auth import identity_of
-from pipeline.hub.commit_routes import signature
+from pipeline.hub.auth import identity_of, signature
 from pipeline.hub.contents import peeled_refs, resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
-from pipeline.hub.git_process import git
+from pipeline.hub.git_process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import read_json
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, is_ref_name
 from pipeline.hub.refs import read_refs, record_ref_changes
@@ -41,13 +40,15 @@ class NewTag(BaseModel):
 
 
 async def list_refs(request: Request, hub: Hub, name: RepositoryName) -> Response:
+    with_prs = request.query_params.get("include_prs", "").lower() in ("1", "true")
+
     def read() -> dict[str, object]:
         repository = hub.find(name)
         return {
             "branches": _as_json(repository, "refs/heads/"),
             "tags": _as_json(repository, "refs/tags/"),
             "converts": [],
-            "pullRequests": [],
+            "pullRequests": _as_json(repository, PULL_REQUEST_PREFIX) if with_prs else [],
         }
 
     return JSONResponse(await run_in_threadpool(read))

@@ -4,20 +4,16 @@ event."""
 from collections.abc import Mapping
 
 from pipeline.hub.events import EventLog
-from pipeline.hub.git_process import git, lines_of
+from pipeline.hub.git_process import SEEN_PREFIXES, git, lines_of
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 from pipeline.hub.retained_refs import retain_unreachable
 
 
 def read_refs(repository: Repository) -> Mapping[str, str]:
-    """Branches and tags in full (`refs/heads/main`) → the sha that each names."""
+    """Branches, tags and pull requests in full (`refs/heads/main`) → the sha that each names."""
     lines = git(
-        repository.folder,
-        "for-each-ref",
-        "--format=%(objectname) %(refname)",
-        "refs/heads/",
-        "refs/tags/",
+        repository.folder, "for-each-ref", "--format=%(objectname) %(refname)", *SEEN_PREFIXES
     )
     pairs = (line.split(" ", 1) for line in lines_of(lines))
     return {ref: sha for sha, ref in pairs}

@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pipeline.hub import webhook_store
-from pipeline.hub.auth import identity_of
-from pipeline.hub.commit_routes import signature
+from pipeline.hub.auth import identity_of, signature
 from pipeline.hub.commits import first_commit
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events import remember

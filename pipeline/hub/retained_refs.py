@@ -11,7 +11,7 @@ from sqlalchemy import select
 from pipeline.hub import schema
 from pipeline.hub.database import Database
 from pipeline.hub.errors import HubError
-from pipeline.hub.git_process import KEEP_PREFIX, git, lines_of
+from pipeline.hub.git_process import KEEP_PREFIX, SEEN_PREFIXES, git, lines_of
 from pipeline.hub.repositories import Repository
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ def release_unneeded(
     revisions = [sha if sha not in named else f"^{sha}" for sha in kept]
     lost = git(
         repository.folder,
-        *("rev-list", "--ignore-missing", "--stdin", "--not", "--branches", "--tags"),
+        *("rev-list", "--ignore-missing", "--stdin", "--not"),
+        *(f"--glob={prefix}*" for prefix in SEEN_PREFIXES),
         stdin="\n".join(revisions).encode(),
     )
     for sha in named.intersection(lost.decode().split()):

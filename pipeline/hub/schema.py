@@ -91,6 +91,45 @@ tokens = Table(
     Column("last_used_at", Float),
 )
 
+discussions = Table(
+    "discussions",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column(
+        "repository_id",
+        String,
+        ForeignKey("repositories.id", ondelete="CASCADE"),
+        nullable=False,
+    ),
+    Column("num", Integer, nullable=False),
+    Column("title", String, nullable=False),
+    Column("author", String, nullable=False),
+    Column("status", String, nullable=False),
+    # The branch in full that a pull request is for; empty for a discussion.
+    Column("base", String),
+    Column("merge_commit", String),
+    Column("created_at", Float, nullable=False),
+    UniqueConstraint("repository_id", "num"),
+)
+
+discussion_events = Table(
+    "discussion_events",
+    metadata,
+    Column("seq", Integer, primary_key=True),
+    Column("id", String, nullable=False, unique=True),
+    Column(
+        "discussion_id",
+        String,
+        ForeignKey("discussions.id", ondelete="CASCADE"),
+        nullable=False,
+        index=True,
+    ),
+    Column("type", String, nullable=False),
+    Column("author", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("data", JSON, nullable=False),
+)
+
 webhooks = Table(
     "webhooks",
     metadata,

@@ -10,8 +10,6 @@ from pipeline.hub.webhook_store import HubWatchedItem, StoredWebhook
 def warnings(webhook: StoredWebhook, present: Collection[RepositoryName]) -> list[str]:
     """Why the webhook is not told of something that it watches. A repository that is still to come
     is told of once it is there, so this refuses nothing."""
-    if "repo" not in webhook.domains:
-        return [f"no event is sent: this hub has none of the domain {', '.join(webhook.domains)}"]
     return [reason for item in webhook.watched for reason in _in_vain(item, present)]
 
 

@@ -137,11 +137,11 @@ class StoredWebhook:
         into the same bytes twice."""
         return self.url, self.job_id, self.encrypted_secret
 
-    def wants(self, repository: RepositoryName) -> bool:
-        """Whether it is told of `repository`; the hub has events of the domain `repo` only."""
+    def wants(self, repository: RepositoryName, domain: Domain) -> bool:
+        """Whether it is told of events of this domain in `repository`."""
         return (
             not self.disabled
-            and "repo" in self.domains
+            and domain in self.domains
             and any(item.covers(repository) for item in self.watched)
         )
 

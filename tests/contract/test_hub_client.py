@@ -211,14 +211,6 @@ def test_an_empty_repository_says_so(hub: RunningHub, worktree: Path) -> None:
             read()
 
 
-def test_uploads_are_refused_with_the_git_url(hub: RunningHub, pushed: str) -> None:
-    with pytest.raises(BadRequestError, match="git push") as error:
-        hub.api.upload_file(
-            path_or_fileobj=b"x", path_in_repo="x", repo_id="local/facts", repo_type="dataset"
-        )
-    assert f"{hub.url}/datasets/local/facts" in str(error.value)
-
-
 @pytest.mark.parametrize("token", ["wrong", False])
 def test_nothing_is_read_without_the_token(
     hub: RunningHub, pushed: str, token: str | bool, tmp_path: Path

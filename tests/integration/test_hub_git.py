@@ -38,7 +38,7 @@ def test_a_push_arrives_in_a_clone_and_at_the_receiver(
     assert received.json["repo"]["headSha"] == sha
 
 
-def test_each_kind_of_ref_change_is_one_event(
+def test_a_push_is_one_event_of_all_refs_that_it_moves(
     hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
 ) -> None:
     first = commit_file(hub, worktree, "a.txt", "1")
@@ -53,8 +53,9 @@ def test_each_kind_of_ref_change_is_one_event(
     hub.git("push", "-q", "origin", ":side", cwd=worktree)
     hub.git("push", "-q", "origin", "main", cwd=worktree)  # nothing to push, nothing to tell
 
-    receiver.wait_for(6)
+    received = receiver.wait_for(5)
     wait_until(lambda: all(one["status"] == "delivered" for one in hub.deliveries(webhook)))
+    assert [len(one.json["updatedRefs"]) for one in received] == [1, 2, 1, 1, 1]
     assert content_events(receiver) == [
         ("refs/heads/main", None, first),
         ("refs/heads/main", first, second),
@@ -306,3 +307,17 @@ def test_protocol_version_2_is_spoken(hub: RunningHub, worktree: Path) -> None:
         headers={**authorization(hub), "Git-Protocol": "version=2"},
     )
     assert b"version 2" in answer.content
+
+
+def test_a_thousand_tags_at_once_are_one_event(
+    hub: RunningHub, worktree: Path, receiver: Receiver, webhook: str
+) -> None:
+    sha = commit_file(hub, worktree, "a.txt", "1")
+    tags = "".join(f"create refs/tags/v{number} {sha}\n" for number in range(1000))
+    run_git("update-ref", "--stdin", cwd=worktree, env=hub.git_env, stdin=tags)
+    hub.git("push", "-q", "--mirror", "origin", cwd=worktree)
+    [received] = receiver.wait_for(1)
+    assert len(received.json["updatedRefs"]) == 1001
+    assert received.json["updatedRefs"][0]["ref"] == "refs/heads/main"
+    [delivery] = hub.deliveries(webhook)
+    assert (delivery["ref"], len(delivery["updated_refs"])) == ("refs/heads/main", 1001)

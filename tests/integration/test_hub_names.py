@@ -75,7 +75,11 @@ class Folder:
         """The repository and the new commit of each event of a ref."""
         with self.database.read() as connection:
             rows = connection.execute(events.select().order_by(events.c.seq))
-            return [(row.repository_id, row.new_sha) for row in rows]
+            return [
+                (row.repository_id, change["new_sha"])
+                for row in rows
+                for change in row.updated_refs
+            ]
 
 
 @pytest.fixture

@@ -1,0 +1,256 @@
+"""Discussions and pull requests by the unmodified `huggingface_hub` client."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DiscussionWithDetails
+from huggingface_hub.errors import BadRequestError, HfHubHTTPError
+
+from receiver.payload import WebhookPayload
+from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("hub")) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[Receiver]:
+    with recording_receiver() as receiver:
+        yield receiver
+
+
+class Talk:
+    """A new dataset whose discussions a webhook is told of."""
+
+    def __init__(self, hub: RunningHub, receiver: Receiver, name: str) -> None:
+        self.hub, self.api, self.id = hub, hub.api, f"local/{name}"
+        self.on: dict[str, Any] = {"repo_id": self.id, "repo_type": "dataset"}
+        self.api.create_repo(self.id, repo_type="dataset")
+        self.api.upload_file(path_or_fileobj=b"1\n2\n3\n", path_in_repo="a.txt", **self.on)
+        self._receiver = receiver
+        self._webhook = self.api.create_webhook(
+            url=receiver.url,
+            watched=[{"type": "dataset", "name": self.id}],
+            domains=["discussion"],
+        )
+
+    def details(self, num: int) -> DiscussionWithDetails:
+        return self.api.get_discussion_details(discussion_num=num, **self.on)
+
+    def told(self, count: int) -> list[WebhookPayload]:
+        def payloads() -> list[WebhookPayload]:
+            return [
+                WebhookPayload.model_validate_json(one.body)
+                for one in self._receiver.received
+                if one.json["webhook"]["id"] == self._webhook.id
+            ]
+
+        wait_until(lambda: len(payloads()) >= count)
+        assert len(payloads()) == count
+        return payloads()
+
+    def read(self, path: str, revision: str = "main") -> str:
+        url = f"/datasets/{self.id}/resolve/{revision.replace('/', '%2F')}/{path}"
+        return self.hub.request("GET", url).raise_for_status().text
+
+
+@pytest.fixture
+def talk(hub: RunningHub, receiver: Receiver, request: pytest.FixtureRequest) -> Talk:
+    return Talk(hub, receiver, request.node.name.replace("_", "-"))
+
+
+def test_a_discussion_from_its_first_comment_to_its_end(talk: Talk) -> None:
+    api, on = talk.api, talk.on
+    made = api.create_discussion(title=" A  question ", description="Why *so*?", **on)
+    assert (made.num, made.title, made.status, made.author) == (1, "A question", "open", "local")
+    comment = api.comment_discussion(discussion_num=1, comment="Because.", **on)
+    edited = api.edit_discussion_comment(
+        discussion_num=1, comment_id=comment.id, new_content="Because <b>.", **on
+    )
+    assert (edited.edited, edited.number_of_edits, edited.content) == (True, 2, "Because <b>.")
+    with pytest.warns(UserWarning, match="irreversible"):
+        hidden = api.hide_discussion_comment(discussion_num=1, comment_id=comment.id, **on)
+    assert hidden.hidden and "Because" not in str(hidden._event)
+    renamed = api.rename_discussion(discussion_num=1, new_title="An answer", **on)
+    assert (renamed.old_title, renamed.new_title) == ("A question", "An answer")
+    closed = api.change_discussion_status(
+        discussion_num=1, new_status="closed", comment="Done.", **on
+    )
+    assert closed.new_status == "closed"
+    details = talk.details(1)
+    assert (details.title, details.status, details.is_pull_request) == (
+        "An answer",
+        "closed",
+        False,
+    )
+    assert [event.type for event in details.events] == [
+        "comment",
+        "comment",
+        "title-change",
+        "comment",
+        "status-change",
+    ]
+    with pytest.raises(HfHubHTTPError, match="is closed already"):
+        api.change_discussion_status(discussion_num=1, new_status="closed", **on)
+    with pytest.raises(HfHubHTTPError, match="is hidden"):
+        api.edit_discussion_comment(
+            discussion_num=1, comment_id=comment.id, new_content="Again", **on
+        )
+
+    told = talk.told(6)
+    assert [(one.event.action, one.event.scope) for one in told] == [
+        ("create", "discussion"),
+        ("create", "discussion.comment"),
+        ("update", "discussion.comment"),
+        ("update", "discussion.comment"),
+        ("update", "discussion"),
+        ("update", "discussion"),
+    ]
+    first, last = told[0], told[-1]
+    assert first.comment is not None and first.comment.content == "Why *so*?"
+    assert first.discussion is not None and first.discussion.num == 1
+    assert last.discussion is not None and last.discussion.status == "closed"
+    assert first.repo.headSha is None
+
+
+def test_discussions_are_listed_by_kind_and_status(talk: Talk) -> None:
+    api, on = talk.api, talk.on
+    for number in range(55):
+        api.create_discussion(title=f"Question {number}", **on)
+    api.create_pull_request(title="Change", **on)
+    api.change_discussion_status(discussion_num=1, new_status="closed", **on)
+    assert [one.num for one in api.get_repo_discussions(**on)] == list(range(56, 0, -1))
+    for options, expected in [
+        ({"discussion_type": "pull_request"}, [56]),
+        ({"discussion_status": "closed"}, [1]),
+        ({"discussion_status": "open", "discussion_type": "discussion"}, [*range(55, 1, -1)]),
+        ({"author": "nobody"}, []),
+    ]:
+        assert [one.num for one in api.get_repo_discussions(**on, **options)] == expected
+
+
+def test_a_pull_request_from_its_draft_to_its_merge(talk: Talk, tmp_path: Path) -> None:
+    api, on, hub = talk.api, talk.on, talk.hub
+    made = api.create_pull_request(title="Better rows", description="See.", **on)
+    assert (made.status, made.target_branch, made.git_reference) == (
+        "draft",
+        "refs/heads/main",
+        "refs/pr/1",
+    )
+    api.upload_file(path_or_fileobj=b"b\n", path_in_repo="b.txt", revision="refs/pr/1", **on)
+    api.change_discussion_status(discussion_num=1, new_status="open", **on)
+    hub.git("clone", "-q", f"{hub.url}/datasets/{talk.id}", "clone", cwd=tmp_path)
+    clone = tmp_path / "clone"
+    hub.git("fetch", "-q", "origin", "refs/pr/1:pr/1", cwd=clone)
+    hub.git("checkout", "-q", "pr/1", cwd=clone)
+    (clone / "a.txt").write_text("1\n2\n3\n4\n")
+    hub.git("commit", "-qam", "A fourth row", cwd=clone)
+    hub.git("push", "-q", "origin", "pr/1:refs/pr/1", cwd=clone)
+    assert "hidden ref" in hub.git("push", "origin", "pr/1:refs/pr/7", cwd=clone, check=False)
+    # Meanwhile main goes on.
+    api.upload_file(path_or_fileobj=b"c\n", path_in_repo="c.txt", **on)
+
+    details = talk.details(1)
+    assert [event.type for event in details.events].count("commit") == 2
+    assert details.conflicting_files == []
+    assert details.diff is not None
+    assert "+4" in details.diff and "c.txt" not in details.diff
+    refs = api.list_repo_refs(talk.id, repo_type="dataset", include_pull_requests=True)
+    assert [one.ref for one in refs.pull_requests or []] == ["refs/pr/1"]
+
+    api.merge_pull_request(discussion_num=1, comment="Thanks.", **on)
+    merged = talk.details(1)
+    [newest, before, *_] = api.list_repo_commits(talk.id, repo_type="dataset")
+    assert (merged.status, merged.merge_commit_oid) == ("merged", newest.commit_id)
+    assert newest.title == "Better rows (#1)" and "A fourth row" in newest.message
+    assert before.title == "Upload c.txt with huggingface_hub"
+    assert (talk.read("a.txt"), talk.read("b.txt"), talk.read("c.txt")) == (
+        "1\n2\n3\n4\n",
+        "b\n",
+        "c\n",
+    )
+    with pytest.raises(HfHubHTTPError, match="merged already"):
+        api.merge_pull_request(discussion_num=1, **on)
+    with pytest.raises(HfHubHTTPError, match="is merged"):
+        api.upload_file(path_or_fileobj=b"d", path_in_repo="d", revision="refs/pr/1", **on)
+    assert "hidden ref" in hub.git("push", "origin", "main:refs/pr/1", cwd=clone, check=False)
+    told = talk.told(3)
+    assert told[-1].discussion is not None
+    assert told[-1].discussion.changes is not None
+    assert told[-1].discussion.changes.mergeCommitId == newest.commit_id
+
+
+def test_each_kind_of_upload_opens_a_pull_request(talk: Talk, tmp_path: Path) -> None:
+    api, on = talk.api, talk.on
+    head = api.dataset_info(talk.id).sha
+    (tmp_path / "x.txt").write_text("x\n")
+    made = [
+        api.upload_file(path_or_fileobj=b"x", path_in_repo="x.txt", create_pr=True, **on),
+        api.upload_folder(folder_path=tmp_path, create_pr=True, **on),
+        api.create_commit(
+            operations=[CommitOperationAdd("y", b"y"), CommitOperationDelete("a.txt")],
+            commit_message="Two changes",
+            commit_description="At once",
+            create_pr=True,
+            parent_commit=head,
+            **on,
+        ),
+        api.delete_file(path_in_repo="a.txt", create_pr=True, **on),
+    ]
+    assert [one.pr_num for one in made] == [1, 2, 3, 4]
+    assert made[0].pr_url == f"{talk.hub.url}/datasets/{talk.id}/discussions/1"
+    assert api.dataset_info(talk.id).sha == head
+    for one in made:
+        assert one.pr_revision is not None
+        assert api.dataset_info(talk.id, revision=one.pr_revision).sha == one.oid
+    assert talk.details(3).title == "Two changes"
+    assert talk.details(3).status == "open"
+
+
+def test_what_both_sides_changed_is_named_and_not_merged(talk: Talk) -> None:
+    api, on = talk.api, talk.on
+    api.upload_file(path_or_fileobj=b"one\n2\n3\n", path_in_repo="a.txt", create_pr=True, **on)
+    api.upload_file(path_or_fileobj=b"eins\n2\n3\n", path_in_repo="a.txt", **on)
+    assert talk.details(1).conflicting_files == ["a.txt"]
+    head = api.dataset_info(talk.id).sha
+    with pytest.raises(HfHubHTTPError, match=r"both sides changed a\.txt"):
+        api.merge_pull_request(discussion_num=1, **on)
+    assert api.dataset_info(talk.id).sha == head
+    assert talk.details(1).status == "open"
+
+
+@pytest.mark.parametrize(
+    "path, body, status",
+    [
+        ("", {"title": "", "description": "x"}, 400),
+        ("", {"title": "x" * 300, "description": "x"}, 400),
+        ("", {"title": "x", "description": " "}, 400),
+        ("", {"title": 1}, 400),
+        ("/1/comment", {"comment": "x" * 100_000}, 400),
+        ("/1/status", {"status": "merged"}, 400),
+        ("/1/merge", None, 400),
+        ("/9/comment", {"comment": "x"}, 404),
+        ("/x/comment", {"comment": "x"}, 404),
+        ("/1/comment/none/edit", {"content": "x"}, 404),
+        ("/1/none", {}, 404),
+    ],
+)
+def test_bad_requests_are_refused(hub: RunningHub, path: str, body: Any, status: int) -> None:
+    hub.api.create_repo("local/bad", repo_type="dataset", exist_ok=True)
+    if not list(hub.api.get_repo_discussions("local/bad", repo_type="dataset")):
+        hub.api.create_discussion("local/bad", "First", repo_type="dataset")
+    answer = hub.request("POST", f"/api/datasets/local/bad/discussions{path}", json=body)
+    assert answer.status_code == status, answer.text
+    assert len(list(hub.api.get_repo_discussions("local/bad", repo_type="dataset"))) == 1
+
+
+def test_a_pull_request_needs_a_commit_to_start_from(hub: RunningHub) -> None:
+    hub.create_dataset("local/empty")
+    with pytest.raises(BadRequestError, match="has no commit"):
+        hub.api.create_pull_request("local/empty", "Change", repo_type="dataset")
+    assert not list(hub.api.get_repo_discussions("local/empty", repo_type="dataset"))

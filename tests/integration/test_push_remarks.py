@@ -1,0 +1,90 @@
+"""What a person who pushed is told at once: by git, and by the client of the Hub."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.push_remarks import PushRemarks
+from pipeline.settings import PipelineSettings
+from tests.hub_fixtures import RunningHub, running_hub
+
+FOLLOWED = [
+    PipelineSettings(name="facts", dataset="local/facts"),
+    PipelineSettings(name="beta", dataset="local/facts", ref="beta"),
+]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    folder = tmp_path_factory.mktemp("hub")
+    with running_hub(folder, remarks_on=PushRemarks(FOLLOWED)) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def clone(hub: RunningHub, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clone")
+    hub.git("init", "-q", cwd=folder)
+    hub.git("remote", "add", "origin", hub.create_dataset("local/facts"), cwd=folder)
+    return folder
+
+
+def push(hub: RunningHub, clone: Path, files: dict[str, str], branch: str = "main") -> list[str]:
+    """The lines that git prints for the person."""
+    for path, text in files.items():
+        (clone / path).write_text(text)
+    hub.git("add", "-A", cwd=clone)
+    hub.git("commit", "-qm", "Change", cwd=clone)
+    printed = hub.git("push", "--force", "origin", f"HEAD:{branch}", cwd=clone)
+    lines = [line.removeprefix("remote: ").strip() for line in printed.splitlines()]
+    return [
+        told for told, line in zip(lines, printed.splitlines(), strict=True) if "remote:" in line
+    ]
+
+
+GOOD = '{"prompt": "a", "completion": "b"}\n'
+
+
+def test_a_good_push_is_told_nothing(hub: RunningHub, clone: Path) -> None:
+    assert push(hub, clone, {"good.jsonl": GOOD}) == []
+
+
+def test_a_branch_that_nobody_follows_is_told(hub: RunningHub, clone: Path) -> None:
+    told = push(hub, clone, {"more.jsonl": GOOD}, branch="main2")
+    assert told == ["No pipeline follows the branch 'main2', only beta, main."]
+    assert push(hub, clone, {"other.jsonl": GOOD}, branch="beta") == []
+
+
+def test_a_row_that_cannot_be_read_is_told_with_file_and_line(hub: RunningHub, clone: Path) -> None:
+    bad = GOOD * 2 + "{no json\n" + GOOD
+    first, last = push(hub, clone, {"bad.jsonl": bad, "good2.jsonl": GOOD})
+    assert first.startswith("bad.jsonl, line 3")
+    assert last == "The job of facts will fail until this is mended."
+    # The next push does not touch the bad file, so it is told nothing of it.
+    assert push(hub, clone, {"good3.jsonl": GOOD}) == []
+
+
+def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9\n"
+    first, _ = push(hub, clone, {"large.jsonl": pointer})
+    assert (
+        first == "large.jsonl: this large file was not uploaded: run `git lfs push --all origin`."
+    )
+
+
+def test_the_client_of_the_hub_is_told_too(
+    hub: RunningHub, clone: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.api.upload_file(
+        path_or_fileobj=b"{no json",
+        path_in_repo="sent.jsonl",
+        repo_id="local/facts",
+        repo_type="dataset",
+    )
+    assert "sent.jsonl, line 1" in caplog.text
+
+
+def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
+    told = push(hub, clone, {"a\x1b[31mb.jsonl": "{no json\n"})
+    assert "a?[31mb.jsonl, line 1" in told[0]
