@@ -1,4 +1,4 @@
-"""`pipeline hub`: run the hub, collect its garbage, and purge what was pushed by mistake."""
+"""`pipeline hub`: run the hub, collect its garbage, purge what was pushed by mistake."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,6 +7,7 @@ import typer
 from pipeline.cli import services
 from pipeline.cli.hub_calls import call_hub
 from pipeline.cli.services import HostOption, PortOption
+from pipeline.cli.token_commands import app as tokens_app
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Run the embedded hub: git repositories and webhooks, on port 8070 by default.",
     invoke_without_command=True,
 )
+app.add_typer(tokens_app, name="tokens")
 
 
 @app.callback()

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import (
+    access,
     account_routes,
     activity_routes,
     auth,
@@ -34,6 +35,8 @@ from pipeline.hub import (
     ref_routes,
     repository_routes,
     retention,
+    token_routes,
+    token_store,
     transfer_routes,
     webhook_routes,
     xet_routes,
@@ -111,7 +114,6 @@ def create_app(
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     cipher = SecretCipher(secret_key)
-    guard = auth.Guard(token, settings.owner, jobs_store, secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with only_hub_in(root):
@@ -131,6 +133,14 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
+            guard = auth.Guard(
+                token,
+                settings.owner,
+                jobs_store,
+                secret_key,
+                find_token=partial(token_store.identity_of_token, database, user=settings.owner),
+                public_host=settings.host if settings.public_reads else None,
+            )
             prune = partial(
                 run_in_threadpool,
                 retention.prune,
@@ -172,6 +182,7 @@ def create_app(
             app.state.git = GitHttp(
                 settings, guard, repositories, database, log, metrics, remarks_on
             )
+            app.state.guard = guard
             try:
                 yield
             finally:
@@ -194,6 +205,7 @@ def create_app(
             *webhook_routes.routes(),
             *activity_routes.routes(),
             *maintenance_routes.routes(),
+            *token_routes.routes(),
             *pages.routes(),
             Route("/api/{rest:anytext}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:anytext}", repository_files, methods=["GET", "POST"]),
@@ -221,8 +233,9 @@ def create_app(
                 return
             if scope["path"] not in _OPEN_PATHS:
                 try:
-                    await guard.check(scope)
+                    identity = await api.state.guard.check(scope)
                     auth.check_site(scope)
+                    await access.check(api.state.hub, identity, scope, _VERBS)
                 except RequestError as error:
                     refusal = lfs_routes.refusal_by_guard(scope, error)
                     await (refusal or http_json.error_response(error))(scope, receive, send)
@@ -284,6 +297,8 @@ async def _repository_call(
     request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
 ) -> Response:
     method = request.method
+    if verb == "xet-write-token":  # a GET, but what it gives is used to write
+        auth.identity_of(request).require_write(f"{method} {request.url.path}")
     if verb == "" and method in ("GET", "HEAD"):
         return await content_routes.describe(request, hub, name, [])
     if verb == "refs" and method in ("GET", "HEAD"):

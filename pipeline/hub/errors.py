@@ -4,12 +4,14 @@
     └── RequestError             answered to the client, never a traceback
         ├── BadRequest           400
         ├── Unauthorized         401
+        │   └── TokenMissing     401, code RepoNotFound, where a repository is asked for
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
         │   └── RepositoryMoved  307 to the present name
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
+        ├── TokenNotFound        404
         ├── DiscussionNotFound   404
         ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
         │                        that it does not exist
@@ -55,6 +57,12 @@ class Unauthorized(RequestError):
     status = 401
 
 
+class TokenMissing(Unauthorized):
+    """The Hub's code for a missing repository: without a token the client shows it as one."""
+
+    code = "RepoNotFound"
+
+
 class Forbidden(RequestError):
     status = 403
 
@@ -97,6 +105,10 @@ class EntryNotFound(RequestError):
 
 
 class WebhookNotFound(RequestError):
+    status = 404
+
+
+class TokenNotFound(RequestError):
     status = 404
 
 

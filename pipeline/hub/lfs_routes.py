@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from pipeline.hub import signatures, transfer_routes
+from pipeline.hub.auth import identity_of
 from pipeline.hub.errors import (
     BadRequest,
     Forbidden,
@@ -106,6 +107,8 @@ async def _batch(request: Request, hub: Hub, repository: Repository) -> Response
     batch = await read_json(request, Batch)
     if batch.hash_algo != "sha256":
         raise BadRequest(f"hash_algo is {batch.hash_algo!r}: this hub knows sha256 only.")
+    if batch.operation == "upload":
+        identity_of(request).require_write("an upload of large files")
     offer = _Offer(hub, repository, hub_url(request), batch)
     objects = await run_in_threadpool(lambda: [offer.answer(each) for each in batch.objects])
     return _json({"transfer": offer.transfer, "objects": objects, "hash_algo": "sha256"})
