@@ -30,9 +30,9 @@ from pipeline.hub.errors import (
 from pipeline.hub.http_json import iso_time, next_page, query_int, read_body
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import RepositoryName, RepositoryType, file_path
-from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
+from pipeline.pointers import Pointer, may_be_pointer
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
-from pipeline.hub.pointers import OID
+from pipeline.pointers import OID
 
 CHUNK_BYTES = 1024 * 1024
 """How much of a file is in memory at a time."""

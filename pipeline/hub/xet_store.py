@@ -20,7 +20,6 @@ from starlette.concurrency import run_in_threadpool
 
 from pipeline.hub.errors import BadRequest, TooLarge
 from pipeline.hub.large_files import LargeFiles, in_chunks, publish, to_disk
-from pipeline.hub.pointers import OID
 from pipeline.hub.xet import (
     MAX_SHARD_BYTES,
     MAX_XORB_BYTES,
@@ -33,6 +32,7 @@ from pipeline.hub.xet import (
     read_terms,
     xorb_hash,
 )
+from pipeline.pointers import OID
 
 _making = threading.Lock()
 
