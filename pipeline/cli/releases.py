@@ -116,7 +116,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     from serving.weights.release_store import (
         list_releases,
         load_release,
-        previous_release,
+        previous_release_id,
         release_number,
         served_release,
     )
@@ -138,7 +138,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         print(f"pipeline: {error}; going back to an older release", file=sys.stderr)
         parent = None
     # Choose only older releases: a second rollback must go further back, not undo the first.
-    choices = (previous_release(folder), parent, older[-1])
+    choices = (previous_release_id(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
 
