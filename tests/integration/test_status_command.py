@@ -196,5 +196,7 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
             )
         return str(error.value)
 
-    assert "has no commit 'deadbeef'; push it, or leave --revision out" in refused("deadbeef")
+    assert "has no commit 'deadbeef'; push this commit, or leave --revision out" in refused(
+        "deadbeef"
+    )
     assert "push" in refused(None) and "--revision" not in refused(None)
