@@ -53,8 +53,8 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        # Call this before the runner's first job ends, because `start` marks all ended jobs as
-        # handled.
+        # Call this before the runner's first job ends: if there is no progress file yet, `start`
+        # marks every job that has ended as handled.
         outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),

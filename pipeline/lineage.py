@@ -73,8 +73,8 @@ def lineage(
 ) -> Lineage:
     """The lineage of a release that is published now.
 
-    `parent` and `revision` are what the trainer told us. In a job, None as `parent` means the
-    served release, and None as `revision` means the job's commit.
+    `parent` and `revision` are what the trainer gave as options. In a job, None as `parent` means
+    the served release, and None as `revision` means the job's commit.
     """
     return Lineage(
         parent=parent or (served if context.job_id is not None else None),

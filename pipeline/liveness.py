@@ -24,9 +24,9 @@ this many probes if each probe takes as long as planned."""
 class Pulse:
     """Watches one child process, from its start until `stop` is called.
 
-    Counts the seconds without an answer. Each probe adds the time that it took, but at most two
-    intervals. This limit matters if our own process did not run for a while, because it was stopped
-    or the machine slept: the child must not look hung because of that time.
+    Adds up the seconds without an answer. Each probe without an answer adds the time that it took,
+    but at most two intervals. Without this limit, a child would look hung if our own process had
+    not run for a while, because it was stopped or the machine slept.
     """
 
     def __init__(self, probe: Probe, *, start_seconds: float, hang_seconds: float) -> None:

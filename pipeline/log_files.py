@@ -12,8 +12,8 @@ NUM_KEPT = 3
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
-    """If the log is larger than `max_bytes`, move its content to the file `.1`, after renaming `.1`
-    to `.2` and so on.
+    """If the log is larger than `max_bytes`, move its content to the file `.1`. Older parts are
+    renamed first: `.1` becomes `.2`, and so on.
 
     The service keeps the log open, so this copies the content and then empties the file. The
     service must have opened the log for appending, so that it goes on writing at the start of the

@@ -38,7 +38,8 @@ class Home:
     @property
     def bases_dir(self) -> Path:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
-        pipeline's name. A model from a hub is downloaded once for all pipelines, into `hub`."""
+        pipeline's name. A model from a hub is downloaded once for all pipelines, into `hub`. The
+        folder `answers` holds what the base models themselves answer."""
         return self.root / "bases"
 
     @property

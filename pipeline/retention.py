@@ -68,8 +68,8 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    A job stays as long as its folder exists, if it is in `kept`, and if a webhook starts copies of
-    it. Raises HubError if the hub's webhooks cannot be read.
+    A job stays if its folder exists, if it is in `kept`, or if a webhook starts copies of it.
+    Raises HubError if the hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
@@ -89,8 +89,8 @@ def forget_jobs(
 def remembered_days(settings: Settings) -> float:
     """How many days jobs and deliveries stay in the store.
 
-    A repeated delivery is recognised only while the first one is in the store. So they stay for as
-    long as the hub may still retry a delivery, or a person can replay it.
+    A repeated delivery is recognised only while the first delivery is in the store. So deliveries
+    stay for as long as the hub may retry them, or a person may replay them.
     """
     schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
     refused = settings.hub.refused_give_up_seconds

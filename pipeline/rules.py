@@ -63,12 +63,11 @@ def branch_ref(pipeline: PipelineSettings) -> str:
 
 
 def _file(path: Path | None) -> Path | None:
-    """The path as the settings name it. A relative path starts at the folder of the settings
-    file."""
+    """The path, made absolute. A relative path starts at the folder of the settings file."""
     return None if path is None else settings_file().parent / path.expanduser()
 
 
 def program_of(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command with its program. If the program is a relative path, this makes it absolute: the
-    path starts at the folder of the settings file, but the job runs in another folder."""
+    """The command. If its program is a relative path, this path starts at the folder of the
+    settings file. It is made absolute here, because the job runs in another folder."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

@@ -35,7 +35,8 @@ PROGRESS_SECONDS = 10.0
 ROTATE_SECONDS = 10.0
 """The sizes of the logs are checked this often."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""If a child ends again and again, the waits before its restarts. The last value repeats."""
+"""The stack waits this long before each restart of a child that ends again and again. The last
+value repeats."""
 STEADY_SECONDS = 60.0
 """When a child has run for this long, the wait before its next restart is the shortest again."""
 

@@ -114,8 +114,8 @@ class _Revision(BaseModel):
 
 
 class _Snapshot(BaseModel):
-    """The fields of a `DatasetSnapshot` that are needed here. Reads the files of every version of
-    hotpush."""
+    """The fields of a `DatasetSnapshot` that are needed here. All other fields are ignored, so that
+    this can read a file that any version of hotpush wrote."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -70,12 +70,11 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove a commit for good, with everything that was made from its rows. No branch or tag may
-    still contain the commit.
+    """Remove a commit for good. No branch or tag may contain the commit any more.
 
     Removes the commit and all commits after it from the repository. Also removes the downloads,
-    token caches and job folders that contain their rows. Prints the releases that were trained on
-    these commits. If the command is interrupted, run it again.
+    token caches and job folders that contain their rows. Without --releases, prints the releases
+    that were trained on these commits. If the command is interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store

@@ -35,8 +35,10 @@ def reading_store(home: Home) -> "AbstractContextManager[JobStore | None]":
 
 
 def find_job(store: "JobStore | None", job_id: str | None, latest: bool) -> "tuple[JobStore, Job]":
-    """The job with this id, or the newest job if `latest` is set; and the store, which exists if a
-    job was found. Raises PipelineError."""
+    """The store, and one job in it: the job with this id, or the newest job if `latest` is set.
+
+    Raises PipelineError if there is no job yet, or if the options do not name exactly one job.
+    """
     if (job_id is None) is not latest:
         raise PipelineError("name one job by its id, or use --latest")
     if store is not None and job_id is not None:

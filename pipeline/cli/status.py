@@ -221,7 +221,8 @@ def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
             if served is None:
                 return None
             release_id = served.name
-            # Ask the disk only if no server answers, because a server knows better.
+            # Look on the disk only if no server answers. A server that answers but serves no
+            # release serves no substitute either, whatever is on the disk.
             if not answer:
                 stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision

@@ -17,8 +17,8 @@ from pipeline.cli.tables import print_table
 from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument
 
 WAIT_SECONDS = 30.0
-"""`test` waits this long until the hub has tried to deliver the test event. By default, the hub's
-own timeout for an attempt is shorter."""
+"""`test` waits at most this long for the hub to try to deliver the test event. By default, the
+hub's own timeout for an attempt is shorter."""
 
 DeliveryArgument = Annotated[
     str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")

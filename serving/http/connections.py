@@ -45,8 +45,8 @@ class Limits:
 
     max_connections: int = 512
     """How many connections may be open at once. If one more client connects, the server ends the
-    connection that has made no progress for the longest time. If it waits for no client, it ends
-    the new connection."""
+    connection that has made no progress for the longest time. If the server waits for none of the
+    other clients, it ends the new connection."""
     headers_seconds: float = 15
     """A client must send the complete headers of a request within this time. The time starts when
     the client connects, and again when an answer ends."""

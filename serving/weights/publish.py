@@ -1,7 +1,7 @@
 """Publishes a release: either the complete release, or nothing.
 
-The steps are, in this order: write and fsync the shards and the other small files, then the index,
-then the manifest; fsync the folder; rename the folder; fsync its parent folder. A reader sees the
+The steps are, in this order: write and fsync the shards and the small files, then the index, then
+the manifest; fsync the folder; rename the folder; fsync its parent folder. A reader sees the
 release only after the rename. A publisher that is killed leaves an unfinished folder, and the next
 publisher removes this folder. Files are copied and never linked, because the source may change
 later and a release must not change.

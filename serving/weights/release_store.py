@@ -10,12 +10,13 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
                         from, one per line, oldest first. The last id is the release that should be
                         served
     pending             the id of a release that the next server swaps in when it starts
-    pinned              ids that are never pruned, one per line
+    pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
 
 Only the server writes `current`, `previous` and `live`, after the probe. `current` normally points
-at the last id in `live`. If the server could not serve that release, it serves an older release of
-`live` as a substitute: the release in `current` then "stands in for" the last id in `live`.
+at the last release in `live`. If the server could not serve that one, because it is damaged, the
+server serves an older release of the list as a substitute. The release in `current` then "stands in
+for" the last release in `live`.
 """
 
 import logging
@@ -49,7 +50,8 @@ COUNTER = "counter"
 UNFINISHED = ".unfinished-"
 """Prefix of release folders that are being written or removed.
 
-Both happen under the lock. So if the lock is free and such a folder exists, its writer was killed.
+A process holds the lock while it writes or removes a release. So if the lock is free and such a
+folder exists, the process was killed.
 """
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
