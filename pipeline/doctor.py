@@ -151,8 +151,8 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
                 yield wrong(
                     "ports",
                     f"port {service.port} of the {service.name} is in use, and no stack is up",
-                    f"stop the program that uses the port, or move the {service.name}: "
-                    f"{service.port_setting}",
+                    "stop the program that uses the port, or set another port for the "
+                    f"{service.name}: {service.port_setting}",
                 )
         yield ok("stack", "no stack is up")
         return
@@ -205,7 +205,7 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "webhook",
                 f"{webhook.id}: {warning}",
-                "correct the list of watched repositories: pipeline webhooks update "
+                "change what this webhook watches: pipeline webhooks update "
                 f"{webhook.id} --watch …",
             )
         if webhook.status == "suspended" and webhook != ours:
@@ -222,7 +222,7 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
     elif ours.status != "enabled":
         yield wrong(
             "webhook",
-            f"{ours.id} is {ours.status}: pushes to {url} start no jobs",
+            f"{ours.id}, which delivers to {url}, is {ours.status}, so pushes start no jobs",
             f"pipeline webhooks enable {ours.id}",
         )
     else:
@@ -322,8 +322,8 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "releases",
                 f"{served.name} stands in for {damaged}, which could not be served",
-                "train again on its rows: pipeline jobs run; or restore the files of "
-                f"{damaged}, then: pipeline releases repair",
+                f"train again on the rows of {damaged}: pipeline jobs run; or restore its files, "
+                "then: pipeline releases repair",
             )
         if served is not None and served.name not in ids:
             yield wrong(
@@ -334,7 +334,7 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
         if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
             yield wrong("releases", f"unfinished folders in {folder}", "pipeline up removes them")
         if not broken:
-            yield ok("releases", f"{pipeline.name}: {len(ids)}, all complete")
+            yield ok("releases", f"{pipeline.name}: {len(ids)} releases, all complete")
 
 
 CHECKS: tuple[Check, ...] = (

@@ -15,7 +15,7 @@ from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.subscriptions import ROUTE
 
-CAUSE = "encrypted with another key: tokens.json was replaced, or PIPELINE_SECRET_KEY has changed"
+CAUSE = "encrypted with another key (tokens.json was replaced, or PIPELINE_SECRET_KEY has changed)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ def _of_webhooks(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
         if urlsplit(url).path == ROUTE:
             step = "restart the stack, which repairs it: pipeline down && pipeline up --detach"
         target = url or f"job {job_id}"
-        yield LostSecret(f"webhook {id} to {target} delivers nothing: its secret was {CAUSE}", step)
+        yield LostSecret(
+            f"webhook {id} to {target} delivers nothing, because its secret was {CAUSE}", step
+        )
 
 
 def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSecret]:
@@ -68,7 +70,7 @@ def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSec
         sealed = job.spec.sealed_env
         if sealed is not None and not _reads(fernet, sealed.encode()):
             yield LostSecret(
-                f"{job.id} cannot start: its secrets were {CAUSE}",
+                f"{job.id} cannot start, because its secrets were {CAUSE}",
                 f"pipeline jobs cancel {job.id}, then submit the job again with its secrets",
             )
 

@@ -113,5 +113,6 @@ def check_port(service: Service) -> None:
     if service.url is not None and (fault := port_fault(service.url)) is not None:
         raise PipelineError(
             f"port {service.port} for the {_in_words(service)} cannot be used ({fault}); "
-            f"free the port, or move the {_in_words(service)}: {service.port_setting}"
+            f"free the port, or set another port for the {_in_words(service)}: "
+            f"{service.port_setting}"
         )

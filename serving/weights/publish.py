@@ -183,7 +183,7 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
                 f"{pipeline_dir}: the disk filled up while the release was written, so the "
-                "release was removed; prune releases or move the state folder"
+                "unfinished release was removed; prune releases or move the state folder"
             ) from error
         raise
 
