@@ -32,7 +32,8 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that no branch, tag, release, job or stored event needs, and their large files.
+    """Remove commits that no branch, tag, release, job or stored event needs, and their large
+    files.
 
     The hub may run or not. A push to a repository waits while this command works on the repository.
     """
