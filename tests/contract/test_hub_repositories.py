@@ -362,7 +362,8 @@ def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) ->
     assert full.sha == shas[1] and full.card_data["tags"] == ["birds"]
     assert api.dataset_info("lab/list-1").tags == ["license:mit", "birds"]
     [plain] = api.list_datasets(search="list-1")
-    assert plain.siblings is None and plain.created_at and plain.last_modified
+    assert plain.siblings is None and plain.tags == ["license:mit", "birds"]
+    assert plain.card_data is None and plain.created_at and plain.last_modified
 
     path: str | None = "/api/datasets?search=list-&limit=1&sort=createdAt&direction=1"
     seen = []
