@@ -421,6 +421,7 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
     hub.api.create_repo("Ada/space", repo_type="space", space_sdk="static")
     for act in (
         lambda: list(hub.api.list_collections(owner="Ada")),
+        lambda: list(hub.api.list_lfs_files("space", repo_type="space")),
         lambda: hub.api.create_collection("x"),
         lambda: hub.api.get_space_runtime("Ada/space"),
         lambda: hub.api.restart_space("Ada/space"),
