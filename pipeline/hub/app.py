@@ -215,12 +215,12 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
 
-    # What these routes receive goes to disk piece by piece, so no limit of bodies in memory stands
-    # in front of them. They ask for a proof of their own in place of the token.
+    # These routes ask for a proof of their own in place of the token.
     transfers = Starlette(
         routes=[*transfer_routes.routes(), *xet_routes.routes()],
         exception_handlers=http_json.EXCEPTION_HANDLERS,
     )
+    transfers.state.bodies = api.state.bodies
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
