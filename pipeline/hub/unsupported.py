@@ -54,6 +54,7 @@ _OF_REPOSITORY: Mapping[str, str] = {
     "variables": "Variables of a Space",
     "volumes": "The runtime of Spaces",
 }
+UNSUPPORTED_VERBS = frozenset(_OF_REPOSITORY)
 _ELSEWHERE: Mapping[str, str] = {
     "buckets": "Buckets",
     "collections": "Collections",

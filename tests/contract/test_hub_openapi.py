@@ -60,6 +60,8 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/api/datasets/{owner}/{name}/paths-info/{revision}"): {"paths": {}},
     ("POST", "/api/datasets/{owner}/{name}/branch/{revision}"): {"startingPoint": STRING},
     ("POST", "/api/datasets/{owner}/{name}/tag/{revision}"): {"tag": STRING},
+    ("POST", "/api/datasets/{owner}/{name}/super-squash/{revision}"): {"message": STRING},
+    ("POST", "/api/validate-yaml"): {"content": STRING},
     ("POST", "/api/datasets/{owner}/{name}/commit/{revision}"): {"summary": STRING},
     ("POST", "/api/datasets/{owner}/{name}/preupload/{revision}"): {"files": {}},
     ("POST", "/datasets/local/facts.git/info/lfs/objects/batch"): {
