@@ -122,6 +122,15 @@ def test_upload_file(repo: Repo) -> None:
     assert future.result().oid == repo.api.dataset_info(repo.id).sha
 
 
+def test_the_first_upload_to_a_repository_of_the_settings(repo: Repo) -> None:
+    """Such a repository has no commit, so that a first `git push` needs no pull."""
+    empty = {**repo.on, "repo_id": f"{repo.id}-2"}
+    repo.hub.create_dataset(empty["repo_id"])
+    repo.api.upload_file(path_or_fileobj=LARGE, path_in_repo="a.parquet", **empty)
+    commits = repo.api.list_repo_commits(**empty)
+    assert [one.title for one in commits][1:] == ["initial commit"]
+
+
 def test_upload_folder(repo: Repo) -> None:
     first = files(repo.scratch / "a", x_txt=b"1", old__y_bin=LARGE, old__z_log=b"", tmp__t=b"t")
     repo.api.upload_folder(folder_path=first, ignore_patterns=["tmp/*"], **repo.on)
@@ -220,11 +229,13 @@ def test_hf(repo: Repo) -> None:
 
 @pytest.mark.slow
 def test_push_to_hub(repo: Repo) -> None:
+    repo.hub.create_dataset(f"{repo.id}-2")
     code = f"""
 import os, json, datasets
 from datasets import Dataset, DatasetDict, load_dataset
 rows = lambda n, start=0: {{"text": [f"row {{i}}" for i in range(start, start + n)]}}
 Dataset.from_dict(rows(300)).push_to_hub({repo.id!r}, num_shards=60)
+Dataset.from_dict(rows(3)).push_to_hub({repo.id + "-2"!r})
 DatasetDict(train=Dataset.from_dict(rows(20)), test=Dataset.from_dict(rows(5, 20))).push_to_hub(
     {repo.id!r}, config_name="small"
 )
