@@ -85,6 +85,7 @@ _POST = {
     "preupload": commit_routes.preupload,
     "commit": commit_routes.commit,
     "discussions": discussion_routes.change,
+    "lfs-files": lfs_routes.duplicate,
 }
 _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
