@@ -67,9 +67,10 @@ class RetrainRule(BaseModel):
         )
 
     def watches(self, payload: WebhookPayload) -> bool:
-        """Whether the payload's repository is this rule's dataset, by name or by URL."""
+        """Whether the payload's repository is this rule's dataset, by name or by URL. Hubs find a
+        name in any case, and tell it as the repository has it."""
         if "://" not in self.dataset and "@" not in self.dataset:
-            return payload.repo.name == self.dataset
+            return payload.repo.name.lower() == self.dataset.lower()
         urls = [url for url in (payload.repo.url.web, payload.repo.url.api) if url is not None]
         if (place := _place_by_ssh(self.dataset)) is not None:
             return place in {_place(url) for url in urls}
