@@ -284,7 +284,8 @@ class StackUnderFire:
                 " value ->> 'new_sha' AS new_sha FROM deliveries"
                 " JOIN events ON events.seq = event_seq"
                 " JOIN webhooks ON webhooks.id = webhook_id, json_each(updated_refs)"
-                " WHERE value ->> 'ref' = 'refs/heads/main' AND url LIKE '%/webhooks/retrain' ORDER BY seq"
+                " WHERE value ->> 'ref' = 'refs/heads/main' AND url LIKE '%/webhooks/retrain'"
+                " ORDER BY seq"
             ).fetchall()
 
     def connect(self) -> sqlite3.Connection:
