@@ -64,6 +64,24 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/api/validate-yaml"): {"content": STRING},
     ("POST", "/api/datasets/{owner}/{name}/commit/{revision}"): {"summary": STRING},
     ("POST", "/api/datasets/{owner}/{name}/preupload/{revision}"): {"files": {}},
+    ("POST", "/api/datasets/local/facts/discussions"): {
+        "title": STRING,
+        "description": STRING,
+        "pullRequest": {"type": "boolean"},
+    },
+    **{
+        ("POST", f"/api/datasets/local/facts/discussions/{{num}}/{verb}"): {
+            "comment": STRING,
+            "title": STRING,
+            "status": {"enum": ["open", "closed", "merged"]},
+        }
+        for verb in ("comment", "title", "status", "merge")
+    },
+    ("POST", "/api/datasets/local/facts/discussions/{num}/comment/{id}/edit"): {"content": STRING},
+    ("POST", "/api/datasets/local/facts/lfs-files/duplicate"): {
+        "target": {"type": "object", "properties": {"type": STRING, "name": STRING}},
+        "files": {"type": "array", "items": {"type": "object", "properties": {"sha256": STRING}}},
+    },
     ("POST", "/datasets/local/facts.git/info/lfs/objects/batch"): {
         "operation": {"enum": ["upload", "download"]},
         "objects": {"type": "array", "items": LARGE_OBJECT},
@@ -78,6 +96,8 @@ BY_HAND = [
         for verb in ("revision", "tree", "commits", "xet-write-token", "xet-read-token")
     ),
     ("GET", "/api/datasets"),
+    ("GET", "/api/datasets/local/facts/discussions"),
+    ("GET", "/api/datasets/local/facts/discussions/{num}"),
     ("DELETE", "/api/datasets/{owner}/{name}/branch/{revision}"),
     ("DELETE", "/api/datasets/{owner}/{name}/tag/{revision}"),
     ("GET", "/datasets/{owner}/{name}/resolve/{revision}/{path}"),
