@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.hub import (
+    auth,
     commit_routes,
     content_routes,
     discussion_routes,
@@ -45,6 +46,7 @@ _POST = {
 }
 _DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
+METHODS = ("GET", "POST", "PUT", "DELETE")
 VERBS = frozenset({"refs", "settings", "auth-check"}).union(*_BY_METHOD.values())
 
 
