@@ -13,7 +13,6 @@ import hypothesis
 import pytest
 import schemathesis
 from schemathesis import Case, GenerationMode
-from schemathesis.checks import not_a_server_error
 
 from jobs.spec import JobSpec
 from jobs.store import JobStore
@@ -175,7 +174,9 @@ def test_each_route_stands_answers_and_asks_for_the_token(
             headers = {"Authorization": f"Bearer {hub.token}"}
             if (service := case.path.rpartition("/")[2]) in SERVICES:
                 headers["Content-Type"] = f"application/x-{service}-request"
-            case.call_and_validate(headers=headers, checks=[not_a_server_error])
+            answer = case.call(headers=headers)
+            # 501 is the answer for what the Hugging Face Hub has and this hub has not.
+            assert answer.status_code < 500 or answer.status_code == 501, answer.text
 
         # Any text may stand in a path: only a body can be wrong.
         for mode in GenerationMode if operation.body else [GenerationMode.POSITIVE]:
