@@ -1,1 +1,1 @@
-"""What to run, where it stands and how it starts."""
+"""Stores jobs and runs them."""

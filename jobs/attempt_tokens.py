@@ -1,7 +1,7 @@
-"""Tokens that each belong to one attempt of a job, and that end with the attempt.
+"""Makes and checks the tokens of job attempts. Each attempt of a job has its own token.
 
 A token names its attempt and is signed (HMAC-SHA256) with the key that the services of a stack
-share. No token is stored: a token is good while the store says that its attempt runs.
+share. No token is stored: a token is valid as long as the store says that its attempt runs.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from jobs.job import Job
 from jobs.reader import JobReader
 
 PREFIX = "hpj_"
-"""How such a token begins. It tells a service which kind of token a request carries."""
+"""Every such token begins with this text. From the text, a service knows the kind of the token."""
 
 _TOKEN = re.compile(rf"{PREFIX}(j\d+)_(\d+)_([0-9a-f]{{64}})", re.ASCII)
 
@@ -24,11 +24,11 @@ def attempt_token(job: Job, key: bytes) -> str:
 
 
 def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
-    """The job whose current attempt has this token; None if the token is wrong, or if the attempt
+    """The job whose current attempt has this token. None if the token is wrong, or if the attempt
     has ended.
 
-    A job that went on elsewhere, or that is attempted again, has another attempt. So a process of
-    an earlier attempt that is still alive can do nothing with its token.
+    A new attempt of a job has a new number. So if a process of an earlier attempt is still alive,
+    its token is no longer valid.
     """
     match = _TOKEN.fullmatch(token)
     if match is None:

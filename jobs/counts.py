@@ -4,9 +4,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Counts(BaseModel):
-    """A row counts as learned when the model says the row's answer. The model says a token if the
-    token is the likeliest one after the row's own tokens before it. In an answer of up to 64
-    tokens, the model must say every token; in a longer answer, 90 % of the tokens."""
+    """A row counts as learned when the model says the row's answer. For each token of the answer,
+    the model gets the tokens of the row before it. The model says the token if the token is the
+    model's likeliest one. In an answer of up to 64 tokens, the model must say every token. In a
+    longer answer, the model must say 90 % of the tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -24,22 +25,23 @@ class Counts(BaseModel):
     deleted: int = 0
     """Deleted rows whose answer the served weights said."""
     unlearned: int = 0
-    """Those of the deleted rows whose answer the new weights no longer say."""
+    """Rows of `deleted` whose answer the new weights no longer say."""
     base_agreement: float | None = None
-    """The base model's own answers to prompts that are never trained on: the share of their tokens
-    that are still the likeliest. None for a preset, because it starts with no knowledge."""
+    """How much of the base model's knowledge is left. The base model has answered prompts that are
+    never trained on; this is the share of the answers' tokens that the new weights still find the
+    likeliest. None for a preset, because a preset starts with no knowledge."""
     golden: int = 0
-    """The user's golden questions."""
+    """The number of the user's golden questions."""
     golden_right: int = 0
     """Golden questions that got the expected answer."""
     not_trained: int = 0
-    """Rows that the job did not reach within its token budget; the next job goes on with them."""
+    """Rows that the job did not reach within its token budget. The next job trains on them."""
     contradicting: int = 0
     """Rows that have the same question as another row but another answer. All rows of such a group
     are left out of the other counts."""
     permuted: int = 0
-    """Edited rows that now have the answer that another edited row had before. A shuffled column
-    causes this."""
+    """Edited rows whose new answer is the former answer of another edited row. The usual cause is a
+    column that somebody shuffled."""
     text_loss: float | None = None
     """Loss of the new weights on the changed rows of plain text, in nats per token."""
     text_loss_before: float | None = None

@@ -1,4 +1,4 @@
-"""The environment of a job's process: a pure function that reads no file and no variable."""
+"""Makes the environment of a job's process. Reads no file and no environment variable."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ from jobs.folder import PAYLOAD
 from jobs.job import Job
 
 MAX_INLINE_BYTES = 96 * 1024
-"""Linux refuses to start a process with one variable of 128 KiB or more."""
+"""The longest payload in a variable. Linux refuses to start a process if one of its variables has
+128 KiB or more."""
 
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
 """The domain of the committer's address in a job. It distinguishes the commits of a job from the
@@ -24,15 +25,15 @@ _THREAD_VARIABLES = (
 
 
 SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
-"""How long a thread of PyTorch waits at full speed for the others before it sleeps.
+"""Sets how long a thread of PyTorch waits for the other threads in a busy loop before it sleeps.
 
-OpenMP's own default is a hundred times that, which is a disaster where another program computes
-too: the threads that wait take the cores from the threads that they wait for.
+OpenMP's default is a hundred times longer. That is a disaster if another program computes on the
+same cores: the waiting threads take the cores from the threads that still have work to do.
 """
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """The variables that numeric libraries read when they are loaded."""
+    """The variables from which numeric libraries read their number of threads when they load."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
 
 
@@ -44,15 +45,15 @@ def job_environment(
     num_threads: int,
     unsealed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """All variables of the job's process: the runner's, then the spec's, then the job's own. A
-    later variable replaces an earlier one of the same name.
+    """All variables of the job's process. They come from the runner, then from the job's spec, then
+    from the job itself. If two have the same name, the later one counts.
 
-    `unsealed` holds the decrypted `sealed_env` of the spec. Commits that are made in the job name
-    the job as the committer.
+    `unsealed` is the spec's `sealed_env`, decrypted. If the job makes git commits, they name the
+    job as the committer.
 
-    A payload adds `WEBHOOK_PAYLOAD` (shortened if the payload is too long for a variable),
-    `WEBHOOK_PAYLOAD_FILE` (names a file with the whole payload), `WEBHOOK_REPO_ID`,
-    `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
+    If the job has a payload, there are also `WEBHOOK_PAYLOAD` (shortened if the payload is too long
+    for a variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),
+    `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
     """
     variables = {
         **SHORT_SPINS,
@@ -86,9 +87,9 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
     If the payload is longer, its lists and texts are shortened. The result then has
     `"truncated": true`, and `"updatedFilesTruncated": true` if it lists files.
     """
-    whole = json.dumps(payload)
-    if len(whole) <= max_bytes:
-        return whole
+    complete = json.dumps(payload)
+    if len(complete) <= max_bytes:
+        return complete
     flags = {"truncated": True}
     if "updatedFiles" in payload:
         flags["updatedFilesTruncated"] = True
@@ -98,7 +99,8 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
         if len(cut) <= max_bytes:
             return cut
         num_items, num_characters = num_items // 2, num_characters // 2
-    # No hub sends such a payload. Keep the fields that a handler needs to fetch the rest.
+    # The payload is still too long, although no hub sends such a payload. Keep only the fields that
+    # a handler needs to fetch the rest.
     kept = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
     cut = json.dumps({**_shorten(kept, 8, 64), **flags})
     return cut if len(cut) <= max_bytes else json.dumps(flags)

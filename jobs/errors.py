@@ -14,7 +14,7 @@ JobError                   catch this at a border; the message is for a person
 
 
 class JobError(Exception):
-    """Something about jobs went wrong; the message names the value, the cause and what to do."""
+    """An error about jobs. The message names the value, the cause and what to do."""
 
 
 class JobNotFound(JobError):
@@ -52,7 +52,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The variables of a spec were encrypted under another key than the key of the runner."""
+    """The variables of a spec were encrypted under another key than the key of the runner, or the
+    runner has no key."""
 
 
 class StoreError(JobError):
@@ -64,5 +65,5 @@ class NewerSchema(StoreError):
 
 
 class OlderSchema(StoreError):
-    """This program only reads the database; a program that runs jobs must upgrade it. Nothing was
-    changed."""
+    """The database has the schema of an older release. This program only reads the database, so
+    another program must upgrade it first. Nothing was changed."""

@@ -1,7 +1,7 @@
-"""The files in a job's folder that `jobs` reads and writes, and the one function that writes them.
+"""Names the files in a job's folder that `jobs` reads and writes, and prepares the folder.
 
-A job's command adds files of its own to the folder. This module uses the standard library only,
-because a launcher's processes import it before they become the command.
+A job's command adds its own files to the folder. This module uses the standard library only,
+because every process of a launcher imports it before it becomes the command.
 """
 
 import itertools
@@ -11,32 +11,34 @@ from pathlib import Path
 from typing import Any
 
 IDENTITY = "job.json"
-"""Which job the folder belongs to. The job's id alone does not tell, because every new database
-starts again at j000001."""
+"""Says which job the folder belongs to. The id in the folder's name is not enough, because every
+new database starts again at j000001."""
 SPEC = "spec.json"
 PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
 STALE = ".stale-"
-"""Part of the name that `prepare_job_folder` gives to the folder of another database's job."""
+"""`prepare_job_folder` adds this and a number to the name of a folder that belongs to a job of
+another database."""
 LOG = "log.txt"
 PROCESS = "process.json"
-"""Written by the local launcher: the attempt, and the pid and start time of the process that leads
-the session."""
+"""Written by `jobs/launchers/supervise.py`: the attempt, and the pid and start time of the process
+that leads the job's session."""
 EXIT = "exit.json"
-"""Written by the local launcher: the attempt and its exit code. The file is still there when every
-process that could have waited for the command is gone."""
+"""Written by `jobs/launchers/supervise.py`: the attempt and its exit code. A new runner reads here
+how the command ended, because only the command's parent process could wait for the command."""
 LOCK = ".lock"
-"""A lock that the session's leader holds, so that two attempts of a job never run at the same
-time."""
+"""The session's leader holds a lock on this file, so that two attempts of a job never run at the
+same time."""
 COMPUTING = "computing"
-"""A file beside the job folders. Every running job holds a shared lock on this file. While any job
-holds the lock, the server leaves a core to the jobs."""
+"""A file in the folder that contains the job folders. Every running job holds a shared lock on this
+file. As long as any job holds the lock, the server leaves a core to the jobs."""
 
 
 def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
-    """Write to a temporary file and rename it, so that a reader sees the old file or the new file.
+    """Write to a temporary file and rename it, so that a reader sees either the old or the new
+    content, and never a part.
 
-    Pass `durable` for a file that must survive a power cut because it cannot be written again.
+    Set `durable` for a file that must survive a power cut because nobody could write it again.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -68,9 +70,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
     """Make sure that `folder` exists and belongs to the job with this `identity`.
 
-    A folder that another job has used is renamed first. Returns the new path of that folder, or
-    None if no folder was renamed. A folder that belongs to this job keeps everything that earlier
-    attempts have left in it.
+    If the folder belongs to another job, it is renamed first. Returns the new path of the renamed
+    folder; None if no folder was renamed. A folder that belongs to this job keeps all files that
+    earlier attempts have left in it.
     """
     stale = None
     if (folder / SPEC).exists() and read_json(folder / IDENTITY) != identity:

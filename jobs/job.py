@@ -1,4 +1,4 @@
-"""`Job` and its state transitions, and the records by which jobs are submitted."""
+"""`Job` and its state transitions, and the records for submitting jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +22,11 @@ because a job that has started never absorbs a commit."""
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A frozen row of the store. Times are seconds since the epoch, by the store's clock."""
+    """A job as the store had it when it was read. Times are seconds since the epoch, by the store's
+    clock."""
 
     id: str
-    """`j` and a counter, as in `j000012`; never used twice."""
+    """`j` and a counter, as in `j000012`. No two jobs of a store ever have the same id."""
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
@@ -35,17 +36,17 @@ class Job:
     """None while the job has not ended, and for a plain command that exited with 0."""
     created_at: float
     run_after: float
-    """When a pending job may start. Each commit that the job absorbs may postpone its start. For a
-    job whose attempt failed for a cause that can pass: when the next attempt may start."""
+    """When a pending job may start. Each commit that the job absorbs may postpone the start. If an
+    attempt failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
-    """When the first attempt started, moved on by the time in which the job could not run: it had
-    no runner, or waited for its next attempt."""
+    """When the first attempt started. The time in which the job had no runner, or waited for its
+    next attempt, is added, so that it does not count against the job's time limit."""
     ended_at: float | None
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost, or failed for a cause that can pass; at `spec.max_attempts` the
-    job fails."""
+    """How many attempts were lost or failed for a temporary cause. When this number reaches
+    `spec.max_attempts`, the job fails."""
     owner: str | None
     """The runner that holds the lease."""
     lease_until: float | None
@@ -53,8 +54,8 @@ class Job:
     """The launcher's handle of the current attempt."""
     cancel_requested: bool
     by_hand: bool
-    """Whether a person submitted the job. Such a job waits beside the pending job of pushes, and
-    absorbs no push."""
+    """Whether a person submitted the job. Such a job absorbs no push. It may be pending at the same
+    time as the pipeline's job of pushes."""
 
     @property
     def has_ended(self) -> bool:
@@ -64,10 +65,11 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     source: str
-    """Who chose the id: a webhook id, or the name of a sender. Ids are unique within a source."""
+    """Who chose the delivery's id, such as a webhook. Ids are unique only within one source."""
     id: str
     body: str
-    """The raw JSON, kept so that the delivery can be replayed."""
+    """The JSON as it was received. It is stored for people who examine the delivery; no code reads
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class JobRequest:
 @dataclass(frozen=True, kw_only=True)
 class Submission:
     job: Job
-    """The job without its delivery ids, because there may be many; `JobStore.get` reads them."""
+    """The job without its delivery ids, because there may be many. `JobStore.get` reads the ids."""
     is_new: bool
     """Whether this call created `job`."""
     how: Literal["created", "merged", "duplicate"]
@@ -92,7 +94,7 @@ class Submission:
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:
-    """The state that a job ends in. An `outcome` of None means a plain command that exited with
+    """The state in which a job ends. An `outcome` of None means that a plain command exited with
     0."""
     if outcome is None:
         return "COMPLETED"

@@ -1,5 +1,5 @@
-"""`Launcher`: the interface between the runner and whatever starts processes. A launcher does not
-know the job store."""
+"""`Launcher`: the interface through which the runner starts processes. A launcher does not know the
+job store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Launch:
     env: Mapping[str, str]
     """All variables of the process; the process inherits no others."""
     job_dir: Path
-    """The command's working folder, where its log is written. It must exist."""
+    """The command's working folder, which also gets the log. The folder must exist."""
     niceness: int
 
 
@@ -32,8 +32,11 @@ class Status:
 
 
 class Launcher(Protocol):
-    """A handle is made from the job's id and the attempt, so that a start after a crash finds the
-    process that was started before the crash."""
+    """Starts and watches attempts. A handle names an attempt.
+
+    A handle is made from the job's id and the attempt's number. So if a runner crashes and the next
+    runner starts the same attempt again, the launcher finds the process that already runs.
+    """
 
     def start(self, launch: Launch) -> str:
         """Start the attempt, unless it was started before. Returns its handle without waiting.
@@ -42,18 +45,20 @@ class Launcher(Protocol):
         """
 
     def poll(self, handle: str) -> Status:
-        """The attempt's status, also if an earlier runner started the attempt. Never waits."""
+        """The attempt's status. This also works if an earlier runner started the attempt. Never
+        waits."""
 
     def stop(self, handle: str, *, force: bool) -> None:
         """Ask every process of the attempt to end; with `force`, kill the processes. Never waits;
         `poll` tells when the processes are gone."""
 
     def logs(self, handle: str, offset: int) -> bytes:
-        """What the command has written to its log from byte `offset` on."""
+        """The content of the command's log from byte `offset` on."""
 
     def poll_processes(self) -> None:
-        """Do the launcher's own periodic work. The runner calls this many times a second, so that
-        a launcher needs no thread."""
+        """Do the launcher's periodic work. The runner calls this method many times a second, so
+        that a launcher needs no thread."""
 
     def close(self) -> None:
-        """Free the launcher's own processes and files. Started commands continue."""
+        """End the launcher's own processes and close its files. Commands that it started
+        continue."""

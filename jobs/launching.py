@@ -1,4 +1,4 @@
-"""Starts an attempt of a job: fills the job's folder and tells the launcher what to run."""
+"""Starts an attempt of a job: writes the job's folder, and asks the launcher to run the command."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ def start_attempt(
     stale = prepare_job_folder(job_dir, {"id": job.id, "created_at": job.created_at})
     if stale is not None:
         logger.warning(
-            "%s belonged to a job %s of another database; the folder was renamed to %s.",
+            "%s belonged to job %s of another database; the folder was renamed to %s.",
             job_dir,
             job.id,
             stale.name,

@@ -9,7 +9,7 @@ from jobs.store import JobStore
 
 
 def read_log(jobs_dir: Path, job_id: str, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
-    """Up to `max_bytes` of the log from byte `offset` on; empty if there is no log yet."""
+    """Up to `max_bytes` of the log from byte `offset` on. Empty if there is no log yet."""
     try:
         with (jobs_dir / job_id / LOG).open("rb") as log:
             log.seek(offset)
@@ -21,13 +21,14 @@ def read_log(jobs_dir: Path, job_id: str, offset: int = 0, max_bytes: int = 1 <<
 def follow_log(
     store: JobStore, jobs_dir: Path, job_id: str, *, offset: int = 0, poll_seconds: float = 0.1
 ) -> Iterator[bytes]:
-    """Pieces of the log as they are written, from `offset` to the end of the job.
+    """Yields the log from byte `offset` on, in pieces, as the job writes them, until the job has
+    ended.
 
     A piece may end inside a line, or inside a character. Raises JobNotFound.
     """
     while True:
-        # Ask for the state before reading the log: if the job has ended, the read below then sees
-        # everything that the job wrote.
+        # Read the state before the log. If the state says that the job has ended, the log below is
+        # complete.
         has_ended = store.get(job_id).has_ended
         while piece := read_log(jobs_dir, job_id, offset):
             offset += len(piece)

@@ -1,7 +1,7 @@
 """`JobOutcome`: how a job ended, with the ids of its deliveries, its dataset commit and releases.
 
-A retraining job writes `outcome.json` as its last step, and the runner reads that file. If a job
-leaves no such file, the runner makes the outcome from the job's exit status.
+A retraining job writes `outcome.json` as its last step, and the runner reads that file. If there is
+no such file, the runner makes the outcome from the exit status of the job's process.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ OutcomeResult = Literal[
     "published",  # a new release is on disk, but no server was up to serve it
     "rejected",  # the gate found that the new weights are worse
     "unchanged",  # the commit changed no row
-    "superseded",  # a newer release was chosen while the job ran
+    "superseded",  # the server got another release before it took the job's release
     "failed",
     "cancelled",
 ]
@@ -26,8 +26,8 @@ class JobOutcome(BaseModel):
 
     result: OutcomeResult
     stage: str | None = None
-    """Where the job ended: a stage of the retraining, or the runner's `launch`, `timeout` or
-    `lost`."""
+    """Where the job ended: a stage of the retraining, or `launch`, `timeout` or `lost` from the
+    runner. None if no stage is known."""
     reason: str | None = None
     """One line for a person: the value, the cause and what to do. None if all went well."""
     exit_code: int | None = None
@@ -40,8 +40,10 @@ class JobOutcome(BaseModel):
     parent_release: str | None = None
     """The release whose weights the training started from."""
     served_release: str | None = None
-    """The release that the server served when the job ended; None if the job does not know it."""
+    """The release that the server served when the job ended. None if the job does not know the
+    release."""
     may_pass: bool = False
-    """Whether the cause of a failure can pass by itself. The job then gets another attempt."""
+    """Whether the failure has a temporary cause, such as a full disk. The job may then get another
+    attempt."""
     counts: Counts | None = None
-    """What was learned and kept; None if the job ended before it measured this."""
+    """What the new weights learned and kept. None if the job ended before it measured this."""

@@ -1,5 +1,5 @@
-"""Finds the outcome of a job whose process is gone, from the process's exit status and the files in
-the job's folder."""
+"""Finds the outcome of a job whose process is gone. Uses the exit status of the process and the
+files in the job's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from jobs.passing import TEMPORARY_FAILURE
 
 @dataclass(frozen=True)
 class Lost:
-    """The process ended before it could write an outcome: try the job again."""
+    """The process ended before it could write an outcome, so the job must be tried again."""
 
     reason: str
 
@@ -31,10 +31,12 @@ def outcome_of_exit(
     """The outcome of a job whose process has exited or vanished. None if the process exited with 0
     and wrote no outcome.
 
-    `stopping` is why the runner stopped the process: `cancel`, `timeout` or `shutdown`. An outcome
-    that the job wrote counts, even if the process was killed right after. There is one exception:
-    if the runner stopped the job and the job wrote `failed` or `cancelled`, the runner's own reason
-    replaces that outcome.
+    `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
+    means that the runner did not stop it.
+
+    If the job wrote an outcome, that outcome counts, even if the process was killed right after.
+    There is one exception: if the runner stopped the job and the job wrote `failed` or `cancelled`,
+    the runner's reason replaces the job's outcome.
     """
     try:
         written = _written_outcome(job_dir)
@@ -61,8 +63,8 @@ def outcome_of_exit(
         return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
     if stopping == "shutdown":
         if written is not None:
-            # The job wrote that it was cancelled, but nobody cancelled it: the next runner
-            # continues it. The old outcome would then end the job, so remove it.
+            # The job wrote that it failed or was cancelled, but only its runner was stopped. The
+            # next runner continues the job. Remove the outcome, because it would end the job then.
             (job_dir / OUTCOME).unlink()
         return Lost("The job's runner was stopped.")
     code = status.exit_code
@@ -75,7 +77,7 @@ def outcome_of_exit(
     if status.error is not None:
         return failure(job, stage="launch", reason=status.error, exit_code=code)
     if code == TEMPORARY_FAILURE and job.spec.pipeline is not None:
-        reason = f"{job.spec.command[0]} failed for a cause that may pass{_last_log_line(job_dir)}"
+        reason = f"{job.spec.command[0]} failed for a temporary cause{_last_log_line(job_dir)}"
         failed = failure(job, stage=None, reason=reason, exit_code=code)
         return failed.model_copy(update={"may_pass": True})
     how = f"exited with {code}" if code > 0 else f"was ended by signal {-code}"
@@ -91,7 +93,8 @@ def _written_outcome(job_dir: Path) -> JobOutcome | None:
 
 
 def _last_log_line(job_dir: Path) -> str:
-    """The last line that the job wrote. Most programs print an error as their last line."""
+    """The end of an error message, with the last line of the job's log. Most programs print an
+    error as their last line."""
     try:
         with (job_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - 4096))

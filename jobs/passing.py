@@ -1,10 +1,11 @@
-"""Tells failures that can pass by themselves from those that cannot. Only the former are worth
-another attempt."""
+"""Distinguishes temporary failures, such as a full disk, from lasting failures. Only a temporary
+failure is worth another attempt."""
 
 import errno
 
 TEMPORARY_FAILURE = 75
-"""The exit code by which a command says that its failure may pass: `EX_TEMPFAIL` of sysexits.h."""
+"""With this exit code, a command says that its failure is temporary: `EX_TEMPFAIL` of sysexits.h.
+"""
 
 _PASSING = frozenset(
     (
@@ -19,7 +20,8 @@ _PASSING = frozenset(
 
 
 def can_pass(error: BaseException) -> bool:
-    """Whether the error, or an error that caused it, is a lack that can pass."""
+    """Whether the error is temporary: the error, or an error that caused it, says that memory, disk
+    space, processes or open files ran out."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):

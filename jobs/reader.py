@@ -1,4 +1,4 @@
-"""`JobReader`: what the job store knows. Nothing here changes it."""
+"""`JobReader`: reads the job store. Nothing here changes the store."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +19,8 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, readin
 
 
 class JobReader:
-    """Safe for several threads and processes. Every method is one transaction.
+    """Several threads and processes may use the store at the same time, except for `changed`. Every
+    method is one transaction.
 
     Every method raises StoreError if the database fails.
     """
@@ -45,9 +46,9 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """Job id → end time, of all ended jobs among the newest `among` jobs, ordered by end time.
+        """The ended jobs among the newest `among` jobs: job id → end time, ordered by end time.
 
-        This reads two columns only, because there may be many jobs.
+        This method reads two columns only, because there may be many jobs.
         """
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
@@ -59,8 +60,8 @@ class JobReader:
             return {job_id_of(number): ended for number, ended in connection.execute(query)}
 
     def ids_ended_before(self, moment: float) -> list[str]:
-        """The ids of the jobs that ended before `moment`, oldest first. This reads only the ids,
-        because there may be any number of jobs."""
+        """The ids of the jobs that ended before `moment`, oldest first. This method reads only the
+        ids, because there may be any number of jobs."""
         query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)
         with reading(self._engine) as connection:
             return [job_id_of(number) for number in connection.scalars(query)]
@@ -83,8 +84,8 @@ class JobReader:
     def of_commit(self, new_sha: str) -> Sequence[Job]:
         """The jobs that answer for pushes of this commit, newest first.
 
-        There may be several: one job per pipeline, and for each job that failed, the job that took
-        over its commits.
+        There may be several jobs: each pipeline has one, and if a job failed, there is also the job
+        that took over its commits.
         """
         numbers = select(JOB_DELIVERIES.c.job_number).where(JOB_DELIVERIES.c.new_sha == new_sha)
         query = select(JOBS).where(JOBS.c.number.in_(numbers)).order_by(JOBS.c.number.desc())
@@ -93,7 +94,7 @@ class JobReader:
 
     def waited_since(self, job: Job) -> float:
         """When the first commit that the job answers for was received. Commits that the job took
-        over from a failed job count too. For a job that was submitted by hand: when it was
+        over from a failed job count too. If the job was submitted by hand, this is when it was
         submitted."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
@@ -104,7 +105,8 @@ class JobReader:
         return job.created_at if received_at is None else received_at
 
     def answer_to(self, source: str, delivery_id: str) -> dict[str, str] | None:
-        """The recorded answer, `{"job": id}` or `{"ignored": reason}`; None for a new delivery."""
+        """The answer that the store has recorded for the delivery: `{"job": id}` or
+        `{"ignored": reason}`. None for a new delivery."""
         with reading(self._engine) as connection:
             row = connection.execute(
                 select(DELIVERIES.c.job_number, DELIVERIES.c.ignored_reason).where(
@@ -118,22 +120,23 @@ class JobReader:
         return {"ignored": row.ignored_reason}
 
     def seconds_to_next(self) -> float | None:
-        """Seconds until `claim` finds a job: 0 if a job is due now, None if `claim` can find none
-        because no job is pending or every pending job waits for a running job."""
+        """The number of seconds until `claim` can find a job; 0 if a job is due now. None if no job
+        is pending, or if every pending job waits for a running job."""
         with reading(self._engine) as connection:
             due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
             return None if due is None else max(0.0, due - self._now(connection))
 
     def changed(self) -> bool:
-        """Whether something may have been written since the last call; True at the first call.
+        """Whether something may have been written to the store since the last call. True at the
+        first call.
 
-        A call takes microseconds, so callers may call this many times a second. For one thread
-        only.
+        This method is cheap enough to call many times a second. Only one thread may call it.
         """
         return self._changes.changed()
 
     def now(self) -> float:
-        """Seconds since the epoch, from the clock that all times in the store come from."""
+        """The time in seconds since the epoch, by the clock from which all times in the store
+        come."""
         with reading(self._engine) as connection:
             return self._now(connection)
 

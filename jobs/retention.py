@@ -1,5 +1,5 @@
-"""Forgets old jobs and deliveries: finds them without a lock, and deletes a few at a time, so that
-no submission waits."""
+"""Deletes old jobs and deliveries from the store. Finds them without a lock, and deletes a few at a
+time, so that no submission waits long."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -47,14 +47,16 @@ def forget_ignored(engine: Engine, before: float) -> int:
     for source, old in ids.items():
         for batch in _batches(old):
             with writing(engine) as connection:
-                # Again whether it is ignored: it may have led to a job meanwhile.
+                # Check again that each delivery is ignored. If a delivery was repeated since the
+                # first check, it may have led to a job.
                 of_batch = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(batch)
                 connection.execute(delete(DELIVERIES).where(*of_batch, *is_old))
     return sum(map(len, ids.values()))
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    # `run_after` is in an index and never later than the end, so newer jobs are not even read.
+    # The condition on `run_after` uses an index, so that newer jobs are not even read. If a job
+    # ended before its `run_after` (by a cancellation, for example), it is found a little later.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

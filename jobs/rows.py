@@ -1,4 +1,5 @@
-"""Single reads and writes of the store's rows. Each runs in a transaction of `jobs/store.py`."""
+"""Reads and writes rows of the store. Every function that gets a connection runs in the caller's
+transaction."""
 
 import json
 from collections import defaultdict
@@ -15,7 +16,7 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, insert_missing
 from jobs.spec import JobSpec
 
 MAX_DIGITS = 9
-"""Every number of this many digits fits into an INTEGER of Postgres."""
+"""A job number must not have more digits, so that it fits into an INTEGER of Postgres."""
 
 
 def job_id_of(number: int) -> str:
@@ -52,7 +53,7 @@ def job_from_row(row: Row[Any], delivery_ids: Sequence[str] = ()) -> Job:
 
 
 def spec_as_json(spec: JobSpec) -> str:
-    """The text for the `spec` column, without the delivery ids: these are rows of
+    """The text for the `spec` column. It leaves out the delivery ids, because these are rows of
     `job_deliveries`."""
     return _with_delivery_ids(spec, ()).model_dump_json()
 
@@ -68,10 +69,10 @@ def select_jobs(connection: Connection, query: Select[Any]) -> list[Job]:
     """The jobs that `query` selects, in the order of the query, each job with its delivery ids."""
     rows = connection.execute(query).all()
     delivery_ids: defaultdict[int, list[str]] = defaultdict(list)
-    chosen = query.with_only_columns(JOBS.c.number)
-    names = select(JOB_DELIVERIES.c.job_number, JOB_DELIVERIES.c.delivery_id)
-    names = names.where(JOB_DELIVERIES.c.job_number.in_(chosen)).order_by(JOB_DELIVERIES.c.arrival)
-    for number, delivery_id in connection.execute(names):
+    numbers = query.with_only_columns(JOBS.c.number)
+    links = select(JOB_DELIVERIES.c.job_number, JOB_DELIVERIES.c.delivery_id)
+    links = links.where(JOB_DELIVERIES.c.job_number.in_(numbers)).order_by(JOB_DELIVERIES.c.arrival)
+    for number, delivery_id in connection.execute(links):
         delivery_ids[number].append(delivery_id)
     return [job_from_row(row, delivery_ids[row.number]) for row in rows]
 
@@ -117,9 +118,10 @@ def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: f
 
 
 def fetch_successor(connection: Connection, job: Job) -> Job | None:
-    """The pending job that takes over the commits of `job` if `job` fails.
+    """The pending job that takes over the commits of `job` if `job` fails. None if there is no such
+    job.
 
-    Only a job of pushes has a successor. A job that was submitted by hand is about the commit that
+    Only a job of pushes has a successor. A job that was submitted by hand trains on the commit that
     a person named, and answers for no other commit.
     """
     if job.spec.pipeline is None or job.by_hand:
@@ -137,8 +139,9 @@ def is_pending(pipeline: str, *, by_hand: bool) -> Any:
 def merge_specs(older: JobSpec, newer: JobSpec, *, may_be_older: bool = True) -> JobSpec:
     """One spec that has the newest commit and answers for the commits of both specs.
 
-    `newer` arrived later. If its commits nevertheless precede the commits of `older`, the result
-    keeps the command and the settings of `older`. `may_be_older=False` rules that out.
+    `newer` arrived later than `older`. But deliveries may overtake each other: if the commits of
+    `newer` precede those of `older`, the result keeps the command and the settings of `older`. With
+    `may_be_older=False`, the commits of `newer` always count as the newest.
     """
     if older.revisions is None:
         return newer
@@ -155,7 +158,7 @@ def newest_commit(spec: JobSpec) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryLink:
-    """Says that a job answers for a delivery."""
+    """A row of `job_deliveries`: it says that this job answers for this delivery."""
 
     job_number: int
     delivery_id: str
@@ -166,7 +169,7 @@ class DeliveryLink:
 def link_deliveries(
     connection: Connection, links: Sequence[DeliveryLink], received_at: float
 ) -> None:
-    """Add each delivery to its job, unless the job has it already."""
+    """Add each delivery to its job, unless the job already has the delivery."""
     if not links:
         return
     arrived = connection.scalar(select(func.max(JOB_DELIVERIES.c.arrival))) or 0

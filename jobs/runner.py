@@ -1,7 +1,8 @@
-"""`Runner`: takes jobs from the store and runs each to its outcome: lease, launch, heartbeat, end.
+"""`Runner`: takes jobs from the store and runs them. For each job, it takes the lease, launches the
+command, extends the lease by heartbeats, and records the outcome.
 
-Two runners may share one store. A runner that loses the lease of a job leaves the job alone. If a
-runner dies, another runner adopts its jobs together with the processes that still run.
+Several runners may share one store. A runner that loses the lease of a job leaves the job alone. If
+a runner dies, another runner adopts its jobs, together with the processes that still run.
 """
 
 import logging
@@ -32,10 +33,11 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_AFTER_STORE_ERROR = 1.0
 _ALIVE_SECONDS = 0.25
-"""How often a runner shows that it works."""
+"""How often a runner touches its `alive_file`."""
 
 _RETRY_FACTOR = 4
-"""Each wait for a cause that can pass is longer than the one before it by this factor."""
+"""After each failure with a temporary cause, the wait is this many times longer than the wait
+before."""
 
 Stopping = Literal["cancel", "timeout", "shutdown"]
 
@@ -50,10 +52,12 @@ class _LeasedJob:
     deadline: float
     """When the job's time limit ends, by the monotonic clock; infinite if the job has no limit."""
     failed: JobOutcome | None = None
-    """Why the last attempt failed, while the job waits for its next attempt."""
+    """While the job waits for its next attempt: why the last attempt failed. Otherwise None."""
     launch_at: float = 0.0
-    """When that wait ends; the attempt is launched as soon as there is room."""
+    """When the wait for the next attempt ends. The attempt is then launched as soon as there is
+    room."""
     waits_since: float = 0.0
+    """When the wait for the next attempt began."""
     stopping: Stopping | None = None
     kill_at: float | None = None
 
@@ -63,10 +67,10 @@ class Runner:
 
     `environment` holds the variables that the process of every job gets; the variables of the
     runner's own process are not added. In `jobs_dir`, each job gets a folder with the job's id as
-    its name. `of_attempt` returns variables that one attempt gets on top, such as its tokens.
-    `secret_key` is the Fernet key that encrypted the secrets in specs; without this key,
-    a job with secrets fails to start. The runner touches `alive_file` in each turn of its loop, so
-    that whoever watches the file sees a runner that hangs.
+    its name. `of_attempt` returns the variables that only one attempt gets, such as its tokens.
+    `secret_key` is the Fernet key that encrypted the secrets in specs; without this key, a job with
+    secrets fails to start. The runner touches `alive_file` several times a second. If the runner
+    hangs, the file gets old, and another program can notice that.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class Runner:
         self._of_attempt = of_attempt
         self._launcher = launcher
         self._alive_file = alive_file
-        self._next_sign = 0.0
+        self._next_touch = 0.0
         self._leased: dict[str, _LeasedJob] = {}
         self._next_claim = 0.0
         self._next_adoption = 0.0
@@ -99,13 +103,13 @@ class Runner:
     def run(self, stop: threading.Event) -> None:
         """Run jobs until `stop` is set. Then stop the running jobs; the next runner continues them.
 
-        Raises LaunchError if `jobs_dir` cannot be used. While the store fails, the runner waits
-        until the store works again; it raises StoreError only if `stop` is set meanwhile.
+        Raises LaunchError if `jobs_dir` cannot be used. If the store fails, the runner waits until
+        the store works again. If the store fails after `stop` was set, raises StoreError.
         """
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until no job is pending or running here, or until `stop` is set."""
+        """Run jobs until this runner has no job and can claim none, or until `stop` is set."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -118,13 +122,13 @@ class Runner:
                 except StoreError as error:
                     if stop.is_set():
                         raise  # the next runner adopts the jobs that still run
-                    # Every step can be repeated, so nothing is lost until the database is back.
+                    # Try again. Every step can be repeated, so nothing is lost meanwhile.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)
                     idle = False
                 if (stop.is_set() and not self._leased) or idle:
                     return
-                self._show_that_it_works()
+                self._touch_alive_file()
                 if stop.is_set():
                     time.sleep(self._settings.poll_seconds)
                 else:
@@ -143,11 +147,11 @@ class Runner:
                 f"No job can run in {self._jobs_dir}: {error.strerror}. Make it a writable folder."
             ) from error
 
-    def _show_that_it_works(self) -> None:
+    def _touch_alive_file(self) -> None:
         now = time.monotonic()
-        if self._alive_file is None or now < self._next_sign:
+        if self._alive_file is None or now < self._next_touch:
             return
-        self._next_sign = now + _ALIVE_SECONDS
+        self._next_touch = now + _ALIVE_SECONDS
         try:
             self._alive_file.touch()
         except OSError as error:
@@ -219,7 +223,7 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # Another runner has seen the attempt fail, and only its log tells why.
+            # Another runner saw the attempt fail. The cause is only in the log of that runner.
             reason = f"Attempt {job.attempt - 1} of {job.id} failed."
             self._wait(leased, failure(job, stage="lost", reason=reason), wait)
 
@@ -255,13 +259,14 @@ class Runner:
         leased.failed, leased.launch_at = failed, now + seconds
 
     def _retry(self, leased: _LeasedJob, failed: JobOutcome) -> Job:
-        """Plan the next attempt of a job that failed for a cause that can pass, or end the job."""
+        """Plan the next attempt of a job that failed for a temporary cause, or end the job if there
+        is no next attempt. Returns the job as the store now has it."""
         job = leased.job
         seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
         job = self._store.retry(job.id, self.owner, failed, seconds)
         if not job.has_ended:
-            # Only now: without the outcome, a runner that took over would call the attempt failed
-            # for good.
+            # Delete the outcome only now that the store has recorded the retry. If this runner died
+            # before that, the next runner would find no outcome, and would end the job as failed.
             (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
             logger.warning(
                 "Job %s is tried again in %g s: %s",
@@ -273,9 +278,12 @@ class Runner:
             self._wait(leased, failed, seconds)
         return job
 
-    def _continue_waiting(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
-        """Whether the job goes on waiting for its next attempt. It ends if it is cancelled, or if
-        newer commits take over."""
+    def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
+        """Whether to launch the next attempt of a job that waits for it.
+
+        First ends the job if it was cancelled, or if a newer job takes over its commits. The answer
+        is then False.
+        """
         job = leased.job
         if job.cancel_requested:
             outcome = JobOutcome(
@@ -286,13 +294,13 @@ class Runner:
                 job_id=job.id,
             )
             self._conclude(leased, self._store.finish(job.id, self.owner, outcome))
-            return True
+            return False
         if changed:
             ended = self._store.give_way(job.id, self.owner, failed)
             if ended.has_ended:
                 self._conclude(leased, ended)
-                return True
-        return time.monotonic() < leased.launch_at or not self._has_room
+                return False
+        return time.monotonic() >= leased.launch_at and self._has_room
 
     def _advance(
         self, leased: _LeasedJob, launcher: Launcher, *, changed: bool, is_stopping: bool
@@ -310,9 +318,7 @@ class Runner:
         if leased.handle is None:
             if is_stopping:
                 self._release(leased)
-            elif leased.failed is None or not self._continue_waiting(
-                leased, leased.failed, changed
-            ):
+            elif leased.failed is None or self._may_launch_again(leased, leased.failed, changed):
                 self._launch(leased, launcher)
             return
         status = launcher.poll(leased.handle)
@@ -323,10 +329,11 @@ class Runner:
             if reason is not None:
                 self._stop(leased, launcher, reason)
         elif status.phase == "starting":
-            # Ask again, because the process may not have existed at the last call.
+            # Send the stop again, because the process may not have existed at the last call.
             launcher.stop(leased.handle, force=False)
         elif leased.kill_at is not None and now >= leased.kill_at:
-            # Repeat until the processes are gone: a new fork may have escaped the last kill.
+            # Repeat the kill until the processes are gone, because a process that was just forked
+            # may have escaped the last kill.
             leased.kill_at = now + 1.0
             launcher.stop(leased.handle, force=True)
 
@@ -343,7 +350,8 @@ class Runner:
 
     def _stop(self, leased: _LeasedJob, launcher: Launcher, reason: Stopping) -> None:
         assert leased.handle is not None
-        # Check the lease first: this runner must not signal a job that another runner has taken.
+        # Check the lease first, because this runner must not stop a job that another runner has
+        # taken.
         self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
         logger.info("Job %s is stopped: %s.", leased.job.id, reason, extra=log_fields(leased.job))
         leased.stopping = reason
@@ -360,8 +368,8 @@ class Runner:
             time_limit=self._time_limit(leased.job),
         )
         if status.phase == "vanished":
-            # The leader of the session is dead, but other processes of the session may be alive,
-            # so kill these.
+            # The leader of the session is dead, but other processes of the session may be alive.
+            # Kill these, after checking that this runner still has the lease.
             self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
             launcher.stop(leased.handle, force=True)
         if isinstance(result, Lost):
@@ -378,7 +386,8 @@ class Runner:
         self._conclude(leased, job)
 
     def _conclude(self, leased: _LeasedJob, job: Job) -> None:
-        """Follow what the store says after an attempt: another one, or the end of the job."""
+        """Take over what the store decided after an attempt: the job gets another attempt, or has
+        ended."""
         if not job.has_ended:
             leased.job, leased.handle = job, None
             return
@@ -386,7 +395,7 @@ class Runner:
             "Job %s is %s%s", job.id, job.state, _describe_end(job.outcome), extra=log_fields(job)
         )
         del self._leased[job.id]
-        self._next_claim = 0.0  # a job that waited for this one may be due now
+        self._next_claim = 0.0  # claim at once: a job that waited for this one may be due now
 
     def _release(self, leased: _LeasedJob) -> None:
         self._store.release(leased.job.id, self.owner)

@@ -1,8 +1,8 @@
-"""The tables of the store, and the connections to them: SQLite by default, Postgres by URL.
+"""The tables of the store, and the connections to the database: SQLite by default, Postgres by URL.
 
 Two partial unique indexes allow each pipeline at most one running job and at most two pending jobs:
-one of pushes, and one that was submitted by hand. The database refuses more, even if the code that
-uses it has a bug.
+one of pushes, and one that was submitted by hand. So the database refuses more jobs even if the
+code has a bug.
 """
 
 import sqlite3
@@ -97,17 +97,20 @@ JOB_DELIVERIES = Table(
     METADATA,
     Column("job_number", Integer, primary_key=True),
     Column("delivery_id", String, primary_key=True),
-    # Counts up across all jobs.
+    # The order of arrival, counted across all jobs.
     Column("arrival", Integer, nullable=False),
     Column("received_at", Float, nullable=False),
-    # The commit that the delivery announced; NULL if an older release has not recorded the commit.
+    # The commit that the delivery announced. NULL in rows of an older release, which did not record
+    # the commit.
     Column("new_sha", String),
     Index("job_deliveries_by_arrival", "arrival"),
     Index("job_deliveries_by_commit", "new_sha"),
 )
-"""Every delivery that a job answers for, including deliveries that it took over from an earlier job
-that failed. The deliveries are not part of the job's row: there may be any number of them, and the
-row is written again for every delivery that a pending job absorbs."""
+"""The deliveries that each job answers for, including those that it took over from a failed job.
+
+The deliveries are not in the job's row, because there may be any number of them, and the job's row
+is written again for every delivery that a pending job absorbs.
+"""
 
 _WRITERS_LOCK = 0x686F7470757368  # our key for Postgres' advisory lock; the value is arbitrary
 
@@ -115,8 +118,9 @@ _WRITERS_LOCK = 0x686F7470757368  # our key for Postgres' advisory lock; the val
 def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
-    With `only_reads`, no file and no table is created, and connecting fails if the file is missing.
-    Raises StoreError for any other kind of URL, and if the driver of the URL is not installed.
+    With `only_reads`, nothing creates the file or a table, and the first read fails if the file is
+    missing. Raises StoreError for any other kind of URL, for a path in a folder that does not
+    exist, and if the driver of the URL is not installed.
     """
     shown = str(url_or_path)
     if isinstance(url_or_path, str) and "://" in url_or_path:
@@ -138,7 +142,8 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         target = make_url("sqlite://").set(database=str(path))
     options: dict[str, Any] = {}
     if target.get_backend_name() == "postgresql":
-        # Test each connection before use, so that a restarted server does not fail the next query.
+        # Test each connection before use. Otherwise the next query would fail after a restart of
+        # the database server.
         options["pool_pre_ping"] = True
     elif only_reads:
         file = f"{Path(target.database or '').absolute().as_uri()}?mode=ro"
@@ -157,7 +162,7 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
 
 
 def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:
-    dbapi_connection.isolation_level = None  # the driver begins no transaction of its own
+    dbapi_connection.isolation_level = None  # so that the driver begins no transaction itself
     dbapi_connection.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
 
 
@@ -165,14 +170,14 @@ def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
     _set_busy_timeout(dbapi_connection, record)  # first, because the statements below may wait
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # FULL, not the usual NORMAL, because an answered delivery must survive a power cut.
+    # NORMAL is usual with WAL. Use FULL, because an answered delivery must survive a power cut.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # SQLite ignores busy_timeout for this lock, so processes that open a new file at the same time
-    # must try again.
+    # Try again while the file is locked. SQLite ignores busy_timeout here, and two processes may
+    # open a new file at the same time.
     give_up = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -185,7 +190,7 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # Writers take the write lock at BEGIN, because a transaction that first reads and then writes
+    # Writers take the write lock at BEGIN. A transaction that reads first and takes the lock later
     # fails if another transaction has written in between.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
@@ -193,11 +198,11 @@ def _begin_sqlite(connection: Connection) -> None:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction that writes. No other writer runs at the same time, on both databases.
+    """A transaction that writes. Only one such transaction runs at a time.
 
-    On Postgres, an advisory lock does what BEGIN IMMEDIATE does on SQLite, so both databases allow
-    the same interleavings. A transaction holds the lock for about a millisecond. Raises StoreError
-    if the database fails.
+    SQLite ensures this by BEGIN IMMEDIATE. On Postgres, an advisory lock does the same, so that
+    both databases behave alike. A transaction holds the lock for about a millisecond. Raises
+    StoreError if the database fails.
     """
     with _translated(engine), engine.connect() as connection:
         connection = connection.execution_options(writes=True)
@@ -215,26 +220,27 @@ def reading(engine: Engine) -> Iterator[Connection]:
     the database fails."""
     with _translated(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":
-            # By default each statement would see a newer snapshot.
+            # By default, each statement of the transaction would see a newer snapshot.
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
         with connection.begin():
             yield connection
 
 
 def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An INSERT that skips rows whose key exists."""
+    """An INSERT that skips rows whose key is already in the table."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
 class ChangeDetector:
-    """Tells whether anybody has written to the database since the last call.
+    """Tells whether anybody has written to the database since the last call. Only one thread may
+    use a detector.
 
-    The detector has a connection of its own. On SQLite, `PRAGMA data_version` of this connection
-    changes when any other connection commits. On Postgres, the detector compares the next
-    transaction id. Writes to other databases of the same cluster change this id too; such a write
-    costs a needless look at the jobs. For one thread only.
+    The detector has its own connection. On SQLite, `PRAGMA data_version` of this connection changes
+    when any other connection commits. On Postgres, the detector compares the next transaction id.
+    Writes to other databases of the same cluster change this id too. After such a write, the caller
+    looks at the jobs without need, which does no harm.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -247,7 +253,8 @@ class ChangeDetector:
             self._query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
 
     def changed(self) -> bool:
-        """True at the first call. Raises StoreError if the database fails."""
+        """Whether anybody has written since the last call. True at the first call. Raises
+        StoreError if the database fails."""
         try:
             with _translated(self._engine):
                 if self._connection is None:
@@ -255,7 +262,7 @@ class ChangeDetector:
                     proxy.detach()
                     self._connection = proxy.dbapi_connection
                     if self._engine.dialect.name == "postgresql":
-                        # In one long transaction, the query would see the same snapshot for ever.
+                        # Without autocommit, the connection would stay in one transaction for ever.
                         self._connection.autocommit = True
                 seen: object = self._connection.execute(self._query).fetchone()
         except StoreError:
@@ -278,6 +285,7 @@ def _translated(engine: Engine) -> Iterator[None]:
         shown = engine.url.render_as_string(hide_password=True)
         cause = getattr(error, "orig", None) or error
         raise StoreError(
-            f"The job store {shown} failed: {str(cause).strip()}. Nothing was changed. Check that "
-            "the database can be reached, and that its disk is writable and not full."
+            f"The job store {shown} failed: {str(cause).strip()}. The failed transaction changed "
+            "nothing. Check that the database can be reached, and that its disk is writable and "
+            "not full."
         ) from error

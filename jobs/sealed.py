@@ -1,7 +1,8 @@
-"""Encrypts (Fernet) secret variables for a job's spec; only the job's runner decrypts them.
+"""Encrypts the secret variables of a job's spec with Fernet. Only a process that has the runner's
+key can decrypt them.
 
-The database, `spec.json` and every listing show the encrypted token. The job's process gets the
-variables.
+The database, `spec.json` and every listing show only the encrypted token. The job's process gets
+the decrypted variables.
 """
 
 import json
@@ -13,12 +14,13 @@ from jobs.errors import SealBroken
 
 
 def seal(variables: Mapping[str, str], key: bytes) -> str:
-    """The encrypted token for `JobSpec.sealed_env`. `key` must be the runner's Fernet key."""
+    """Encrypt the variables. Returns the token for `JobSpec.sealed_env`. `key` must be the runner's
+    Fernet key."""
     return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
 
 
 def unseal(token: str, key: bytes) -> dict[str, str]:
-    """Raises SealBroken for a token that was not made with `key`."""
+    """Decrypt the variables. Raises SealBroken if the token was not made with `key`."""
     try:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:

@@ -1,4 +1,4 @@
-"""`JobsSettings`: how jobs are run on this machine."""
+"""`JobsSettings`: how this machine runs jobs."""
 
 import os
 from typing import Self
@@ -10,34 +10,35 @@ class JobsSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     database_url: str | None = None
-    """`postgresql+psycopg://…`. Unset, jobs are kept in a SQLite file in the state folder."""
+    """`postgresql+psycopg://…`. If unset, jobs are kept in a SQLite file in the state folder."""
     max_running: int = Field(default=1, ge=1)
-    """How many jobs may run at the same time. These are jobs of different pipelines, or plain
-    commands: a pipeline never runs two jobs at once."""
+    """How many jobs may run at the same time. A pipeline never runs two jobs at once, so these are
+    jobs of different pipelines, or plain commands."""
     preload: tuple[str, ...] | None = None
-    """Modules that the warm parent imports once. Each Python job then starts with these modules
-    loaded. With an empty list, there is no warm parent. Unset means the modules that a retraining
-    needs."""
+    """Modules that one process imports in advance, so that jobs of the form `python -m …` start
+    with these modules loaded. With an empty list, every job imports its modules itself. If unset,
+    the modules that a retraining needs are imported in advance."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads of a job. Unset means as many as there are cores. While the server answers requests,
-    it has priority over the job on every core except one; that core is left to the job."""
+    """Threads of a job. If unset, a job has as many threads as there are cores. While the server
+    answers requests, it has priority over the job on every core except one; that core is left to
+    the job."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long a job may run, without the time in which the stack was down. Unset, there is no
-    limit."""
+    """How long a job may run. The time in which the stack was down does not count. If unset, there
+    is no limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
-    """The wait before a job is attempted again that failed for a cause that can pass, such as a hub
-    that is away or a full disk. Each further wait is four times longer."""
+    """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
+    it is attempted again after this time. Each further wait is four times longer."""
     lease_seconds: float = Field(default=15.0, gt=0)
-    """A runner that has sent no heartbeat for this long counts as dead; another runner adopts its
-    jobs."""
+    """If a runner has sent no heartbeat for this long, it counts as dead, and another runner adopts
+    its jobs."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
-    """How soon a runner sees a new job or an ended process."""
+    """How often a runner looks for new jobs and for processes that have ended."""
     keep_days: float = Field(default=30.0, gt=0)
-    """How long the folder of an ended job is kept, with the job's log, metrics and records. As long
-    as the job's release exists, the folder is kept in any case."""
+    """How long the folder of an ended job is kept, with the job's log, metrics and records. If the
+    job's release still exists after that time, the folder is kept as long as the release."""
     metrics_port: int = Field(default=8071, ge=0, le=65535)
     """Port of the runner's Prometheus metrics, which only this machine can reach. 0 turns the
     metrics off."""
@@ -52,7 +53,7 @@ class JobsSettings(BaseModel):
         return self
 
     def threads(self) -> int:
-        """The number of threads of a job whose spec does not set a number."""
+        """The number of threads of a job whose spec does not set this number."""
         if self.num_threads is not None:
             return self.num_threads
         return len(_usable_cores())

@@ -1,6 +1,6 @@
-"""`JobStore`: all jobs with their states, and the deliveries that led to them.
+"""`JobStore`: all jobs with their states, and the deliveries that led to the jobs.
 
-The store starts no process; `jobs/runner.py` reads the store and runs the jobs.
+The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -34,17 +34,20 @@ __all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
 
 
 class JobStore(JobReader):
-    """Safe for several threads and processes. Every method is one transaction.
+    """Several threads and processes may use the store at the same time, except for `changed`. If
+    the database fails, every method raises StoreError.
 
-    If the database fails, every method raises StoreError and changes nothing.
+    Every method is one transaction, so a method that fails changes nothing. There are two
+    exceptions: `forget` and `replace_reasons` use several transactions.
     """
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
-        """Open, create or upgrade the store. Raises NewerSchema if a newer release wrote the store.
+        """Open the store; first create or upgrade it if necessary. Raises NewerSchema if a newer
+        release wrote the store.
 
-        Without a `clock`, times come from the Postgres server, because the clocks of its clients
-        may differ; with SQLite, times come from this machine.
+        Without a `clock`, the times of a Postgres store come from the Postgres server, because the
+        clocks of its clients may differ. The times of a SQLite store come from this machine.
         """
         engine = connect(url_or_path)
         try:
@@ -89,25 +92,29 @@ class JobStore(JobReader):
         delivery: Delivery | None = None,
         by_hand: bool = False,
     ) -> Submission:
-        """Record `delivery` and make `spec` pending; the store does both or neither.
+        """Record `delivery` and submit `spec`; the store does both or neither. Returns the job that
+        now answers for the delivery:
 
-        If `delivery` was seen before, this returns the job that it led to. If that job failed or
-        was cancelled, this returns the pipeline's job of a later push; if there is none, `spec` is
-        submitted again. A delivery that was ignored before now leads to a job. If the pipeline's
-        latest job has the same `dedupe_key`, this returns that job, unless it failed or was
-        cancelled. If the pipeline has a pending job, that job absorbs `spec`: it takes the new
-        command, settings and payload, and keeps the start of its own range.
+        - If `delivery` was seen before, the job to which it led. If that job failed or was
+          cancelled, the pipeline's job of a later push. If there is no such job, or if the delivery
+          was ignored before, the cases below apply.
+        - If the pipeline's latest job has the same `dedupe_key`, that job, unless it failed or was
+          cancelled.
+        - If the pipeline has a pending job of pushes, that job. It absorbs `spec`: it takes the
+          command, settings and payload of `spec`, and keeps the start of its own range. If the
+          commits of `spec` are older, the pending job keeps its command, settings and payload.
+        - In all other cases, a new pending job.
 
-        A job that is submitted by hand (`by_hand`) waits beside the pending job of pushes; neither
-        job absorbs the other. Raises PendingJob if a job that was submitted by hand is already
-        pending for the pipeline.
+        A submission by hand (`by_hand`) leads to a new job, even if the `dedupe_key` is known. That
+        job absorbs no push, and no other job absorbs it. Raises PendingJob if a job that was
+        submitted by hand is already pending for the pipeline.
         """
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[JobRequest]) -> list[Submission]:
-        """Submit the requests in order, each as `submit` does; the store takes all of them or
-        none."""
+        """Submit the requests in order, each in the same way as `submit`. The store takes all of
+        them or none."""
         with writing(self._engine) as connection:
             return submit_all(connection, requests, self._now(connection))
 
@@ -119,9 +126,9 @@ class JobStore(JobReader):
     # What a runner does
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
-        """Lease to `owner` the pending job that has been due longest. The job is now RUNNING.
+        """Lease to `owner` the pending job that has been due longest. The job is then RUNNING.
 
-        None if no pending job is due, or if every due job waits for the running job of its
+        Returns None if no pending job is due, or if every due job waits for the running job of its
         pipeline.
         """
         with writing(self._engine) as connection:
@@ -145,8 +152,8 @@ class JobStore(JobReader):
             )
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
-        """Record the launcher's handle of the attempt, for which the job waited. Raises
-        LeaseLost."""
+        """Record the launcher's handle of the attempt, and that the job waited `waited_seconds` for
+        this attempt. Raises LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
             started_at = JOBS.c.started_at + waited_seconds
@@ -173,11 +180,12 @@ class JobStore(JobReader):
             return end_job(connection, job, outcome, self._now(connection))
 
     def retry(self, job_id: str, owner: str, failed: JobOutcome, wait_seconds: float = 0.0) -> Job:
-        """Let the job wait for its next attempt, or end it with the outcome `failed`.
+        """Plan the next attempt of a job whose attempt was lost or failed, or end the job with the
+        outcome `failed`.
 
-        The job ends at its last attempt of `max_attempts`. A job of pushes also ends if another job
-        of pushes is pending; that job then takes over the commits. Returns the job, which is
-        RUNNING or has ended. Raises LeaseLost.
+        The job ends if this was the last of its `max_attempts`. A job of pushes also ends if
+        another job of pushes is pending; that job then takes over the commits. Returns the job,
+        which is RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -197,7 +205,7 @@ class JobStore(JobReader):
             )
 
     def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
-        """End a job that waits for its next attempt, if a pending job of pushes can take over its
+        """End a job that waits for its next attempt, if a pending job of pushes can take over the
         commits. Returns the job, which is RUNNING or has ended. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -220,8 +228,8 @@ class JobStore(JobReader):
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Lease to `owner` each RUNNING job of another runner, if the lease of that job has run
-        out."""
+        """Lease to `owner` each RUNNING job that another runner had, if the lease of that job has
+        run out. Returns these jobs."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -239,7 +247,8 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
-                    # Nobody could have continued the job since its lease ran out.
+                    # The job had no runner since its lease ran out. Move its start by that time, so
+                    # that it does not count against the job's time limit.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
@@ -248,17 +257,19 @@ class JobStore(JobReader):
     # What keeps the store small
 
     def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
-        """Delete the jobs that ended before this moment, with their deliveries; returns their ids.
+        """Delete the jobs that ended before the time `before`, with their deliveries. Returns the
+        ids of the deleted jobs.
 
-        The `newest` jobs of each pipeline stay, and so do the jobs in `kept`. Deliveries that led
-        to no job go if they were received before this moment. A delivery that is forgotten is new
-        when it is repeated.
+        The `newest` jobs of each pipeline are not deleted, and the jobs in `kept` are not deleted.
+        Deliveries that led to no job are also deleted, if they were received before `before`. If a
+        deleted delivery is repeated, it counts as a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
-        """Replace the reason of each outcome that has one: it may quote rows that must go."""
+        """Replace the reason in the outcomes of these jobs, because a reason may quote rows that
+        must be deleted. An outcome without a reason stays as it is."""
         for job_id in job_ids:
             with writing(self._engine) as connection:
                 try:
@@ -272,7 +283,8 @@ class JobStore(JobReader):
     # What a person does
 
     def cancel(self, job_id: str) -> Job:
-        """End a pending job, or ask a running one to stop. An ended job stays as it is.
+        """End a pending job, or ask the runner of a running job to stop it. A job that has ended
+        stays as it is.
 
         Raises JobNotFound.
         """
@@ -303,6 +315,7 @@ def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) 
 
 
 def _because(failed: JobOutcome, why_no_more: str) -> JobOutcome:
-    """The outcome of an attempt as the outcome of the job."""
+    """The outcome of the last attempt, as the outcome of the job. `why_no_more` says why there is
+    no further attempt."""
     reason = " ".join(filter(None, (failed.reason, why_no_more)))
     return failed.model_copy(update={"reason": reason, "may_pass": False})

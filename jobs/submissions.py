@@ -1,6 +1,6 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
-However many submissions there are, the row of each pipeline's job is read once and written once.
+Even if a pipeline's pending job absorbs many submissions, its row is read once and written once.
 """
 
 import json
@@ -32,13 +32,15 @@ from jobs.spec import JobSpec
 DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
-_FREE_AGAIN: tuple[JobState, ...] = ("ERROR", "CANCELED")
+_FAILED_OR_CANCELLED: tuple[JobState, ...] = ("ERROR", "CANCELED")
+"""A job that ended in one of these states has not done its work, so another job may do the work."""
 
 
 def submit_all(
     connection: Connection, requests: Sequence[JobRequest], now: float
 ) -> list[Submission]:
-    """Submit the requests in order, each as `JobStore.submit` describes. Raises PendingJob."""
+    """Submit the requests in order, each as `JobStore.submit` describes. Raises PendingJob for the
+    same reason."""
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, requests)
     answered: dict[DeliveryKey, tuple[Delivery, int]] = {}
@@ -66,14 +68,14 @@ def submit_all(
 def _known_deliveries(
     connection: Connection, requests: Sequence[JobRequest]
 ) -> Mapping[DeliveryKey, int | None]:
-    """The job number of each delivery that the store knows; None for an ignored delivery."""
+    """The deliveries that the store knows, each with the number of its job. The number is None for
+    a delivery that was ignored."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for request in requests:
         if request.delivery is not None:
             ids[request.delivery.source].append(request.delivery.id)
     known = {}
-    # One query per source, because SQLite would compare a list of (source, id) pairs with every
-    # row.
+    # Use one query per source. SQLite would compare a list of (source, id) pairs with every row.
     for source in ids:
         query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
         is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
@@ -101,7 +103,8 @@ def _write_answers(
     ]
     if new:
         connection.execute(insert(DELIVERIES), new)
-    # These deliveries were ignored before, or their job failed or was cancelled.
+    # Update deliveries that had another answer: they were ignored, or their job failed or was
+    # cancelled.
     for key in answered.keys() & known.keys():
         answer = update(DELIVERIES).where(*matches_delivery(*key))
         connection.execute(answer.values(job_number=answered[key][1], ignored_reason=None))
@@ -109,9 +112,10 @@ def _write_answers(
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """The job that the next push of a pipeline may join or repeat.
+    """The job with which the next push of a pipeline is compared: the pending job of pushes. If
+    there is none, this is the newest job of the pipeline.
 
-    This is the pending job of pushes; if there is none, it is the newest job of the pipeline.
+    The push may be absorbed by this job, or be a duplicate of it.
     """
 
     job: Job
@@ -154,12 +158,12 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # Only the newest job counts: after pushes of A, of B and of A again, the third push
-            # needs a training of its own.
+            # Only the newest job counts. After pushes of the commits A, B and A again, the third
+            # push must lead to another training, although an earlier job has the same key.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
-            and not _is_free_again(candidate.job)
+            and not _failed_or_cancelled(candidate.job)
         ):
             return Submission(job=candidate.job, is_new=False, how="duplicate")
         if (
@@ -182,21 +186,23 @@ class _Batch:
             number = self._connection.scalar(query)
             if number is not None:
                 raise PendingJob(job_id_of(number), pipeline)
-            # The new job is now the newest one, which the next push of this batch must see.
+            # The new job is now the newest job of the pipeline, unless a job of pushes is pending.
+            # Forget the candidate, so that the next push of this batch reads the new job.
             candidate = self._candidates.get(pipeline)
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
         return Submission(job=self._insert(request), is_new=True, how="created")
 
     def answer(self, number: int) -> Job | None:
-        """The job that a repeated delivery gets, if job `number` was its first answer; None if it
-        needs a new one.
+        """The job for a repeated delivery whose first answer was the job `number`. None if the
+        delivery needs a new job.
 
-        A job that failed or was cancelled is no answer. Where a later push of the pipeline has a
-        job, that one is: its commit is newer, and a training would go back behind it.
+        This is the job `number`, unless that job failed or was cancelled. Then it is the newest job
+        of a later push of the pipeline. The later push has a newer commit, and a training on the
+        repeated delivery's commit would replace the newer commit by an older one.
         """
         job = self.job(number)
-        if not _is_free_again(job):
+        if not _failed_or_cancelled(job):
             return job
         later = (
             select(JOBS.c.number)
@@ -204,7 +210,7 @@ class _Batch:
                 JOBS.c.pipeline == job.spec.pipeline,
                 JOBS.c.number > number,
                 JOBS.c.by_hand.is_(False),
-                JOBS.c.state.not_in(_FREE_AGAIN),
+                JOBS.c.state.not_in(_FAILED_OR_CANCELLED),
                 JOBS.c.cancel_requested.is_(False),
             )
             .order_by(JOBS.c.number.desc())
@@ -214,7 +220,7 @@ class _Batch:
         return None if newest is None else self.job(newest)
 
     def job(self, number: int) -> Job:
-        """The job, with the changes of this batch so far."""
+        """The job, with the changes that this batch has made so far."""
         for candidate in self._candidates.values():
             if candidate is not None and number_of(candidate.job.id) == number:
                 return candidate.job
@@ -248,7 +254,7 @@ class _Batch:
 
     def _same_command(self, spec: JobSpec) -> _Candidate | None:
         """The newest plain command with the same dedupe key. Jobs of pipelines do not count,
-        because each pipeline has dedupe keys of its own."""
+        because dedupe keys are compared only within one pipeline."""
         if spec.dedupe_key is None:
             return None
         return self._newest(
@@ -268,13 +274,18 @@ class _Batch:
         run_after = due_at(merged, pending.job.created_at, self._now)
         job = replace(pending.job, spec=merged, run_after=run_after)
         if newest_commit(merged) != newest_commit(spec):
-            # Older commits arrived late. Keep the payload and the key of the newest commit.
+            # The commits of `spec` are older and arrived late. Keep the payload and the key of the
+            # newest commit.
             return replace(pending, job=job)
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _repeats_an_event(self, pending: Job) -> bool:
-        """Whether an earlier job had an event of this one. What arrives now for the first time is
-        then newer: a branch that is forced back to where the event began, for example."""
+        """Whether the pending job answers for a delivery that an earlier job had before: a repeated
+        delivery, or one that the pending job took over.
+
+        A push that now arrives for the first time is newer than that delivery. This is so even if
+        the push ends where that delivery began, because somebody forced the branch back.
+        """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
         own = select(links.delivery_id).where(links.job_number == number)
@@ -315,9 +326,9 @@ class _Batch:
                 self._changed.add(pipeline)
 
 
-def _is_free_again(job: Job) -> bool:
-    """Whether another job may do what this one did not do: it failed, or a person cancelled it."""
-    return job.state in _FREE_AGAIN or job.cancel_requested
+def _failed_or_cancelled(job: Job) -> bool:
+    """Whether another job may do the work of this job: it failed, or a person cancelled it."""
+    return job.state in _FAILED_OR_CANCELLED or job.cancel_requested
 
 
 def _as_json(payload: dict[str, Any] | None) -> str | None:

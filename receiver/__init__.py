@@ -1,5 +1,5 @@
-"""Receives webhooks: checks the proof of a delivery, calls its handler, and answers. This package
-can be used alone, as a library: `from receiver import WebhookPayload, webhook_endpoint`."""
+"""Receives webhooks: checks the proof of each delivery, calls the handler, and answers. This
+package can be used alone, as a library: `from receiver import WebhookPayload, webhook_endpoint`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,9 +1,9 @@
 """Starts the server when the script that defines its handlers ends.
 
-An exit handler would be too late, because `asyncio.to_thread`, name resolution and async clients
-then fail with "cannot schedule new futures after interpreter shutdown". So the server starts when
-the script's module code is about to return (Python 3.12 and newer), or before all exit handlers
-(Python 3.11).
+An exit handler would start the server too late: `asyncio.to_thread`, name resolution and async
+clients would then fail with "cannot schedule new futures after interpreter shutdown". So the server
+starts when the script's module code is about to return (Python 3.12 and newer), or before all exit
+handlers (Python 3.11).
 """
 
 import atexit
@@ -18,12 +18,13 @@ from receiver.errors import ReceiverError
 
 
 def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
-    """Call `start` when the main script ends normally or with `sys.exit()`. Returns a function
-    that cancels this. If `start` raises a `ReceiverError`, the error is printed as one line, and
-    the exit code is 1.
+    """Call `start` when the main script ends normally or with `sys.exit()`. If `start` raises a
+    `ReceiverError`, the error is printed as one line, and the exit code is 1.
 
-    Python 3.11 cannot distinguish `sys.exit(1)` from `sys.exit()` at that point, so both start the
-    server.
+    Returns a function that cancels the call of `start`.
+
+    After an exception or `sys.exit(1)`, `start` is not called. Python 3.11 cannot distinguish
+    `sys.exit(1)` from `sys.exit()` at that point, so it calls `start` after both.
 
     In a notebook or at a prompt there is no script, so `start` is never called.
     """
@@ -35,7 +36,7 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt, so that there is no script that ends."""
+    """Whether Python runs a notebook or a prompt instead of a script."""
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
@@ -49,11 +50,12 @@ if sys.version_info >= (3, 12):
         code = _main_code()
         if code is None:
             return _nothing
+        # The other ids are reserved for debuggers, coverage tools, profilers and optimizers.
         tool = next((id for id in (3, 4) if monitoring.get_tool(id) is None), None)
         if tool is None:
             raise ReceiverError(
                 "Cannot start the webhook server at the end of the script, because other tools use"
-                " every slot of sys.monitoring. Call launch() on a decorated function instead."
+                " the ids 3 and 4 of sys.monitoring. Call launch() on a decorated function instead."
             )
 
         events = monitoring.events
@@ -83,14 +85,14 @@ if sys.version_info >= (3, 12):
         monitoring.use_tool_id(tool, __name__)
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
-        # This event is for `sys.exit()` in the script's last line. PY_UNWIND cannot be set for a
-        # single code object.
+        # PY_UNWIND reports a script that ends with `sys.exit()`. This event cannot be set for one
+        # code object only, so `on_unwind` checks whether the code is that of the script.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel
 
     def _main_code() -> CodeType | None:
-        """The code object of the main script, if this thread is executing it."""
+        """The code object of the main script. None if this thread is not executing the script."""
         frame = sys._getframe()
         main = vars(sys.modules["__main__"])
         while frame is not None:
@@ -115,15 +117,15 @@ else:
             try:
                 start()
             except ReceiverError as error:
-                # Only `os._exit` can still set the exit code. It skips the exit handlers, so run
-                # them first.
+                # At this point, only `os._exit` can still set the exit code. `os._exit` skips the
+                # exit handlers, so run these first.
                 print(error, file=sys.stderr)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
                 os._exit(1)
 
-        # `on_exit` runs before concurrent.futures closes its executors, because the function that
-        # was registered last is called first. `_register_atexit` is private, but it will not
-        # change, because Python 3.11 gets only security fixes.
+        # The function that was registered last is called first, so `on_exit` runs before
+        # concurrent.futures closes its executors. `_register_atexit` is private, but Python 3.11
+        # gets only security fixes, so it will not change.
         threading._register_atexit(on_exit)  # type: ignore[attr-defined]
         return cancel

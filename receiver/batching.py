@@ -55,11 +55,12 @@ class Batches(Generic[Item, Result]):
             try:
                 results = await self._write([item for item, _ in batch])
             except Exception as error:
-                # Nothing of the batch was written, so every sender gets the error.
+                # Part of the batch may be written, but nobody knows which part. So every `add`
+                # raises the error.
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
             for (_, future), result in zip(batch, results, strict=True):
-                if not future.done():  # it is cancelled if the sender has disconnected
+                if not future.done():  # the future is cancelled if the sender has disconnected
                     future.set_result(result)

@@ -1,8 +1,9 @@
-"""Tells which requests a browser sends for a page of another site. Reads headers only.
+"""Finds requests that a browser sends for a page of another site. Reads headers only.
 
-Such a page reaches servers that only the user's machine can reach, and the browser adds the user's
-login. A page may also give its own name the address 127.0.0.1 (DNS rebinding). The browser then
-takes the server for the page's own, but still sends the page's name as `Host`.
+Such a page is dangerous: through the user's browser it reaches servers that only the user's machine
+can reach, and the browser adds the user's login. The owner of a page can also let the page's host
+name resolve to 127.0.0.1 (DNS rebinding). The browser then believes that this server belongs to the
+page, but it still sends the page's host name as `Host`.
 """
 
 import ipaddress
@@ -11,15 +12,16 @@ from urllib.parse import urlsplit
 
 
 def other_site(headers: Mapping[str, str]) -> str | None:
-    """The site whose page makes a browser send the request; None for the server's own pages, and
-    for clients that are no browsers.
+    """Names the other site whose page made a browser send this request.
 
-    The names in `headers` must be lower case.
+    None if a page of this server sent the request, or a client that is not a browser. The names in
+    `headers` must be lower case.
     """
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != _host(headers).lower():
         return origin
-    # Browsers do not send `Origin` with every request; `none` means that the user typed the URL.
+    # Browsers do not send `Origin` with every request, so look at `Sec-Fetch-Site` too. Its value
+    # `none` means that no page caused the request: the user typed the URL, for example.
     relation = headers.get("sec-fetch-site", "none")
     return None if relation in ("same-origin", "none") else f"a {relation} page"
 
@@ -27,9 +29,10 @@ def other_site(headers: Mapping[str, str]) -> str | None:
 def other_host(
     headers: Mapping[str, str], server: tuple[str, int | None] | None, names: Collection[str]
 ) -> str | None:
-    """The `Host` of a request that came over loopback, if it is neither loopback nor in `names`.
+    """The `Host` header of a request that came over loopback, if the header names another host.
 
-    `server` is the local end of the connection, as ASGI gives it.
+    None if the request did not come over loopback, or if the header names loopback or one of
+    `names`. `server` is the local end of the connection, as in an ASGI scope.
     """
     if server is None or not _is_loopback(server[0]):
         return None
@@ -40,7 +43,7 @@ def other_host(
 
 
 def host_name(url: str) -> str:
-    """The name in the URL, in lower case; empty if the URL has none."""
+    """The host name in the URL, in lower case; empty if the URL has no host name."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

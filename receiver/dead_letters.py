@@ -1,5 +1,8 @@
-"""Deliveries that a durable handler failed on until they were given up: listed, and put in line
-again. Works beside a running receiver, which sees the change within seconds."""
+"""Lists dead letters, and queues them to be handled again.
+
+A dead letter is a delivery that was given up, because every call of its durable handler failed. The
+receiver may run meanwhile; it finds the queued deliveries within seconds.
+"""
 
 import contextlib
 import sqlite3
@@ -12,6 +15,7 @@ from receiver.delivery_log import REVIVED, SCHEMA_VERSION
 from receiver.errors import ReceiverError
 
 BUSY_SECONDS = 10.0
+"""How long to wait while the receiver writes to the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,8 @@ class DeadLetter:
 
 
 def list_dead_letters(file: Path) -> list[DeadLetter]:
-    """Oldest first. Raises ReceiverError if the file cannot be read."""
+    """All dead letters. The letter that was given up first comes first. Raises ReceiverError if the
+    file cannot be read."""
     with _opened(file, "ro") as connection:
         rows = connection.execute(
             "SELECT path, id, repository, received_at, died_at, attempts, failure, body"
@@ -50,9 +55,9 @@ def list_dead_letters(file: Path) -> list[DeadLetter]:
 
 
 def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> list[str]:
-    """Have these dead letters handled again, all of them for None; returns their ids.
+    """Queue these dead letters to be handled again; if `ids` is None, queue all. Returns their ids.
 
-    Raises ReceiverError, and changes nothing, if one of the ids is no dead letter's.
+    Raises ReceiverError and changes nothing if no dead letter has one of the ids.
     """
     with _opened(file, "rw") as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -61,7 +66,7 @@ def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> li
         for id in known if ids is None else ids:
             if id not in known:
                 raise ReceiverError(
-                    f"{id!r} is no dead letter in {file}; list them: pipeline receiver dead"
+                    f"{id!r} is no dead letter in {file}; `pipeline receiver dead` lists them"
                 )
             connection.execute(
                 f"UPDATE deliveries SET {REVIVED.format(now='?')} WHERE id = ? AND {dead}",
@@ -86,8 +91,9 @@ def _opened(file: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connectio
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != SCHEMA_VERSION:
                 raise ReceiverError(
-                    f"{file} has schema {version}, and this release knows {SCHEMA_VERSION}: start"
-                    " the receiver of this release once, which upgrades an older file."
+                    f"{file} has schema {version}, but this release can read only schema"
+                    f" {SCHEMA_VERSION}. If the file is older, start the receiver of this release"
+                    " once: it upgrades the file. If the file is newer, upgrade hotpush."
                 )
             yield connection
     except sqlite3.Error as error:

@@ -1,5 +1,5 @@
-"""Stores acknowledged deliveries until their handler has succeeded, in one SQLite file. A delivery
-that was given up stays there too, as a dead letter.
+"""Stores the deliveries of durable handlers in one SQLite file, until the handler has succeeded. A
+delivery that was given up stays in the file as a dead letter.
 
 A delivery is on disk before its sender gets an answer. Headers that carry a proof are never
 written.
@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""How long a repeated delivery is recognised after its last arrival. Hubs keep their deliveries for
-30 days."""
+"""A delivery that arrives again within this time is recognised as a repeat. This time is longer
+than the 30 days for which a hub keeps its deliveries by default."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -44,10 +44,10 @@ CREATE TABLE IF NOT EXISTS deliveries (
     body BLOB NOT NULL,
     received_at REAL NOT NULL,
     attempts INTEGER NOT NULL DEFAULT 0,
-    due_at REAL,  -- NULL once its handler succeeded, or was given up
+    due_at REAL,  -- NULL once the handler has succeeded, or the delivery was given up
     repository TEXT,  -- deliveries of one repository are handled one after another
-    died_at REAL,  -- when it was given up
-    failure TEXT,  -- how the last call failed
+    died_at REAL,  -- when the delivery was given up
+    failure TEXT,  -- how the last call of the handler failed
     PRIMARY KEY (path, id)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS deliveries_due ON deliveries (due_at) WHERE due_at IS NOT NULL;
@@ -58,14 +58,15 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 _ADDED = {"repository": "TEXT", "died_at": "REAL", "failure": "TEXT"}
-"""Columns that the first version did not have."""
+"""Columns that the first version of the schema did not have."""
 
 
 REVIVED = (
     "due_at = iif(died_at IS NULL, due_at, {now}), attempts = iif(died_at IS NULL, attempts, 0),"
     " died_at = NULL"
 )
-"""What an UPDATE sets to have a dead letter handled again, with all its calls before it."""
+"""The SET part of an UPDATE that queues dead letters to be handled again. Failed calls are counted
+from 0 again. Rows that are no dead letters keep their values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,8 @@ class NewDelivery:
     headers: dict[str, str]
     body: bytes
     repository: str | None = None
-    """None for a delivery that waits for no other."""
+    """Deliveries of one repository wait for each other. A delivery without a repository waits for
+    no other delivery."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class StoredDelivery(NewDelivery):
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerResult:
-    """How one call of a delivery's handler ended. It succeeded if both times are None."""
+    """How one call of a delivery's handler ended. The call succeeded if both times are None."""
 
     path: str
     id: str
@@ -103,12 +105,12 @@ class HandlerResult:
 
 
 class DeliveryLog:
-    """Only one process at a time can open the file, because of a lock file beside it. Only one
-    thread at a time may call the methods. Times are seconds since the epoch.
+    """The open file. A lock on `<path>.lock` ensures that only one process has a `DeliveryLog` of
+    the file. Only one thread at a time may call the methods. Times are seconds since the epoch.
 
-    Raises `ReceiverError` if another process has the file open, or if a newer release or another
-    program wrote the file; such a file is not changed. Opening an existing file writes nothing, so
-    that a receiver can start while the disk is full.
+    Raises `ReceiverError` if another process has the lock, if a newer release wrote the file, or if
+    the file is no SQLite database. Such a file is not changed. Opening a file with the current
+    schema writes nothing to it, so that a receiver can start while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,11 +147,11 @@ class DeliveryLog:
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
         """Store all deliveries or none. Returns for each delivery whether it is new.
 
-        When this returns, all deliveries are on disk, whether they are new or not.
+        When this method returns, all deliveries are on disk, whether they are new or not.
         """
         keys = [(delivery.path, delivery.id) for delivery in deliveries]
         known = self._known(keys)
-        # Use one statement for all rows, because each call releases the interpreter lock, and a
+        # Use one statement for all rows. Each call of SQLite releases the interpreter lock, and a
         # busy event loop takes long to give the lock back.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced.execute(
@@ -157,7 +159,7 @@ class DeliveryLog:
             f" VALUES {rows}"
             # A sender that repeats a delivery may repeat it again, so count KEPT_SECONDS from now.
             " ON CONFLICT DO UPDATE SET received_at = excluded.received_at,"
-            # Whoever sends a dead letter again wants it handled.
+            # A sender that repeats a dead letter wants the delivery to be handled, so queue it.
             f" {REVIVED.format(now='excluded.due_at')}",
             [
                 value
@@ -176,8 +178,8 @@ class DeliveryLog:
 
     def _known(self, keys: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
         places = ", ".join(["(?, ?)"] * len(keys))
-        # With a cross join, SQLite looks up each key; with `(path, id) IN (VALUES …)`, it would
-        # read all rows.
+        # With a cross join, SQLite looks up each key in the index. With `(path, id) IN (VALUES …)`,
+        # SQLite would read all rows.
         found = self._connection.execute(
             f"WITH asked (path, id) AS (VALUES {places})"
             " SELECT path, id FROM asked CROSS JOIN deliveries USING (path, id)",
@@ -190,14 +192,14 @@ class DeliveryLog:
     ) -> list[StoredDelivery]:
         """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
 
-        Deliveries of one repository come in the order of their arrival: none comes while an earlier
-        one waits for its next call, or while its path and repository are `busy`.
+        A delivery is left out while an earlier delivery to the same path, of the same repository,
+        waits for its next call. It is also left out if `busy` contains its path and repository.
         """
         if not paths:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # Name the index, because SQLite would choose the index on `path` and scan every row
+            # Name the index. Otherwise SQLite would use the index on `path`, and read every row
             # that is already handled.
             "SELECT path, id, headers, body, repository, attempts"
             " FROM deliveries AS mine INDEXED BY deliveries_due"
@@ -206,7 +208,7 @@ class DeliveryLog:
             " WHERE earlier.path = mine.path AND earlier.repository = mine.repository"
             " AND earlier.due_at > ? AND earlier.rowid < mine.rowid)"
             " ORDER BY rowid LIMIT 100",
-            (now, *paths, *(part for line in busy for part in line), now),
+            (now, *paths, *(part for pair in busy for part in pair), now),
         )
         return [
             StoredDelivery(
@@ -221,11 +223,13 @@ class DeliveryLog:
         ]
 
     def settle(self, calls: Sequence[HandlerResult]) -> None:
-        """Store how calls ended. Only the path and the id of a handled delivery stay, to recognise
-        a repeat. A delivery whose call failed for the last time is kept whole, as a dead letter.
+        """Store how these calls ended.
 
-        A power cut may undo this, and the handler is then called again. The death of this process
-        does not undo it.
+        If a call succeeded, the delivery's headers and body are deleted. Its path and id stay, so
+        that a repeat is recognised. A delivery that was given up keeps its headers and body.
+
+        A power cut may undo this method; the handlers are then called again. If only this process
+        dies, nothing is undone.
         """
         failed = [
             (call.due_at, call.died_at, call.failure, call.path, call.id)
@@ -247,16 +251,16 @@ class DeliveryLog:
             )
 
     def next_due_at(self, now: float) -> float | None:
-        """When the next delivery that is not due yet becomes due; None if there is no such
-        delivery."""
+        """The earliest time after `now` at which a delivery becomes due. None if no delivery is due
+        after `now`."""
         due_at: float | None = self._connection.execute(
             "SELECT min(due_at) FROM deliveries WHERE due_at > ?", (now,)
         ).fetchone()[0]
         return due_at
 
     def forget(self, now: float) -> None:
-        """Delete handled deliveries that have not arrived again for `KEPT_SECONDS`, and dead
-        letters that died that long ago."""
+        """Delete the handled deliveries whose last arrival is `KEPT_SECONDS` ago, and the dead
+        letters that were given up that long ago."""
         before = now - KEPT_SECONDS
         self._connection.execute(
             "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?"
@@ -266,7 +270,7 @@ class DeliveryLog:
 
 
 def _added(connection: sqlite3.Connection) -> str:
-    """The statements that give a table of the first version its new columns."""
+    """The SQL statements that add the missing columns to a table of the first schema version."""
     present = {row[1] for row in connection.execute("PRAGMA table_info(deliveries)")}
     missing = {} if not present else {k: v for k, v in _ADDED.items() if k not in present}
     return "".join(f"ALTER TABLE deliveries ADD COLUMN {k} {v};" for k, v in missing.items())
@@ -304,8 +308,8 @@ def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={synchronous}")
-    # A checkpoint moves this many pages (40 MB) from the write-ahead log to the file, and a sender
-    # waits meanwhile.
+    # During a checkpoint, SQLite moves pages from the write-ahead log to the file, and a sender
+    # waits. So let SQLite do one only after this many pages (40 MB).
     connection.execute("PRAGMA wal_autocheckpoint=10000")
     return connection
 

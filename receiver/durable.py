@@ -1,10 +1,11 @@
-"""Calls durable handlers after the sender was answered, and calls them again until they succeed or
-are given up.
+"""Calls durable handlers after the sender was answered. If a call fails, the handler is called
+again after a pause.
 
-A handler is called at least once for each delivery: if it was running when the process died, it is
-called again. Events of one repository are handled in the order of their arrival: while one waits
-for its next call, those after it wait too. After `MAX_ATTEMPTS` calls it is a dead letter
-(`receiver/dead_letters.py`), and they go on.
+A handler is called at least once for each delivery. If the process dies while a handler runs, the
+next process calls the handler again. Deliveries of one repository are handled in the order of their
+arrival: while one delivery waits for its next call, the later deliveries wait too. After
+`MAX_ATTEMPTS` failed calls, the delivery becomes a dead letter (`receiver/dead_letters.py`), and
+the later deliveries are handled.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Message
 from receiver.batching import Batches
 from receiver.delivery_log import DeliveryLog, HandlerResult, NewDelivery, StoredDelivery
 from receiver.errors import WorkerNotRunning
-from receiver.lines import Line, Lines, line_of
+from receiver.repository_queues import QueueKey, RepositoryQueues, queue_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,22 +31,27 @@ R = TypeVar("R")
 _logger = logging.getLogger(__name__)
 
 MAX_RUNNING = 8
+"""How many handlers may run at the same time."""
 LONGEST_PAUSE_SECONDS = 600.0
 MAX_ATTEMPTS = 20
-"""With the pauses between them, about two hours."""
+"""A delivery is given up after this many failed calls. Because of the pauses between the calls,
+this takes almost two hours."""
 LOOK_SECONDS = 5.0
-"""How soon a dead letter is handled that another process has put in line again."""
+"""The worker reads the log at least this often. In this way it finds a dead letter that another
+process has queued again."""
 FAILURE_CHARACTERS = 500
-FORGET_SECONDS = 3600.0
+"""The description of a failure is cut to this length before it is stored."""
+FORGET_EVERY_SECONDS = 3600.0
+"""How often old deliveries are deleted from the log."""
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
-"""Senders that wait for an answer have priority over handlers. Handlers are called once no delivery
-has arrived for QUIET_SECONDS, but after YIELD_SECONDS in any case."""
+"""Senders that wait for an answer have priority over handlers. So handlers are called when no
+delivery has arrived for QUIET_SECONDS, or at the latest after YIELD_SECONDS."""
 
 
 class DurableDeliveries:
     """The delivery log, and the task that calls the handlers while the context `worker` is open.
 
-    A handler is an ASGI application for one path. It gets the stored request.
+    Each handler is an ASGI application for one path, and is called with the stored request.
     """
 
     def __init__(self, path: Path, *, shutdown_seconds: float) -> None:
@@ -62,15 +68,16 @@ class DurableDeliveries:
         self._known: set[tuple[str, str]] = set()
         """Path and id of each delivery that waits for a call or is being handled, or whose result
         is not stored yet."""
-        self._lines = Lines()
+        self._queues = RepositoryQueues()
         self._running: set[asyncio.Task[None]] = set()
         self._results: list[HandlerResult] = []
-        self._failed: dict[tuple[str, str], Line] = {}
-        """Path and id of each delivery whose failure is not stored yet, and its line."""
+        """The results that are not stored yet."""
+        self._unstored_failures: dict[tuple[str, str], QueueKey] = {}
+        """The deliveries whose failure is not stored yet: path and id → the delivery's queue."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
-        """Add a handler. Any thread may call this, also while handlers run. Raises what `open`
-        raises."""
+        """Add a handler. Any thread may call this, also while handlers run. Raises `ReceiverError`
+        for the same reasons as `open`."""
         if self._loop is not None:
             self._opened()
         self._handlers[path] = handler
@@ -78,15 +85,16 @@ class DurableDeliveries:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     def open(self) -> None:
-        """Open the log if there are handlers. Raises `ReceiverError` if another process has the log
-        open."""
+        """Open the log if there are handlers. Raises `ReceiverError` if the log cannot be opened,
+        for example because another process has it open."""
         if self._handlers:
             self._opened()
 
     async def accept(
         self, path: str, id: str, headers: dict[str, str], body: bytes, repository: str
     ) -> bool:
-        """Store the delivery; returns whether it is new. Raises `WorkerNotRunning`."""
+        """Store the delivery. Returns whether the delivery is new. Raises `WorkerNotRunning` if the
+        context `worker` is not open."""
         if self._loop is None:
             raise WorkerNotRunning(
                 "This server's durable handlers are not called: the application that mounts the"
@@ -104,21 +112,27 @@ class DurableDeliveries:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Call the handlers while this context is open. Deliveries that an earlier process left
-        come first. On exit, wait up to `shutdown_seconds` for the handlers that still run."""
+        """Call the handlers while this context is open, first for the deliveries that an earlier
+        process left.
+
+        On exit, wait up to `shutdown_seconds` for the handlers that still run, and cancel the rest.
+        The next process calls the cancelled handlers again.
+        """
         if self._loop is not None:
-            # The application is also served at another place, which already runs the worker.
+            # Another server serves the same application, and already runs the worker.
             yield
             return
         self.open()
-        self._wake = asyncio.Event()  # a new one: the last launch may have had another event loop
+        # An event belongs to one event loop, and the last launch may have had another loop.
+        self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
         worker = asyncio.create_task(self._run_worker())
         try:
             yield
         finally:
-            # Do not cancel the worker: its thread may be executing an SQL statement.
+            # Let the worker end by itself. Do not cancel it, because its thread may be executing an
+            # SQL statement.
             self._is_stopping = True
             self._wake.set()
             await worker
@@ -129,14 +143,14 @@ class DurableDeliveries:
                 if late:
                     await asyncio.wait(late)
             self._known.clear()
-            self._lines.clear()
+            self._queues.clear()
             self._loop = None
             if self._log is not None:
                 try:
                     self._log.settle(self._results)
                 finally:
                     self._results = []
-                    self._failed = {}
+                    self._unstored_failures = {}
                     self._log.close()
                     self._log = None
 
@@ -150,14 +164,14 @@ class DurableDeliveries:
             try:
                 await self._call_due_handlers()
             except sqlite3.Error as error:
-                # The cause is mostly a full disk. Stored deliveries stay, and results are kept
-                # until they can be written.
-                _logger.error("%s cannot be used, next try in 1 s: %s", self._path, error)
+                # The usual cause is a full disk. Nothing is lost: the stored deliveries stay in the
+                # file, and the results stay in memory until they can be written.
+                _logger.error("%s cannot be used; next try in 1 s: %s", self._path, error)
                 await asyncio.sleep(1)
 
     async def _call_due_handlers(self) -> None:
         forget_at = 0.0
-        lines = self._lines
+        queues = self._queues
         while not self._is_stopping:
             self._wake.clear()
             log = self._log
@@ -170,19 +184,20 @@ class DurableDeliveries:
             now = time.time()
             if now >= forget_at:
                 await self._in_thread(log.forget, now)
-                forget_at = now + FORGET_SECONDS
+                forget_at = now + FORGET_EVERY_SECONDS
             await self._settle(log)
-            if not lines.has_next():
-                lines.extend(await self._next(log, now))
-            while len(self._running) < MAX_RUNNING and (delivery := lines.take()) is not None:
+            if not queues.has_next():
+                queues.extend(await self._next(log, now))
+            while len(self._running) < MAX_RUNNING and (delivery := queues.take()) is not None:
                 task = asyncio.create_task(self._handle(delivery))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
-            if lines.has_next():
+            if queues.has_next():
                 await self._wake.wait()
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
-            # A new delivery sets `_wake`, and so do a handler that ends and a stop.
+            # `_wake` is set when a delivery was stored, when a handler ended, and when the worker
+            # must stop. Nothing sets it for the other work, so look again at `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
@@ -194,15 +209,17 @@ class DurableDeliveries:
             await self._in_thread(log.settle, results)
             del self._results[: len(results)]
             self._known.difference_update((call.path, call.id) for call in results)
-            for line in [self._failed.pop((call.path, call.id), None) for call in results]:
-                if line is not None:
-                    self._lines.leave(line)
+            for queue in [
+                self._unstored_failures.pop((call.path, call.id), None) for call in results
+            ]:
+                if queue is not None:
+                    self._queues.release(queue)
 
     async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
         found = [
             delivery
             for delivery in await self._in_thread(
-                log.due, now, list(self._handlers), self._lines.busy_repositories()
+                log.due, now, list(self._handlers), self._queues.busy_repositories()
             )
             if (delivery.path, delivery.id) not in self._known
         ]
@@ -216,18 +233,21 @@ class DurableDeliveries:
             if status >= 300:
                 failure = f"answered {status}"
         except Exception as error:
-            # A handler may raise anything. Its delivery is tried again; the traceback is logged.
+            # A handler is the user's code and may raise anything. Log the traceback, and call the
+            # handler again later.
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
             failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
-        key, line = (delivery.path, delivery.id), line_of(delivery)
+        key, queue = (delivery.path, delivery.id), queue_of(delivery)
         if failure is None:
             self._results.append(HandlerResult(path=delivery.path, id=delivery.id))
-            self._lines.leave(line)
+            self._queues.release(queue)
         else:
             self._results.append(_failed(delivery, failure))
-            # What comes after it must not overtake it: it waits until the failure is stored.
-            self._failed[key] = line
-            dropped = self._lines.drop(line)
+            # Later deliveries of this repository must not overtake the failed one. Drop them from
+            # memory and keep the queue busy until the failure is stored. The log then returns them
+            # in order.
+            self._unstored_failures[key] = queue
+            dropped = self._queues.drop(queue)
             self._known.difference_update((each.path, each.id) for each in dropped)
         self._wake.set()
 
@@ -238,12 +258,13 @@ class DurableDeliveries:
 
 
 def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
-    made = delivery.attempts + 1
-    if made >= MAX_ATTEMPTS:
+    """The result of a failed call: either the next call or the end of the delivery."""
+    num_calls = delivery.attempts + 1
+    if num_calls >= MAX_ATTEMPTS:
         _logger.error(
-            "%s: delivery %s is given up after %d calls (%s); `pipeline receiver replay` has it"
-            " handled again",
-            *(delivery.path, delivery.id, made, failure),
+            "%s: delivery %s is given up after %d calls (%s). To handle it again, run"
+            " `pipeline receiver replay` with this id",
+            *(delivery.path, delivery.id, num_calls, failure),
         )
         return HandlerResult(
             path=delivery.path, id=delivery.id, died_at=time.time(), failure=failure
@@ -259,7 +280,7 @@ def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
 
 
 async def _call(handler: ASGIApp, delivery: StoredDelivery) -> int:
-    """Call the handler and return the status of its answer. Raises what the handler raises."""
+    """Call the handler and return the HTTP status of its answer. Raises what the handler raises."""
     status = 500
     body: list[Message] = [{"type": "http.request", "body": delivery.body, "more_body": False}]
 

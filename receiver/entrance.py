@@ -1,4 +1,4 @@
-"""Shows the handlers' routes to those who come by a tunnel, and nothing else."""
+"""Lets requests that come through a tunnel reach the handlers' routes, and nothing else."""
 
 from collections.abc import Collection
 
@@ -10,15 +10,15 @@ from receiver.cross_site import other_host
 
 
 class TunnelEntrance:
-    """An application in front of `app`. It knows requests of the tunnel by their port, because only
-    the tunnel is told this port.
+    """An application in front of `app`. A request that arrives at `port` came through the tunnel,
+    because only the tunnel knows this port.
 
-    A tunnel that was set up beforehand may lead to the receiver's own port. There, a request over
-    loopback is the tunnel's if it is for a host that is neither loopback nor in `names`. This is
-    less certain, because a stranger may choose the host.
+    A tunnel that the user has set up may lead to the receiver's own port instead. At that port, a
+    request over loopback counts as a tunnel's request if its `Host` is neither loopback nor in
+    `names`. This test is less certain, because a stranger can choose the `Host`.
 
     Args:
-        port: The port that the tunnel is told.
+        port: The port to which the tunnel leads.
         names: The host names of the receiver on this machine.
         paths: The paths of the handlers.
     """
@@ -40,15 +40,15 @@ class TunnelEntrance:
         if scope["type"] == "lifespan" or not self._is_by_tunnel(scope) or self._is_call(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            # As an unknown path is answered, so that a stranger learns nothing.
+            # Answer as for an unknown path, so that a stranger learns nothing.
             await JSONResponse({"error": "Not Found"}, status_code=404)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     def _is_by_tunnel(self, scope: Scope) -> bool:
         server = scope["server"]
-        is_told = server is not None and server[1] == self._port
-        return is_told or other_host(Headers(scope=scope), server, self._names) is not None
+        is_at_port = server is not None and server[1] == self._port
+        return is_at_port or other_host(Headers(scope=scope), server, self._names) is not None
 
     def _is_call(self, scope: Scope) -> bool:
         return (

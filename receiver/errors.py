@@ -17,7 +17,7 @@ ReceiverError            the message is for the person who runs or configures th
 
 
 class ReceiverError(Exception):
-    """The receiver cannot go on; the message names the value, the cause and the next step."""
+    """The receiver cannot continue. The message names the value, the cause and the next step."""
 
     status_code = 500
 
@@ -35,7 +35,7 @@ class ProofWrong(ReceiverError):
 
 
 class FromElsewhere(ReceiverError):
-    """The handler has no secret, and the request is for another host or from a page of another
+    """The handler has no secret, and the request names another host or comes from a page of another
     site."""
 
     status_code = 403
@@ -48,13 +48,14 @@ class BodyTooLarge(ReceiverError):
 
 
 class NotAnEvent(ReceiverError):
-    """The proof is valid, but the body is not an event as its sender documents it."""
+    """The proof is valid, but the body is not an event in the sender's documented format."""
 
     status_code = 422
 
 
 class WorkerNotRunning(ReceiverError):
-    """The handler is durable, but the application has not entered the server's lifespan."""
+    """Nothing would call the durable handler, because the application has not entered the server's
+    lifespan."""
 
     status_code = 503
 
@@ -72,11 +73,12 @@ class TunnelFailed(ReceiverError):
 
 
 class WebhookApiError(ReceiverError):
-    """The hub refused a management call, or could not answer it."""
+    """The hub refused a call that manages webhooks, could not be reached, or gave an answer that
+    cannot be read."""
 
 
 class WebhookNotFound(WebhookApiError):
-    """The hub has no webhook with this id, or does not show the webhook to this token."""
+    """The hub has no webhook with this id, or this token may not see the webhook."""
 
 
 class NotAllowed(WebhookApiError):

@@ -14,8 +14,11 @@ def greeting(
     *,
     page: str,
 ) -> str:
-    """Lists the URL of each handler, the handlers without a secret, when a public URL ends, and
-    where the landing page is: `page`, without a slash at the end."""
+    """The text to print. It names the URL of each handler, the handlers without a secret, the time
+    at which a public URL ends, and the landing page.
+
+    `page` is the URL of the landing page without a slash at the end.
+    """
     lines = ["", "Webhooks are correctly setup and ready to use:"]
     lines += [f"  - POST {url}{path}" for path in paths]
     if unproven:
@@ -28,6 +31,6 @@ def greeting(
     if public is not None:
         lines.append(
             f"The public URL holds until {as_utc(public.ends_at)} and is renewed before that time."
-            " When the URL changes, the webhooks that post to it get the new URL."
+            " If the URL changes, the webhooks that post to the old URL get the new URL."
         )
     return "\n".join([*lines, f"Open {page}/ to see how to create a webhook for them."])

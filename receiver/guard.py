@@ -1,7 +1,5 @@
-"""Checks each request to a handler: its headers, then its size, then its signature and its event.
-
-Only requests that pass all checks reach the handler.
-"""
+"""Checks each request to a handler: first the headers, then the size, then the signature and the
+event. Only requests that pass all checks reach the handler."""
 
 import asyncio
 import hashlib
@@ -52,18 +50,18 @@ class RequestGuard:
     max_body_bytes: int
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
-    """The host names of this receiver, beside those of loopback."""
+    """Returns the host names of this receiver. The names of loopback are always accepted too."""
     bodies: BodiesInFlight
-    """Of all handlers together."""
+    """Counts the bodies in memory. All handlers share this one count."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler recognises repeats itself."""
     history: History
     durable: DurableDeliveries | None
-    """Where the deliveries of a durable handler wait. None if the handler is not durable, so that
-    the sender waits for its answer."""
+    """Stores the deliveries of a durable handler. None if the handler is not durable; the sender
+    then waits until the handler has answered."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
-        """The handler's answer, or the reason why the handler was not called."""
+        """The handler's answer, or an answer that says why the handler was not called."""
         at, began, status = time.time(), time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
@@ -76,7 +74,8 @@ class RequestGuard:
             if unknown is None:
                 status = 422
                 raise
-            # A hub suspends a webhook whose deliveries are refused.
+            # Answer 200 although the event is ignored: if this receiver refused it, the hub would
+            # suspend the webhook.
             status = 200
             return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
         except HTTPException as refusal:
@@ -101,7 +100,8 @@ class RequestGuard:
         count: Callable[[int], None],
     ) -> Response:
         try:
-            # Before the body is read: a stranger must not fill the memory.
+            # Check origin and headers before the body is read, so that a stranger cannot fill the
+            # memory.
             self._check_where_from(request)
             check_body = self.proof.check_headers(request.headers, request.query_params)
             async with asyncio.timeout(self.body_timeout_seconds):
@@ -127,18 +127,18 @@ class RequestGuard:
 
     def _check_where_from(self, request: Request) -> None:
         if self.proof.secrets:
-            return  # neither a browser nor a page knows a secret
+            return  # a page of another site does not know the secret, so its request fails anyway
         if (site := other_site(request.headers)) is not None:
             raise FromElsewhere(
-                f"A browser sends this for {site}. To let others call this handler, set"
-                " `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+                f"A browser sent this request for {site}. A handler without a secret refuses such"
+                " requests: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
             )
         host = other_host(request.headers, request.scope.get("server"), self.own_names())
         if host is not None:
             raise FromElsewhere(
-                f"This receiver is not known as {host!r}: call it as 127.0.0.1 or localhost. If"
-                " senders call it by this name, set `public_url` under [receiver]"
-                " (`--public-url`), and a secret with `WEBHOOK_SECRET` or `webhook_secret=`."
+                f"{host!r} is not a name of this receiver: call 127.0.0.1 or localhost. If senders"
+                " must use this name, set `public_url` under [receiver] (`--public-url`), and set a"
+                " secret (`WEBHOOK_SECRET` or `webhook_secret=`)."
             )
 
     async def _store(
@@ -147,8 +147,8 @@ class RequestGuard:
         try:
             repo = WebhookPayload.model_validate_json(event).repo
         except ValidationError as error:
-            # Refuse the event now, while the sender still waits for an answer. If it were stored,
-            # every call of the handler would fail.
+            # Refuse the event now, while the sender still waits for an answer. If the event were
+            # stored, every call of the handler would fail.
             raise RequestValidationError(
                 [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
@@ -180,7 +180,7 @@ class RequestGuard:
 
 
 def guarded_route(guard: RequestGuard) -> type[APIRoute]:
-    """A class of routes whose requests all go through `guard` first."""
+    """A class of routes. `guard` checks every request before it reaches the route."""
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> CallHandler:
@@ -195,8 +195,8 @@ def guarded_route(guard: RequestGuard) -> type[APIRoute]:
 
 
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
-    """The id that a sender repeats with each attempt of a delivery; None if the sender sends no
-    id."""
+    """The delivery's id from the headers. A sender that repeats a delivery sends the same id again.
+    None if the sender sends no id."""
     if is_svix(headers):
         return headers.get("svix-id") or None  # the signature covers this id
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
@@ -205,28 +205,35 @@ def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
 def _with_body(request: Request, body: bytes) -> Request:
     headers = MutableHeaders(scope={"headers": list(request.scope["headers"])})
     headers.update(_headers_of(body))
-    return _Proven({**request.scope, "headers": headers.raw}, _replay(body, request.receive))
+    return _CheckedRequest(
+        {**request.scope, "headers": headers.raw}, _replay(body, request.receive)
+    )
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """Headers that say that the body is JSON, whatever content type the sender's client wrote."""
+    """Headers that say that the body is JSON. They replace the sender's headers, because a sender
+    may name another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 
-class _Proven(Request):
+class _CheckedRequest(Request):
+    """A request that has passed all checks."""
+
     async def json(self) -> Any:
-        # Starlette's `json` would accept UTF-16 too.
+        # Accept only UTF-8. Starlette's `json` would also accept UTF-16.
         if hasattr(self, "_json"):
             return self._json
         try:
             self._json = json.loads((await self.body()).decode())
             return self._json
         except (UnicodeDecodeError, RecursionError) as error:
-            # FastAPI answers 422 to a JSONDecodeError and 400 to any other exception.
+            # Raise a JSONDecodeError, because FastAPI answers 422 to it, and 400 to any other
+            # exception.
             raise json.JSONDecodeError(str(error), "", 0) from error
 
 
 def _replay(body: bytes, then: Receive) -> Receive:
+    """Returns `body`, which was already read, as the first message, and then calls `then`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

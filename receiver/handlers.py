@@ -1,5 +1,5 @@
-"""A registered handler with its proof and parameters, and the answers if the handler fails or the
-request is refused."""
+"""The record of a registered handler, and the answers that the server gives if the handler fails or
+the request is refused."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +15,10 @@ from receiver.payload import WebhookPayload
 from receiver.verify import Proof
 
 ANSWERS_TO_DURABLE: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The event is ignored: it is no push, or newer than this receiver."},
+    200: {
+        "description": "The handler is not called: the event is not a push, or has a value that"
+        " this receiver does not know."
+    },
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
@@ -23,19 +26,22 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     422: {"description": "The body is not the event that the handler takes."},
-    503: {"description": "Too many large bodies arrive at once."},
+    503: {
+        "description": "Too many large bodies arrive at once, or the server does not call its"
+        " durable handlers."
+    },
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredWebhook:
-    """A handler, and the proof that it needs from a delivery."""
+    """A handler, and the proof that each delivery to the handler must carry."""
 
     path: str
     handler: Callable[..., Any]
     proof: Proof
     secret_in_shell: str
-    """How a shell command that creates the webhook writes the secret."""
+    """The text that stands for the secret in the shell command on the landing page."""
     is_durable: bool
     knows_repeats: bool
 
@@ -47,8 +53,7 @@ def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def annotate(handler: Callable[..., Any]) -> None:
-    """Annotate parameters that have no type, because FastAPI would take them for query
-    parameters."""
+    """Annotate the parameters that have no type. FastAPI would treat them as query parameters."""
     parameters = inspect.signature(handler).parameters
     annotations = getattr(handler, "__annotations__", {})
     for name in parameters:
@@ -75,8 +80,8 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
 
 
 async def refuse(_request: Request, error: Exception) -> JSONResponse:
-    """Answers an HTTPException in the form of all errors. The cause is an unknown path, a wrong
-    method, or a handler that raised it."""
+    """Answers an HTTPException with the JSON that all errors have. The cause is an unknown path, a
+    wrong method, too many large bodies, or a handler that raised the exception."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers

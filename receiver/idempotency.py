@@ -1,8 +1,8 @@
 """Remembers the responses to the latest deliveries, so that a repeated delivery is not handled
 twice.
 
-The responses are only in memory and are lost when the process ends. A handler must itself store
-what must outlive the process.
+The responses are only in memory and are lost when the process ends. If a handler needs something
+after that, the handler must store it itself.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from fastapi import Response
 
 _CachedResponse = tuple[int, tuple[tuple[bytes, bytes], ...], bytes]
-"""Status, headers and body. The garbage collector does not track tuples of bytes, so a large cache
-does not slow it down. It would track `Response` objects."""
+"""Status, headers and body. They are kept as a tuple instead of a `Response`, because the garbage
+collector skips tuples of bytes. In a large cache, it would have to look at every `Response`."""
 
 
 class IdempotencyCache:
@@ -26,11 +26,11 @@ class IdempotencyCache:
         ] = OrderedDict()
 
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
-        """The response that `call` gave for `key` before; if there is none, this runs `call` now.
+        """The response that an earlier call gave for `key`. If there is none, run `call` now.
 
-        Concurrent calls for the same key wait for the first call. Only 2xx responses are cached,
-        because any other response means that the delivery failed, and the sender's next attempt
-        must then reach the handler.
+        Concurrent calls for the same key wait for the first call. Only 2xx responses are cached.
+        Any other response means that the delivery failed, so the sender's next attempt must reach
+        the handler.
         """
         while (known := self._responses.get(key)) is not None:
             cached = known if isinstance(known, tuple) else await asyncio.shield(known)

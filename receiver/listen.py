@@ -1,4 +1,4 @@
-"""Starts the server of a receiver or of the hub behind a socket that listens."""
+"""Opens a listening socket for a receiver or for the hub, and starts the server on the socket."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,8 @@ import uvicorn
 from receiver.errors import AddressUnavailable, OpenToEveryone
 
 _HOW_TO_MOVE = (
-    "`GRADIO_SERVER_PORT=… python app.py` or `launch(server_name=…, server_port=…)` for a script"
-    " (port 0 takes a free port), or with `host` and `port` under [receiver] for the stack"
+    "`host` and `port` under [receiver]. In a script, use `launch(server_name=…, server_port=…)` or"
+    " `GRADIO_SERVER_PORT=… python app.py`; port 0 takes a free port"
 )
 
 
@@ -32,14 +32,14 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.socket:
-    """A socket that already listens. Clients that connect now wait until the server is up.
+    """A socket that already listens. Clients can connect now, and wait until the server is up.
 
-    `how_to_move` is the end of the error message. It tells the user where to set another address.
+    `how_to_move` is the end of the error message. It says where the user can set another address.
     Raises `AddressUnavailable` if the port is in use or `host` is not an address of this machine.
     """
     family, _, _, _, address = _resolve(host, port)[0]
-    # Name the protocol: without it, asyncio leaves Nagle's algorithm on, which adds 40 ms to each
-    # answer.
+    # Name the protocol. Otherwise asyncio does not turn off Nagle's algorithm, which delays each
+    # answer by 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,7 +49,8 @@ def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.soc
     except OSError as error:
         listening.close()
         reason = (
-            f"Port {port} on {host} is in use by another program: stop it, or choose another port."
+            f"Port {port} on {host} is in use by another program: stop that program, or choose"
+            " another port."
             if error.errno == errno.EADDRINUSE
             else f"Cannot listen on {host}:{port}: {error.strerror}."
         )
@@ -73,8 +74,8 @@ def is_inside_event_loop() -> bool:
 
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. After SIGINT this returns; SIGTERM also ends the process."""
-    # Freeze the imported modules, which live as long as the process: each garbage collection that
-    # looked through them would stop all requests for about 0.1 s.
+    # Freeze the imported modules, because they are never garbage. A garbage collection that looks
+    # through them stops all requests for about 0.1 s.
     gc.collect()
     gc.freeze()
     with _closing(listening), contextlib.suppress(KeyboardInterrupt):

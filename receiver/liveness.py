@@ -1,4 +1,4 @@
-"""`GET /live` of a receiver that starts jobs: the proof that it does not hang."""
+"""`GET /live` of a receiver that submits jobs. An answer shows that the receiver does not hang."""
 
 from fastapi import FastAPI
 
@@ -9,7 +9,8 @@ from jobs.store import JobStore
 def add_live_route(app: FastAPI, store: JobStore) -> None:
     """Serve `/live`, which answers once the job store was read. Call this before the app serves.
 
-    An error of the store is an answer too, because starting the receiver again repairs no database.
+    If the store fails, the answer names the error, but its status is still 200: a restart of the
+    receiver would not repair the database.
     """
 
     @app.get("/live")

@@ -55,8 +55,8 @@ class _Measured:
         try:
             await self._app(scope, receive, count)
         finally:
-            # Count all unknown paths as one path, because a stranger could otherwise create any
-            # number of series.
+            # Count all unknown paths as one path. Otherwise a stranger could create any number of
+            # time series.
             path = scope["path"] if status != 404 else "other"
             self._requests.labels(path, status).inc()
             self._seconds.labels(path).observe(time.perf_counter() - began)

@@ -24,11 +24,12 @@ class HubCredentials:
 
 
 def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
-    """Point webhooks that post to a former URL at `url`. The file `remembered` lists the former
-    URLs.
+    """Update the webhooks that post to a former URL, so that they post to `url`. The file
+    `remembered` lists the former URLs.
 
-    Returns whether this is done. False means that a hub did not answer or that the file could not
-    be used; the reason is logged. The caller must call again later.
+    Returns False if the caller must call again later, because a hub failed or the file could not be
+    used. Otherwise returns True, also if a token may not list or update webhooks: another call
+    would not help, so the log asks the user to change these webhooks by hand.
     """
     try:
         former = [known for known in _read(remembered) if known != url]
@@ -52,8 +53,8 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
     try:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
-            # Take the longest match, because a URL may be a prefix of another URL, also of the new
-            # URL.
+            # A former URL may be a prefix of another former URL, or of the new URL. So take the
+            # longest URL that matches.
             under = [known for known in (url, *former) if f"{posts_to}/".startswith(f"{known}/")]
             old = max(under, key=len, default=url)
             if old != url:

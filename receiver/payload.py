@@ -1,7 +1,8 @@
 """`WebhookPayload`, version 3: what a hub sends when a repository changes.
 
-Fields have the names of the JSON, so that a handler reads `payload.updatedRefs` as the Hub
-documents it (https://huggingface.co/docs/hub/webhooks). Other fields are ignored.
+Fields have the same names as in the JSON, which https://huggingface.co/docs/hub/webhooks documents.
+For example, a handler reads `payload.updatedRefs`. Fields of the JSON that are not named here are
+ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +46,7 @@ class Repo(_Wire):
     owner: ObjectId
     url: Url
     headSha: str | None = None
-    """Head of the default branch after the event. Sent for `repo*` scopes only."""
+    """The head commit of the default branch after the event. Sent for `repo*` scopes only."""
     subdomain: str | None = None
     tags: tuple[str, ...] | None = None
 
@@ -126,14 +127,15 @@ _FIXED_VALUES: dict[tuple[str, ...], type] = {
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """The field and the value that only a newer hub sends; None if the payload is malformed.
+    """A newer hub may send a value that this receiver does not know. Returns the field and this
+    value. None if there is no such value; the payload is then malformed.
 
-    `errors` are those of a request's validation. Where one value is new, the other fields may have
-    changed with it, so their errors do not count.
+    `errors` are the errors of the request's validation. If one value is new, other fields may have
+    changed together with it, so errors about other fields do not count.
     """
     for error in errors:
         field = tuple(error["loc"][1:])  # the first part is "body"
-        # `is`, because True is an int too.
+        # Compare types with `is`: for `isinstance`, True would be an int.
         if error["type"] == "literal_error" and type(error["input"]) is _FIXED_VALUES.get(field):
             return f"{'.'.join(field)} {error['input']!r:.200}"
     return None

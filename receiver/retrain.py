@@ -1,7 +1,5 @@
-"""The retrain handler: makes a job for each commit to a followed dataset, and ignores other events.
-
-The answer to an ignored event is the reason why it is ignored.
-"""
+"""The retrain handler: submits a job for each push to a dataset that a pipeline follows, and
+ignores other events. The answer to an ignored event says why the event is ignored."""
 
 import logging
 from collections import Counter
@@ -32,8 +30,9 @@ def retrain_handler(
 
     The handler answers `{"job": id}` once the job and the delivery are stored. If several pipelines
     follow the dataset, `"jobs"` lists all their jobs. If an event needs no job, the answer is
-    `{"ignored": reason}`. A repeated delivery gets the first answer again, unless its job failed or
-    was cancelled: then it gets a new job, or the job of a later commit.
+    `{"ignored": reason}`. A repeated delivery gets the first answer again. There is one exception:
+    if the first answer's job failed or was cancelled, the delivery gets the job of a later push, or
+    a new job if there was no later push.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -43,8 +42,8 @@ def retrain_handler(
             raise ValueError(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
             )
-    # Only one thread writes, so that the events that wait share the next transaction instead of
-    # waiting for the database's lock one by one.
+    # Only one thread writes. Events that arrive meanwhile share the next transaction, instead of
+    # waiting for the database's lock one after another.
     one_thread = anyio.CapacityLimiter(1)
 
     async def write(events: Sequence[_Event]) -> list[Answer]:
@@ -86,8 +85,8 @@ class _Event:
         return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
-        """One request per pipeline. Each request has a source of its own, so that none counts as a
-        repeat of another."""
+        """One request per pipeline. Each request has its own source, so that the store does not
+        take one request for a repeat of another."""
         specs = () if isinstance(self.decision, str) else self.decision
         return [
             JobRequest(
@@ -113,6 +112,6 @@ def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
 
 
 def _storable(text: str) -> str:
-    """The text, cut to 200 characters and escaped to ASCII, because databases refuse NUL and lone
-    surrogates."""
+    """The text, escaped to ASCII and cut to 200 characters. It is escaped because databases refuse
+    NUL and lone surrogates."""
     return ascii(text)[1:-1][:200]

@@ -1,7 +1,5 @@
-"""Decides which commits retrain which pipeline: turns a payload and the rules into job specs.
-
-This module reads and writes nothing else.
-"""
+"""Decides which pushes retrain which pipeline: makes job specs from a payload and the rules. Reads
+and writes nothing."""
 
 import hashlib
 import json
@@ -43,7 +41,8 @@ class RetrainRule(BaseModel):
     """A job starts at the latest this long after its first commit, even if newer commits keep
     arriving."""
     settings: dict[str, Any] = {}
-    """Copied into the job when it is submitted; later changes do not reach the job."""
+    """Settings for the job's command. They are copied into a job when the job is submitted, so
+    later changes do not reach the job."""
     env: dict[str, str] = {}
     """Added to the job's environment. Put no secrets here: anyone who lists jobs sees them."""
     resources: Resources = Resources()
@@ -124,7 +123,7 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
 
 
 def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """The reason why `update` needs no retraining; None if it needs a retraining."""
+    """The reason why `update` needs no retraining. None if `update` needs a retraining."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):
@@ -149,8 +148,7 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key that is equal for two jobs that would train on the same commit with the same
-    settings."""
+    """Two jobs have the same key if they would train on the same commit with the same settings."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 
@@ -160,7 +158,8 @@ def _bare_url(url: str) -> str:
 
 
 def _place_by_ssh(url: str) -> str | None:
-    """Host and path of an SSH URL, in both of git's forms; None for any other URL."""
+    """Host and path of an SSH URL (`ssh://host/path` or `user@host:path`). None for any other
+    URL."""
     if url.startswith("ssh://"):
         return _place(url)
     found = _SCP_FORM.fullmatch(url)
@@ -168,7 +167,8 @@ def _place_by_ssh(url: str) -> str | None:
 
 
 def _place(url: str) -> str:
-    """Senders write HTTPS URLs. Their user and their port are not those of SSH."""
+    """Host and path of a URL. User and port are left out, because senders name a repository by its
+    HTTPS URL, and the SSH URL of the same repository has another user and another port."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

@@ -1,7 +1,7 @@
 """Turns push events of GitHub, Gitea and GitLab into the Hub's `WebhookPayload`.
 
-The configured proof says who the sender is. An event that is proven by a secret or by a Standard
-Webhooks signature already is the Hub's own payload, so it is not changed.
+The configured proof determines the sender. With the proof `secret` or `standard-webhooks`, the
+event is already the Hub's own payload, so it is not changed.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,14 @@ from receiver.verify import ProofScheme
 
 @dataclass(frozen=True)
 class NotAPush:
-    """An event that is answered here and reaches no handler."""
+    """An event that no handler gets, and the answer to the event."""
 
     answer: dict[str, str | bool]
 
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
-    """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent`."""
+    """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent` if the sender's format is
+    not met."""
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]
@@ -57,12 +58,13 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
 
 
 def _without_form(headers: Mapping[str, str], body: bytes) -> bytes:
-    """The JSON in a form, which is what GitHub and Gitea send for the content type
-    `application/x-www-form-urlencoded`. The signature covers the form."""
+    """The JSON that the body contains. With the content type `application/x-www-form-urlencoded`,
+    GitHub and Gitea send the JSON in a form, as the field `payload`. The signature covers the whole
+    form."""
     if not headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         return body
     if not body.startswith(_FORM_FIELD):
-        return body  # JSON, whatever the header says
+        return body  # the header says that this is a form, but it is JSON
     value = body.removeprefix(_FORM_FIELD).partition(b"&")[0]
     return unquote_to_bytes(value.replace(b"+", b" "))
 
@@ -205,5 +207,5 @@ def _payload(
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """The sha; None for a sha of zeros, which means that the ref is new or deleted."""
+    """The sha. None if the sha is all zeros, which means that the ref is new or deleted."""
     return sha if sha.strip("0") else None

@@ -1,7 +1,7 @@
-"""What a receiver script imports.
+"""The names that a receiver script imports.
 
-`webhook_endpoint` registers a function on one server that all functions of the script share.
-`WebhooksServer` is for a script that creates its own server.
+`webhook_endpoint` registers a function on one server that all functions of the script share. A
+script that creates its own server uses `WebhooksServer` instead.
 """
 
 import sys
@@ -21,8 +21,8 @@ R = TypeVar("R", covariant=True)
 
 
 class Endpoint(Protocol[P, R]):
-    """A decorated function. It can still be called directly; its `launch` starts the shared
-    server."""
+    """A decorated function. The function can still be called directly. Its method `launch` starts
+    the shared server."""
 
     launch: Callable[..., str]
 
@@ -50,10 +50,11 @@ def webhook_endpoint(
 ) -> Any:
     """Register the decorated function on the server that all functions of a script share.
 
-    The server starts when the script ends, if the function is defined in the script, or in a module
-    in the script's folder or below. Anywhere else, for example in a notebook, call `launch()` of a
-    decorated function; `launch` takes the arguments of `WebhooksServer.launch`.
-    The parameters are those of `WebhooksServer.add_webhook`. If a notebook cell is executed again,
+    The parameters have the same meaning as in `WebhooksServer.add_webhook`.
+
+    If the function is defined in the script's folder or below, the server starts when the script
+    ends. In all other cases, for example in a notebook, call `launch()` of a decorated function.
+    `launch` takes the arguments of `WebhooksServer.launch`. If a notebook cell is executed again,
     its function replaces the function that the cell registered before.
     """
     if callable(path):
@@ -96,8 +97,8 @@ def _shared_server() -> WebhooksServer:
 def _is_of_the_script(handler: Callable[..., Any]) -> bool:
     """Whether the handler is defined in the main script's folder or below.
 
-    If it is not, the main script is another program, such as a test runner, and must not start a
-    server when it ends.
+    If not, the main script is another program, such as a test runner. The end of that program must
+    not start a server.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     module = getattr(sys.modules[handler.__module__], "__file__", None)

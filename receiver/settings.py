@@ -1,4 +1,4 @@
-"""The settings of a receiver. They are passed to the server; nothing here reads a file."""
+"""The settings of a receiver. The caller passes them to the server; nothing here reads a file."""
 
 import os
 import re
@@ -23,7 +23,7 @@ class ReceiverSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """The address to listen on. Any address except loopback needs a secret for every handler."""
+    """The address to listen on. If other machines can reach it, every handler needs a secret."""
     port: int = Field(default=7860, ge=0, le=65535)
     """The port to listen on. 0 takes a free port; in a stack, the port must be above 0."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
@@ -37,8 +37,8 @@ class ReceiverSettings(BaseModel):
     tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
     """How long the other side keeps a tunnel open. The tunnel is renewed before this time ends."""
     proof: ProofScheme = "secret"
-    """The proof that a delivery must carry. The proof also determines in which sender's format the
-    events are read."""
+    """The proof that a delivery must carry. The proof also determines the sender, in whose format
+    the events are read."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
     """A request with a larger body gets 413, and its body is not read to the end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
@@ -48,12 +48,12 @@ class ReceiverSettings(BaseModel):
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
-    """How many delivery ids are remembered. A repeated delivery gets its first answer again."""
+    """How many answers are remembered. A repeated delivery gets its first answer again."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:
-    """The settings for a script that passes no settings: the defaults. If Gradio's environment
-    variables are set, they replace host and port, as for the receivers of `huggingface_hub`.
+    """The settings for a script that passes no settings. All settings have their defaults, except
+    that Gradio's environment variables replace host and port. `huggingface_hub` does the same.
 
     Raises `AddressUnavailable` for a port that is not a number from 0 to 65535.
     """

@@ -12,7 +12,8 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel that `share` selects; None if it selects no tunnel. Raises `TunnelFailed`."""
+    """The tunnel that `share` selects; None if `share` selects no tunnel. Raises `TunnelFailed` if
+    `share` is True but no tunnel is configured."""
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:
@@ -20,14 +21,15 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
             "share=True needs a tunnel: pass share='ssh://user@host[:port]' or a command that"
             " prints a public URL (share='cloudflared tunnel --url http://{address}'), or set"
             " `tunnel` in the receiver's settings (`pipeline receiver --tunnel`). If senders can"
-            " already reach this server, set `public_url` in these settings (`--public-url`)."
+            " already reach this server without a tunnel, set `public_url` in the receiver's"
+            " settings instead (`pipeline receiver --public-url`)."
         )
     return settings.tunnel if share else None
 
 
 def remembered_urls(settings: ReceiverSettings, port: int) -> Path:
-    """The file of a receiver's public URLs. The file's name contains the port, because several
-    receivers may share a folder."""
+    """The file that lists a receiver's present and former public URLs. The file's name contains the
+    port, because several receivers may share a folder."""
     return settings.deliveries_path.with_name(f"receiver-urls-{port}.json")
 
 
@@ -38,7 +40,7 @@ def open_tunnel(
     remembered: Path,
     hubs: Sequence[HubCredentials],
 ) -> Tunnel:
-    """Open the tunnel to `address` (`host:port`), and raise `TunnelFailed` if that fails.
+    """Open the tunnel to `address` (`host:port`). Raises `TunnelFailed` if that fails.
 
     When the tunnel's URL changes, the webhooks on `hubs` that post to the former URL are updated.
     """
@@ -54,10 +56,11 @@ def open_tunnel(
 
 
 class FixedUrl:
-    """The `public_url` of the settings, with the methods of a `Tunnel`. This starts no process.
+    """The `public_url` of the settings. A server uses it instead of a `Tunnel`. It starts no
+    process.
 
-    A thread updates the webhooks on `hubs` that post to a former URL, and tries again until all are
-    updated.
+    A thread updates the webhooks on `hubs` that post to a former URL. The thread repeats this until
+    `move_webhooks` returns True.
     """
 
     public: PublicUrl | None = None

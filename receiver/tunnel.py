@@ -1,7 +1,8 @@
-"""Keeps a public URL for a receiver: watches the tunnel's process, restarts it if it ends, and
-renews it in time.
+"""Keeps a receiver reachable at a public URL. If the tunnel's process ends, another process is
+started. Before the tunnel's lifetime ends, the tunnel is renewed.
 
-The URL is public from `Tunnel.open` to `Tunnel.close`. The caller decides whether this is allowed.
+Everyone can reach the receiver from `Tunnel.open` to `Tunnel.close`. The caller decides whether
+this is allowed.
 """
 
 import contextlib
@@ -19,12 +20,13 @@ from receiver.tunnel_command import TunnelCommand, ending_with_this_process
 _logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
-"""A process that has not printed its URL after this time is ended."""
+"""If a process has not printed its URL after this time, the process is ended."""
 STEADY_SECONDS = 60.0
-"""If a process lived this long, the next try gets the shortest pause again."""
+"""If a process ends after a longer time than this, another process is started without a pause. The
+pause after that is the shortest again."""
 LONGEST_PAUSE_SECONDS = 60.0
 RENEWED_EARLY = 1 / 24
-"""A link is replaced when this share of its lifetime is left."""
+"""The tunnel is renewed when this share of its lifetime is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +38,15 @@ class PublicUrl:
 
 
 class Tunnel:
-    """Keeps one link up from `open` to `close`.
+    """Keeps a link open from `open` to `close`. A link is one process that makes the receiver
+    reachable at one URL. The tunnel replaces a link that breaks or that gets too old.
 
     Args:
-        command: Returns the command to start. Its argument is a former URL that the command should
-            ask for again, or None for a new URL.
+        command: Returns the command that opens a link. Its argument is a former URL that the
+            command should ask for again, or None for a new URL.
         lifetime_seconds: How long the other side keeps a link.
-        on_url: Called in the tunnel's thread with each new URL, before the former link is ended.
-            As long as `on_url` returns False, it is called again after a pause.
+        on_url: Called in the tunnel's thread with the URL of each new link, before the former link
+            is ended. As long as `on_url` returns False, it is called again after a pause.
     """
 
     def __init__(
@@ -65,12 +68,12 @@ class Tunnel:
 
     @property
     def public(self) -> PublicUrl | None:
-        """The current URL; None until the tunnel is open."""
+        """The URL of the latest link. None until the tunnel is open."""
         return self._public
 
     def open(self) -> PublicUrl:
-        """Start the tunnel, and wait for its first URL. Raises `TunnelFailed` with the process's
-        output."""
+        """Start the tunnel, and wait for its first URL. If there is no URL, raises `TunnelFailed`
+        with the output of the process."""
         self._command(None)  # raise errors of the command here, not in the tunnel's thread
         self._thread.start()
         self._is_open.wait()
@@ -79,7 +82,7 @@ class Tunnel:
         return self._public
 
     def close(self) -> None:
-        """End the link. May be called more than once."""
+        """End the tunnel. May be called more than once."""
         self._is_closing = True
         self._wake.set()
         if self._thread.is_alive():
@@ -87,22 +90,23 @@ class Tunnel:
 
     def _supervise(self) -> None:
         try:
-            self._hold()
+            self._keep_open()
         finally:
             self._is_open.set()
 
-    def _hold(self) -> None:
-        live: _Link | None = None
+    def _keep_open(self) -> None:
+        current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If a link is still live, this pass renews it: ask for a second URL, because the live
-            # link still holds the current URL.
-            former = None if live is not None or self._public is None else self._public.url
+            # If there is a current link, this pass renews the tunnel. The current link still uses
+            # its URL, so ask for a new URL.
+            former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
             url = self._url_of(link)
             if url is None and former is not None and not self._is_closing:
-                # The other side may still hold the former URL for a dead link: ask for a new URL.
+                # The other side may still reserve the former URL for the link that broke, so ask
+                # for a new URL.
                 link.end()
                 link = _Link(self._command(None), self._wake)
                 url = self._url_of(link)
@@ -120,24 +124,24 @@ class Tunnel:
             self._public = PublicUrl(url=url, ends_at=time.time() + self._lifetime_seconds)
             if self._is_open.is_set():
                 _logger.warning("The public URL is %s", url)
-            is_told = self._on_url(url)
-            if live is not None:
-                live.end()
-            live = link
+            is_accepted = self._on_url(url)
+            if current is not None:
+                current.end()
+            current = link
             self._is_open.set()
-            self._watch(live, is_told)
-            if not live.is_alive:
-                live.end()
-                live = None
+            self._watch(current, is_accepted)
+            if not current.is_alive:
+                current.end()
+                current = None
                 if not self._is_closing:
                     _logger.warning("The tunnel broke and is opened again: %s", link.last_output)
             if time.monotonic() - began > STEADY_SECONDS:
                 pause = 1.0
-            elif live is None:
+            elif current is None:
                 self._pause(pause)
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-        if live is not None:
-            live.end()
+        if current is not None:
+            current.end()
 
     def _url_of(self, link: "_Link") -> str | None:
         deadline = time.monotonic() + START_SECONDS
@@ -147,20 +151,24 @@ class Tunnel:
             self._wait(deadline - time.monotonic())
         return link.url if link.is_alive else None
 
-    def _watch(self, link: "_Link", is_told: bool) -> None:
-        """Return when the link breaks or must be renewed, or when the tunnel is closed."""
+    def _watch(self, link: "_Link", is_accepted: bool) -> None:
+        """Return when the link breaks, when the tunnel must be renewed, or when it is closed.
+
+        `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, call
+        `on_url` again after growing pauses.
+        """
         assert self._public is not None
         renew_at = self._public.ends_at - self._lifetime_seconds * RENEWED_EARLY
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
-            if is_told:
-                # Wait 60 s at most, because a timer of several days would not count the time for
-                # which a laptop sleeps.
+            if is_accepted:
+                # Wait 60 s at most: a timer of several days would not count the time in which a
+                # laptop sleeps.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
-                is_told = self._on_url(self._public.url)
+                is_accepted = self._on_url(self._public.url)
 
     def _pause(self, seconds: float) -> None:
         """Wait, but return at once when the tunnel is closed."""
@@ -169,7 +177,7 @@ class Tunnel:
             self._wait(left)
 
     def _wait(self, seconds: float) -> None:
-        """Return when the state of a link or of the tunnel changes, at the latest after
+        """Return when the state of a link or of the tunnel has changed, at the latest after
         `seconds`."""
         self._wake.wait(max(seconds, 0))
         self._wake.clear()
@@ -190,8 +198,8 @@ class _Link:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # In a session of its own, so that Ctrl-C does not end the tunnel before the receiver
-            # has answered its last requests.
+            # Give the process its own session. Otherwise Ctrl-C would end the tunnel before the
+            # receiver has answered its last requests.
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="tunnel-output", daemon=True)
@@ -214,8 +222,7 @@ class _Link:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # A child of the process may still hold the output open, so do not wait for the output's
-        # end.
+        # A child of the process may keep the output open, so wait at most 1 s for its end.
         self._reader.join(1)
         with contextlib.suppress(OSError):
             if self._process.stdout is not None and not self._reader.is_alive():

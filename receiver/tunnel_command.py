@@ -1,5 +1,5 @@
-"""Makes the command that opens a tunnel, and finds the public URL in the command's output. Starts
-nothing."""
+"""Makes the command that opens a tunnel, and finds the public URL in the output of this command.
+Starts no process."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ from receiver.errors import TunnelFailed
 class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
-    """Returns the public URL if this line of the output contains it."""
+    """Returns the public URL if this line of the output contains a public URL."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
     """Whether to show this line to the user when the command fails."""
 
@@ -27,11 +27,10 @@ def tunnel_command(
     """The command that makes `address` (`host:port`) public.
 
     Args:
-        tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` and `{port}` are
-            replaced by the address and the port where the receiver listens.
+        tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
+            `address`, and `{port}` by the port of `address`.
         url_pattern: A regular expression. Its first match in the command's output is the URL.
-        former_url: A URL to ask for again. ssh can ask for the port of this URL; a command cannot
-            ask for it.
+        former_url: A URL to ask for again. Only ssh can do this: it asks for the same port.
 
     Raises:
         TunnelFailed: `tunnel` is neither an ssh address nor a command, or its program is missing.
@@ -108,11 +107,12 @@ def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelComman
 
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
-    """A command that runs `arguments`. On Linux, it ends when the thread that started it ends."""
+    """A command that runs `arguments`. On Linux, the command ends when the thread that started it
+    ends."""
     if sys.platform != "linux":
         return list(arguments)
-    # The code calls prctl(PR_SET_PDEATHSIG, SIGTERM) in a process of its own, because a program
-    # with threads must not run Python code between fork and exec.
+    # The code calls prctl(PR_SET_PDEATHSIG, SIGTERM). It runs in the new process after exec,
+    # because a program with threads must not run Python code between fork and exec.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""Turns a user interface for `/` into an ASGI application. The interface may be an application, a
+"""Turns the user's interface for `/` into an ASGI application. The user may pass an application, a
 folder or a `gradio.Blocks`."""
 
 import os
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Ui = Union[ASGIApp, str, os.PathLike[str], "Blocks"]  # noqa: UP007
 
     class Blocks:
-        """Stands for `gradio.Blocks`, because gradio may not be installed."""
+        """A substitute for `gradio.Blocks`, because gradio may not be installed."""
 
 
 def application_of(ui: "Ui") -> ASGIApp:

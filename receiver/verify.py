@@ -1,7 +1,8 @@
-"""Checks the proof of a delivery's origin, on the raw bytes and in constant time.
+"""Checks whether a delivery proves its origin. The check uses the raw bytes and never parses a
+body. Secrets and signatures are compared in constant time.
 
 Each handler has one configured scheme. The scheme is never guessed from the request, so a valid
-proof of another scheme does not count. Nothing here parses a body.
+proof of another scheme does not count.
 """
 
 import base64
@@ -20,7 +21,7 @@ from receiver.errors import ProofMissing, ProofWrong
 ProofScheme = Literal["secret", "standard-webhooks", "github", "gitea", "gitlab"]
 
 BodyCheck = Callable[[bytes], None]
-"""What is left of a proof once the headers are checked. Raises `ProofWrong`."""
+"""The part of a check that needs the body. Raises `ProofWrong`."""
 
 SIGNING_PREFIX = "whsec_"
 _SECRET_HEADER = "x-webhook-secret"
@@ -30,10 +31,10 @@ _NO_QUERY: Mapping[str, str] = MappingProxyType({})
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """One scheme, and the secrets that are accepted. There may be several secrets while a new
-    secret replaces an old one.
+    secret replaces an old one. Without secrets, every request is accepted.
 
-    Without secrets, every request is accepted. Raises `ValueError` for a secret that cannot be
-    sent.
+    Raises `ValueError` for a secret that is empty, that a header cannot carry, or that begins with
+    `whsec_` but has no base64 key.
     """
 
     scheme: ProofScheme
@@ -52,7 +53,7 @@ class Proof:
     def check_headers(
         self, headers: Mapping[str, str], query: Mapping[str, str] = _NO_QUERY
     ) -> BodyCheck:
-        """Check what `headers` prove without the body; returns the check that needs the body.
+        """Do the part of the check that needs only `headers`. Returns the part that needs the body.
 
         The names in `headers` must be lower case. If the scheme is `secret` and no header has the
         secret, `query` may have it. Raises `ProofMissing` or `ProofWrong`.
@@ -82,8 +83,8 @@ def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChe
 def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
     """https://www.standardwebhooks.com: HMAC-SHA256 over `id.timestamp.body`, at most 5 min old.
 
-    The key is the base64 part of a `whsec_` secret; for any other secret it is the secret's own
-    bytes. The standard comes from Svix, which names the headers `svix-…`:
+    The key is the base64 part of a `whsec_` secret. For any other secret, the key is the secret's
+    own bytes. Svix, which wrote the standard, names the headers `svix-…`:
     https://docs.svix.com/receiving/verifying-payloads/how-manual
     """
     prefix = "svix" if is_svix(headers) else "webhook"
@@ -122,10 +123,10 @@ def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChec
 
 
 def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://docs.gitlab.com/user/project/integrations/webhooks: secret or signing token.
+    """https://docs.gitlab.com/user/project/integrations/webhooks: secret token or signing token.
 
     A secret that begins with `whsec_` is a signing token; any other secret is a secret token.
-    GitLab 19 sends `webhook-id` with both kinds, so this header does not tell which kind is meant.
+    GitLab 19 sends `webhook-id` with both kinds, so this header does not show the kind.
     """
     signing = [secret for secret in secrets if is_signing_secret(secret)]
     tokens = [secret for secret in secrets if not is_signing_secret(secret)]
@@ -153,9 +154,9 @@ def _required(headers: Mapping[str, str], name: str) -> str:
 
 
 def _matches_any(given: str, expected: Sequence[str]) -> bool:
-    # The time that this takes must tell an attacker nothing. All digests have the same length, so
-    # the time does not depend on the secret's length. All candidates are compared, so the time does
-    # not tell which candidate matched.
+    # The time of this function must tell an attacker nothing. All digests have the same length, so
+    # the time does not depend on the length of the secret. All candidates are compared, so the time
+    # does not show which candidate matched.
     given_digest = hashlib.sha256(given.encode()).digest()
     matches = [
         hmac.compare_digest(given_digest, hashlib.sha256(candidate.encode()).digest())
@@ -174,15 +175,15 @@ def _hmac_check(given: str, prefix: str, secrets: Sequence[str]) -> BodyCheck:
 
 
 def is_signing_secret(secret: str) -> bool:
-    """Whether the secret only signs deliveries and is never sent along with them."""
+    """Whether the secret is a signing key. A signing key signs deliveries and is never sent."""
     return secret.startswith(SIGNING_PREFIX)
 
 
 def signer(secret: str) -> Signer:
-    """Signs and verifies with the key in a `whsec_` secret; for any other secret, with the secret's
-    own bytes.
+    """Signs and verifies deliveries. The key is the base64 part of a `whsec_` secret. For any other
+    secret, the key is the secret's own bytes.
 
-    Raises `ValueError` if what follows `whsec_` is not base64.
+    Raises `ValueError` if the text after `whsec_` is not base64.
     """
     return Signer(secret if is_signing_secret(secret) else secret.encode())
 
@@ -197,7 +198,7 @@ def check_signing_secret(secret: str) -> str:
             key = b""
         if not key:
             raise ValueError(
-                f"a webhook secret that begins with {SIGNING_PREFIX!r} must go on in base64,"
-                " because that part is the signing key"
+                f"a webhook secret that begins with {SIGNING_PREFIX!r} must continue with base64,"
+                " because the rest of the secret is the signing key"
             )
     return secret

@@ -1,12 +1,12 @@
 """Manages the webhooks on a hub: create, list, get, update, enable, disable, delete.
 
-This module uses `huggingface_hub`, so the embedded hub and the Hugging Face Hub differ only in the
-endpoint. Nothing here prints or stores a secret.
+This module uses `huggingface_hub`, so it works with the embedded hub and with the Hugging Face Hub;
+only the endpoint differs. Nothing here prints or stores a secret.
 
 Every function takes the hub's `endpoint` (default: `HF_ENDPOINT`, or else huggingface.co) and a
-`token` (default: the token that `huggingface_hub` finds). Every function raises `ValueError` if
-arguments contradict each other, `NotAllowed`, `WebhookNotFound`, and `WebhookApiError` for any
-other refusal.
+`token` (default: the token that `huggingface_hub` finds). Errors: `ValueError` if the arguments
+cannot be used, `NotAllowed` if the token is missing or refused, `WebhookNotFound` if the hub has no
+such webhook, and `WebhookApiError` for any other failure.
 """
 
 import os
@@ -71,8 +71,8 @@ class WebhookRecord(BaseModel):
     status: WebhookStatus
     """A webhook is `suspended` after repeated failures; only the embedded hub reports this."""
     warnings: tuple[str, ...] = ()
-    """What the webhook watches in vain, such as a repository that does not exist; only the embedded
-    hub reports this."""
+    """Why the webhook gets no events of a watched item, such as a repository that does not exist.
+    Only the embedded hub reports this."""
     secret: str | None = Field(default=None, repr=False)
     """Set only in the record that `create_webhook` returns."""
 
@@ -88,7 +88,7 @@ def create_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Create a webhook. For each change of a `watched` item, the webhook posts an event to `url` or
+    """Create a webhook. When a `watched` item changes, the webhook posts an event to `url`, or
     starts a copy of the job `job_id`.
 
     `secret` proves the deliveries to `url`. `secrets` are environment variables of the job.
@@ -138,7 +138,8 @@ def update_webhook(
 ) -> WebhookRecord:
     """Change the given properties, and leave the other properties as they are."""
     _check_target(url, job_id, secrets)
-    # huggingface_hub always sends a list, and a hub may read an empty list as "watch nothing".
+    # If `watched` is not given, send the present list: huggingface_hub always sends a list, and a
+    # hub may read an empty list as "watch nothing".
     items = (
         get_webhook(webhook_id, endpoint=endpoint, token=token).watched
         if watched is None
@@ -198,7 +199,8 @@ def _api(endpoint: str | None, token: str | None) -> "HfApi":
 
 
 def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
-    """The hub's own JSON, because the records of huggingface_hub have no field for the status."""
+    """The JSON of the hub's answer. It is read here because the records of huggingface_hub have no
+    field for the status."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
-"""`WebhooksServer`: one POST route per handler, each behind a `RequestGuard`, and a landing page
-that lists them."""
+"""`WebhooksServer`: has one POST route per handler, and a landing page that lists the handlers. A
+`RequestGuard` checks each request to a handler."""
 
 import os
 import socket
@@ -61,11 +61,12 @@ class WebhooksServer:
             webhook: an ASGI application, the path of a folder with an `index.html`, or a
             `gradio.Blocks`.
         webhook_secret: The secret that proves a delivery, or a list of secrets while a new secret
-            replaces an old one (default: `WEBHOOK_SECRET`). Without a secret, the server listens
-            only on this machine.
+            replaces an old one (default: `WEBHOOK_SECRET`). Without a secret, `launch` raises
+            `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`.
-        hubs: When this server's public URL changes, webhooks on these hubs are updated.
-        secret_in_shell: How the shell commands on the landing page write `webhook_secret`.
+        hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
+            URL get the new URL.
+        secret_in_shell: The text that stands for the secret in the landing page's shell commands.
     """
 
     def __init__(
@@ -139,15 +140,18 @@ class WebhooksServer:
             path: The name of the route. Default: the function's name.
             webhook_secret: Replaces the server's secret for this function.
             proof: Replaces the settings' proof for this function.
-            durable: Store each delivery, answer 202, and then call the function until it succeeds,
-                also after a restart. The function must take a `WebhookPayload`.
-            knows_repeats: Call the function for a repeated delivery too, because it recognises
-                repeats itself. Without this, the receiver repeats the first answer.
+            durable: Store each delivery, answer 202, and then call the function, also after a
+                restart of the server. If a call fails, the function is called again later. After
+                `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery is kept as a dead
+                letter. The function must take a `WebhookPayload`.
+            knows_repeats: Call the function for a repeated delivery too, because the function
+                recognises repeats itself. If False, the receiver repeats the first answer.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
             OpenToEveryone: There is no secret, and other machines can already reach the server.
-            ReceiverError: Another process has the file of the durable handlers' deliveries open.
+            ReceiverError: The file `deliveries_path` cannot be opened, for example because another
+                process has it open.
         """
         if callable(path):
             return self.add_webhook()(path)
@@ -192,14 +196,15 @@ class WebhooksServer:
         server_port: int | None = None,
         share: bool | str = False,
     ) -> str:
-        """Listen, print the URL of each webhook, and serve until interrupted. Returns the URL.
+        """Listen, print the URL of each webhook, and serve until interrupted. Returns the server's
+        URL.
 
         With `prevent_thread_lock`, or inside a running event loop (as in a notebook), the server
         runs in a thread and `launch` returns at once. A second call of `launch` moves the server to
         the new address.
 
         Args:
-            prevent_thread_lock: Return at once.
+            prevent_thread_lock: Serve in a thread, and return at once.
             server_name, server_port: Replace the host and the port of the settings.
             share: True opens the tunnel of the settings. A text names another tunnel to open:
                 `ssh://user@host`, or a command. With a tunnel, every handler needs a secret.
@@ -208,7 +213,8 @@ class WebhooksServer:
             OpenToEveryone: Other machines could reach a handler that has no secret.
             TunnelFailed: No tunnel is configured, or the tunnel gave no URL.
             AddressUnavailable: The port is in use, or the host is not an address of this machine.
-            ReceiverError: Another process has the file of the durable handlers' deliveries open.
+            ReceiverError: The file `deliveries_path` cannot be opened, for example because another
+                process has it open.
         """
         self.close()
         host = self.settings.host if server_name is None else server_name
@@ -269,8 +275,8 @@ class WebhooksServer:
         return self._webhook_secret
 
     def close(self) -> None:
-        """Stop a server that runs in a thread, once its handlers have ended. May be called more
-        than once."""
+        """Stop a server that runs in a thread. Running handlers get `shutdown_seconds` to end. May
+        be called more than once."""
         self._close_public_access()
         if self._running is not None:
             server, thread = self._running
@@ -281,7 +287,7 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """Call the durable handlers while this context is open. `launch` opens it."""
+        """Call the durable handlers while this context is open. `launch` opens the context."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
@@ -300,7 +306,8 @@ class WebhooksServer:
     def _behind_tunnel(
         self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path
     ) -> TunnelEntrance:
-        """Open the tunnel to a socket of its own, which is added to `sockets`."""
+        """Bind another socket, add it to `sockets`, and open the tunnel to it. Returns the
+        application to serve on all sockets."""
         entrance = listen.bind("127.0.0.1", 0)
         sockets.append(entrance)
         port = entrance.getsockname()[1]
@@ -347,8 +354,8 @@ class WebhooksServer:
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
-            # No request from outside reaches this app. It gets only stored requests, and the guard
-            # stores only requests that pass its checks.
+            # This app needs no checks, because no request from outside reaches it. It gets only
+            # stored requests, and the guard stores only requests that have passed its checks.
             behind = FastAPI(openapi_url=None)
             behind.post(webhook.path)(webhook.handler)
             self._durable.add_handler(webhook.path, behind)
@@ -362,8 +369,8 @@ class WebhooksServer:
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        # `base_url` belongs to the outermost application, so add the path where this application is
-        # mounted.
+        # `base_url` is the URL of the outermost application, so add the path at which this
+        # application is mounted.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(

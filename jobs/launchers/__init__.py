@@ -1,1 +1,2 @@
-"""The launchers: where a job's process can run. `local` runs it on this machine."""
+"""The launchers: each runs the processes of jobs in another place. `local` runs them on this
+machine."""

@@ -1,10 +1,13 @@
-"""`LocalLauncher`: jobs as processes of this machine, each in a session of its own.
+"""`LocalLauncher`: runs jobs as processes of this machine, each in its own session.
 
-A `python -m` command is forked from the warm parent, if there is a warm parent. If the warm parent
-is still importing, the command waits for it, because the warm parent started earlier and is ready
-before a cold start would be. Any other command gets a cold start at once. A forked command has its
-own variables, but a preloaded module that reads variables at import has read the runner's
-variables.
+The warm parent is a process that has already imported heavy modules. A `python -m` command is
+forked from the warm parent. If the warm parent is still importing, the command waits: a new process
+would have to import the same modules, and would be ready later. Any other command is started in a
+new process at once, which is called a cold start. If there is no warm parent, every command gets a
+cold start.
+
+A forked command has its own environment variables. But the modules of the warm parent were imported
+with the runner's variables. If such a module reads variables at import, it has read the runner's.
 """
 
 import subprocess
@@ -23,19 +26,20 @@ from jobs.launchers.supervise import Request
 from jobs.launchers.warm_parent import WarmParent, environment_for_jobs_package
 
 _START_SECONDS = 60.0
-"""A process that has not recorded itself within this time counts as lost."""
+"""If a process has not recorded within this time that it runs, it counts as lost."""
 
 
 @dataclass
 class _PendingStart:
-    """A requested start whose process has not yet recorded itself in the job's folder."""
+    """A start that was requested, but whose process has not yet recorded in the job's folder that
+    it runs."""
 
     request: Request
     since: float
     cold: subprocess.Popen[bytes] | None = None
     generation: int | None = None
-    """Generation of the warm parent that got the request; None while the request waits for a warm
-    parent."""
+    """The generation of the warm parent that got the request. None while the request waits for a
+    warm parent."""
 
 
 class LocalLauncher:
@@ -82,13 +86,13 @@ class LocalLauncher:
             if self._may_still_start(starting):
                 return Status(phase="starting")
             del self._starting[handle]
-        # The process may have recorded itself, and ended, since the first look.
+        # Read the record again: since the first look, the process may have written it and ended.
         return _recorded_status(job_dir, attempt) or Status(phase="vanished")
 
     def stop(self, handle: str, *, force: bool) -> None:
         starting = self._starting.get(handle)
         if starting is not None and starting.cold is None and starting.generation is None:
-            # The request still waits for the warm parent, so no process exists yet.
+            # The request still waits for the warm parent, so there is no process to stop yet.
             del self._starting[handle]
         job_dir, attempt = self._job_dir_and_attempt(handle)
         leader = _leader(job_dir, attempt)
@@ -116,13 +120,16 @@ class LocalLauncher:
         if self._warm is not None:
             self._warm.close()
         for process in self._cold:
-            # Without this, Popen would warn that the process still runs. It is meant to outlive
-            # this process.
+            # The process is meant to outlive this process. Without this line, Popen would warn that
+            # it still runs.
             process.returncode = 0
 
     def _send_to_warm_parent(self, warm: WarmParent, starting: _PendingStart) -> None:
-        """If a warm parent dies, the request may be sent twice. Then only one of the two processes
-        gets the lock in the job's folder; the other process ends."""
+        """Send the request, or wait if the warm parent is importing.
+
+        If a warm parent dies, the request is sent to the next one, so there may be two processes
+        for one request. Only one of the two gets the lock in the job's folder; the other ends.
+        """
         match warm.state:
             case "importing":
                 starting.since = time.monotonic()
@@ -163,11 +170,12 @@ class LocalLauncher:
 
 
 def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
-    """The status that the attempt's own process recorded; None if it has recorded nothing."""
+    """The status that the attempt's process has recorded. None if it has recorded nothing."""
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Look at the process before the file, because the leader writes the file and then ends.
+    # Look at the process before the file. In the other order, the leader could write the file and
+    # end between the two looks, and would then count as vanished.
     is_running = is_alive(leader)
     ended = read_json(job_dir / EXIT)
     if ended is not None and ended["attempt"] == attempt:

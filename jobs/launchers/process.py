@@ -35,7 +35,8 @@ class _Stat:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The process's identity; None if there is no such process, or only a zombie."""
+    """The identity of the process with this pid. None if there is no such process, or if it is a
+    zombie."""
     if not IS_LINUX:
         return _identify_by_ps(pid)
     stat = _stat(pid)
@@ -51,21 +52,23 @@ def is_alive(process: ProcessIdentity) -> bool:
 def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     """Send a signal to all processes of the session that `leader` leads, except the leader.
 
-    The leader stays to record how the command ended. If the leader is dead, the other processes
-    still get the signal. On systems other than Linux, the signal goes to the leader's process
-    group.
+    The leader gets no signal, because it must record how the command ended. If the leader is dead,
+    the other processes still get the signal.
+
+    On systems other than Linux, the signal goes to the leader's process group, which includes the
+    leader.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
-        # Another process has this pid now. The kernel reuses a leader's pid only when the session
-        # is empty.
+        # Another process has this pid now. The kernel reuses the pid of a leader only when the
+        # session is empty, so there is nothing to signal.
         return
     if not IS_LINUX:
         if present is not None:
             os.killpg(leader.pid, number)
         return
     if not leader.started.startswith(_boot_id()):
-        return
+        return  # the machine was restarted since then, so the session is gone
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == leader.pid:
             continue
@@ -89,11 +92,12 @@ def die_with_parent(parent: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Raise the nice value of this process and of its session to `niceness`; never lower a value.
+    """Raise the nice value of this process and of its session to `niceness`. A value that is
+    already higher stays as it is.
 
-    Linux can group processes by session to share out the cores ("autogroup", sched(7)). The nice
-    value of a process then counts only within its session, so the nice value of the session must
-    be set too.
+    Linux can divide the cores between sessions instead of processes ("autogroup", sched(7)). The
+    nice value of a process then counts only within its session, so the nice value of the session
+    must be set too.
     """
     niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, 0, niceness)
@@ -104,8 +108,8 @@ def lower_priority(niceness: int) -> None:
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # The kernel accepts only ten writes per second in total from processes that do not run
-            # as root.
+            # Try again later: from all processes without root rights together, the kernel accepts
+            # only ten such writes per second.
             time.sleep(0.1)
         except OSError:
             return
@@ -114,8 +118,8 @@ def lower_priority(niceness: int) -> None:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Fields of /proc/<pid>/stat, see proc(5). The fields are counted from the last bracket,
-    because the program's name inside the brackets may contain anything."""
+    """Fields of /proc/<pid>/stat, see proc(5). Count the fields from the last bracket, because the
+    program's name inside the brackets may contain spaces and brackets."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

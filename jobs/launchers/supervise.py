@@ -1,9 +1,11 @@
-"""The process that leads a job's session: it starts the command, waits for the command to end, and
-records the command's exit code.
+"""The process that leads a job's session. It starts the command, waits until the command has ended,
+and records the command's exit code.
 
-The leader is a separate process for two reasons: the exit code is recorded even if the runner and
-the warm parent die, and processes that the command leaves running are killed when the command has
-ended. Run as a program, this module reads one request from standard input. It imports only the
+The leader is a separate process for two reasons. It records the exit code even if the runner and
+the warm parent die. And when the command has ended, it kills the processes that the command has
+left running.
+
+If this module is run as a program, it reads one request from standard input. It imports only the
 standard library, so that it starts quickly.
 """
 
@@ -26,7 +28,7 @@ from jobs.launchers.process import IS_LINUX, die_with_parent, identify, lower_pr
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOCK_SECONDS = 10.0
-"""How long an attempt waits until the process of the previous attempt is gone."""
+"""How long an attempt waits for the process of the previous attempt to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +51,21 @@ class Request:
 
 
 def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
-    """Fork the command's process and supervise it. Returns in the command's process only.
-
-    In the command's process, call the returned function to run the command. With `in_place`, a
-    `python -m` command runs in this interpreter, with all modules that are imported here;
-    otherwise the command replaces the process. The calling process becomes the leader of the
-    session and exits when the command has ended, so call this function in a process that was
+    """Fork the command's process and supervise it. Call this function only in a process that was
     started for this purpose.
+
+    The calling process becomes the leader of the session. In this process, the function does not
+    return: the process exits when the command has ended.
+
+    The function returns only in the forked process, which must then call the returned function to
+    run the command. With `in_place`, a `python -m` command runs in this interpreter, which keeps
+    its imported modules. Otherwise the command replaces the forked process.
     """
-    with contextlib.suppress(PermissionError):  # this process leads a session already
+    with contextlib.suppress(PermissionError):  # this process already leads a session
         os.setsid()
     for number in _STOPS:
-        # Stop signals are for the command; this process must stay to record the exit code.
+        # Ignore stop signals. They are for the command; this process must live to record the exit
+        # code.
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     job_dir = Path(request.job_dir)
@@ -69,7 +74,8 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     _claim_attempt(job_dir, request.attempt)
     _share_computing_lock(job_dir.parent / COMPUTING)
     if prctl is not None:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the command's orphans become children of this process
+        # If the command ends before its child processes, these become children of this process.
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
     leader = os.getpid()
     errors, report = os.pipe()
     wait_here, go = os.pipe()
@@ -108,9 +114,9 @@ def _redirect_output(log: Path) -> None:
 
 def _claim_attempt(job_dir: Path, attempt: int) -> None:
     """Take the job's lock for this attempt. Exit silently if the attempt was already started."""
-    # The command does not inherit a POSIX lock, so the lock is free as soon as this process is
-    # gone. Never close this descriptor, and never open the file elsewhere: if this process closes
-    # any descriptor of the file, the lock is free.
+    # Use a POSIX lock, because the command does not inherit it: the lock is free as soon as this
+    # process is gone. Never close this descriptor, and never open the file elsewhere. If this
+    # process closes any descriptor of the file, the lock is free.
     lock = os.open(job_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     give_up = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -118,7 +124,7 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            # The previous attempt may have recorded its end while its process is not gone yet.
+            # Wait: the previous attempt may have recorded its end, but its process is not gone yet.
             if time.monotonic() > give_up:
                 os._exit(0)
             time.sleep(0.005)
@@ -128,23 +134,24 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
 
 
 def _share_computing_lock(path: Path) -> None:
-    # Never close this descriptor: the lock must be held until this process is gone, and also until
-    # a command that runs in place is gone.
+    # Never close this descriptor. This process and a command that runs in place must hold the lock
+    # until they are gone.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    with contextlib.suppress(OSError):  # the file system has no locks
+    with contextlib.suppress(OSError):  # this file system does not support locks
         fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def _record_process(job_dir: Path, attempt: int) -> None:
-    """Record that the attempt runs. From now on, a runner can find, stop and adopt the attempt."""
+    """Record that the attempt runs. With this record, a runner can find, stop and adopt the
+    attempt."""
     me = identify(os.getpid())
     assert me is not None
     write_atomically(job_dir / PROCESS, json.dumps({"attempt": attempt, **asdict(me)}))
 
 
 def _die_with_leader(leader: int) -> None:
-    """Let the kernel kill the command's process when the leader is killed, because nobody could
-    then record the command's exit code."""
+    """Let the kernel kill the command's process when the leader is killed. Without its leader,
+    nobody could record the command's exit code."""
     die_with_parent(leader)
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
@@ -173,7 +180,8 @@ def _run_module(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     sys.path[0] = request.job_dir
-    # The inherited sys.stdin may have buffered another job's request.
+    # Open standard input again, because the buffer of the inherited sys.stdin may contain the
+    # request of another job.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -183,8 +191,8 @@ def _run_module(request: Request) -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """The exit code of `pid`; negative if a signal ended it. Orphans that end meanwhile are
-    reaped."""
+    """Wait until the process `pid` has ended. Returns its exit code; negative if a signal ended it.
+    Orphans that end meanwhile are reaped."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -192,8 +200,8 @@ def _wait_for(pid: int) -> int:
 
 
 def _kill_orphans() -> None:
-    """Kill the processes that the command left running. When an orphan ends, its children become
-    children of this process, so repeat until no child is left."""
+    """Kill the processes that the command has left running. When one of them ends, its children
+    become children of this process, so repeat until no child is left."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -212,8 +220,8 @@ def _children() -> list[int]:
 
 
 def _read_start_error(descriptor: int) -> str:
-    """Why the command could not be started; empty if it was started, because a successful exec
-    closes the pipe."""
+    """The reason why the command could not be started. Empty if the command was started, because
+    then nobody has written to the pipe."""
     os.set_blocking(descriptor, False)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")

@@ -1,8 +1,9 @@
 """The warm parent: imports heavy modules once, then forks a process for each job.
 
-The warm parent runs no tensor operation and does not initialise CUDA, because its forked children
-could then use neither. It reads requests from standard input, one line of JSON each, and ends when
-standard input is closed. `jobs/launchers/warm_parent.py` starts it with one-thread pools.
+The warm parent runs no tensor operation and does not initialise CUDA. If it did, its forked
+children could do neither. It reads requests from standard input, one line of JSON each, and ends
+when standard input is closed. `jobs/launchers/warm_parent.py` starts it, and limits all thread
+pools to one thread.
 """
 
 import gc
@@ -20,13 +21,13 @@ from jobs.launchers.supervise import Request, supervise
 
 def main(modules: list[str]) -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # the output of an imported module must not be read as an answer
+    os.dup2(2, 1)  # so that nobody takes the output of an imported module for an answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    # Otherwise a garbage collection in a child would write to the shared memory pages, and each
-    # written page would be copied.
+    # Exclude the imported objects from garbage collection. A collection in a child would write to
+    # the shared memory pages, and each written page would be copied.
     gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")
@@ -45,8 +46,9 @@ def main(modules: list[str]) -> None:
 
 
 def other_threads() -> list[str]:
-    """Names of all other threads of the process. A fork is unsafe in a process with other threads:
-    the child gets copies of their locks, but not the threads that would release the locks."""
+    """Names of all threads of this process except the main thread. A fork is unsafe if there are
+    such threads: the child gets copies of their locks, but not the threads that would release the
+    locks."""
     try:
         tasks = [
             task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())

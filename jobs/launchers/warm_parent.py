@@ -1,5 +1,5 @@
-"""`WarmParent`: starts `jobs/launchers/warm.py`, sends requests to it, and restarts it if it
-dies."""
+"""`WarmParent`: starts the process `jobs/launchers/warm.py` and sends requests to it. If the
+process dies, starts another."""
 
 import contextlib
 import json
@@ -17,24 +17,25 @@ from jobs.launchers.supervise import Request
 logger = logging.getLogger(__name__)
 
 _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Without this, importing pyarrow starts a thread in its allocator."""
+"""Without this variable, the allocator of pyarrow starts a thread when pyarrow is imported."""
 
 _MAX_DEATHS_BEFORE_READY = 3
 
 
 class WarmParent:
-    """Call `poll_processes` often; no method waits. The state `off` is final. It means that the
-    modules cannot be imported, or that they start threads when they are imported."""
+    """Call `poll_processes` often; no method waits."""
 
     state: Literal["importing", "ready", "off"]
+    """`off` is final: the modules cannot be imported, or start threads when they are imported, or
+    `close` was called."""
     generation: int
-    """Counts the warm parent's processes. A request that was sent to an earlier process may be
-    lost."""
+    """The number of the current process. It changes when a process dies and another is started. A
+    request that was sent to an earlier process may be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
-        # Pools get one thread: after a fork, a pool of several threads would wait for ever for the
-        # threads that the fork has not copied.
+        # Limit thread pools to one thread. A fork does not copy threads, so a pool with several
+        # threads would wait for ever in the child.
         self._environment = {
             **SHORT_SPINS,
             **environment_for_jobs_package(environment),
@@ -64,8 +65,8 @@ class WarmParent:
         self.state = "importing"
 
     def poll_processes(self) -> None:
-        """Check whether the warm parent has become ready or has died. If it has died, start
-        another."""
+        """Check whether the warm parent has become ready or has died. If it has died, start another
+        warm parent, or turn `off` if its modules cannot be imported."""
         if self._process is None:
             return
         code = self._process.poll()
@@ -101,8 +102,8 @@ class WarmParent:
         self.state = "off"
 
     def send(self, request: Request) -> None:
-        """Ask the warm parent to fork a process for the request. If the warm parent dies before
-        that, `generation` changes."""
+        """Ask the warm parent to fork a process for the request. If the warm parent dies before it
+        has forked, `generation` changes, and the request must be sent again."""
         assert self.state == "ready" and self._process is not None
         assert self._process.stdin is not None
         try:
@@ -124,7 +125,7 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # Requests that could not be sent go to the next warm parent.
+        # Ignore requests that could not be sent: the launcher sends them to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 

@@ -1,4 +1,4 @@
-"""Creates and upgrades a store's schema with Alembic; there is no `alembic.ini`."""
+"""Creates and upgrades a store's schema with Alembic, without an `alembic.ini`."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
 HEAD = "0003"
-"""The newest revision under `versions/`. A store that has this revision is opened without
+"""The newest revision under `versions/`. If a store has this revision, it is opened without loading
 Alembic."""
 
 
@@ -63,7 +63,7 @@ def upgrade(connection: Connection, revision: str) -> None:
     from alembic.config import Config
 
     config = Config()
-    # A "%" in the path would be read as an interpolation.
+    # Double each "%" of the path. Otherwise Alembic would read it as an interpolation.
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = connection
     command.upgrade(config, revision)

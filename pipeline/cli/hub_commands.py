@@ -1,4 +1,4 @@
-"""`pipeline hub`: run the hub, collect its garbage, and purge what was pushed by mistake."""
+"""`pipeline hub`: run the hub, collect its garbage, purge what was pushed by mistake."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -7,6 +7,7 @@ import typer
 from pipeline.cli import services
 from pipeline.cli.hub_calls import call_hub
 from pipeline.cli.services import HostOption, PortOption
+from pipeline.cli.token_commands import app as tokens_app
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Run the embedded hub: git repositories and webhooks, on port 8070 by default.",
     invoke_without_command=True,
 )
+app.add_typer(tokens_app, name="tokens")
 
 
 @app.callback()
@@ -29,7 +31,8 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that no branch, tag, release, job or stored event leads to.
+    """Remove commits that no branch, tag, release, job or stored event leads to, and their large
+    files.
 
     Works whether the hub runs or not. Pushes to a repository wait while it is collected.
     """
@@ -45,13 +48,18 @@ def gc() -> None:
         with open_job_store(settings, home) as store, stopped_hub(home.hub_dir) as (database, all_):
             with database.read() as connection:
                 present = [each for each in all_.all(connection) if each.folder.exists()]
-            released = sum(
+            collected = [
                 collect_garbage(each, database, lambda: needed_commits(home, store))
                 for each in present
-            )
+            ]
+        released = sum(each.num_commits for each in collected)
+        large_bytes = sum(each.large_bytes for each in collected)
     except HubInUse:
-        released = call_hub("POST", "gc", None, {}, timeout_seconds=None)["released"]
+        answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
+        released, large_bytes = answer["released"], answer["large_bytes"]
     print(f"{released} commits are kept no longer; git has removed what nothing leads to")
+    if large_bytes:
+        print(f"{large_bytes / 1e6:,.1f} MB of large files that no commit names were removed")
 
 
 @app.command()

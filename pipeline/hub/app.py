@@ -18,20 +18,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jobs.store import JobStore
 from pipeline.hub import (
+    access,
+    account_routes,
     activity_routes,
     auth,
+    card_routes,
     commit_routes,
     content_routes,
     discussion_routes,
     git_http,
     http_json,
+    lfs_routes,
+    listing_routes,
     maintenance_routes,
     pages,
     ref_routes,
     repository_routes,
     retention,
-    upload_routes,
+    token_routes,
+    token_store,
+    transfer_routes,
     webhook_routes,
+    xet_routes,
 )
 from pipeline.hub.background import every
 from pipeline.hub.database import check_schema, open_database
@@ -48,12 +56,16 @@ from pipeline.hub.repositories import Repositories
 from pipeline.hub.repository_paths import RepositoryPath, api_path, file_path_of, type_of
 from pipeline.hub.service import Hub, Remarks, hub_of
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.state_folder import database_path, only_hub_in
 from pipeline.hub.webhook_store import SecretCipher
 from serving.http.bodies import BodiesInFlight
 
+_TELEMETRY = "/v1/telemetry"
+"""Where `hf_xet` says how long its uploads took. Nobody here wants to know."""
+
 # The registry of agents is what the client fetches before it has read a token.
-_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses"})
+_OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
 
 PRUNE_SECONDS = 3600.0
 
@@ -62,13 +74,14 @@ _READ = {
     "tree": content_routes.tree,
     "commits": content_routes.commits,
     "discussions": discussion_routes.read,
-    "xet-write-token": upload_routes.refuse_upload,
-    "xet-read-token": upload_routes.refuse_upload,
+    "xet-write-token": xet_routes.write_token,
+    "xet-read-token": xet_routes.refuse_reading,
 }
 _POST = {
     "paths-info": content_routes.paths_info,
     "branch": ref_routes.create_branch,
     "tag": ref_routes.create_tag,
+    "super-squash": ref_routes.super_squash,
     "preupload": commit_routes.preupload,
     "commit": commit_routes.commit,
     "discussions": discussion_routes.change,
@@ -101,7 +114,6 @@ def create_app(
     if not token:
         raise HubError("The hub needs a token: without one anybody could push.")
     cipher = SecretCipher(secret_key)
-    guard = auth.Guard(token, settings.owner, jobs_store, secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
     # Asked here too: a server shows a traceback for what its lifespan raises.
     with only_hub_in(root):
@@ -121,6 +133,14 @@ def create_app(
                 wake=deliverer.wake,
             )
             repositories = Repositories(root.absolute())
+            guard = auth.Guard(
+                token,
+                settings.owner,
+                jobs_store,
+                secret_key,
+                find_token=partial(token_store.identity_of_token, database, user=settings.owner),
+                public_host=settings.host if settings.public_reads else None,
+            )
             prune = partial(
                 run_in_threadpool,
                 retention.prune,
@@ -146,7 +166,7 @@ def create_app(
                     ),
                 )
             ]
-            app.state.hub = Hub(
+            app.state.hub = transfers.state.hub = Hub(
                 settings=settings,
                 database=database,
                 repositories=repositories,
@@ -154,12 +174,15 @@ def create_app(
                 cipher=cipher,
                 launcher=launcher,
                 metrics=metrics,
+                signed_urls=SignedUrls(secret_key),
+                xet_tokens=AccessTokens(secret_key),
                 needed_commits=needed_commits,
                 remarks_on=remarks_on,
             )
             app.state.git = GitHttp(
                 settings, guard, repositories, database, log, metrics, remarks_on
             )
+            app.state.guard = guard
             try:
                 yield
             finally:
@@ -175,22 +198,29 @@ def create_app(
             Route("/live", alive),
             Route("/metrics", render_metrics),
             Route("/api/agent-harnesses", agent_harnesses),
+            *account_routes.routes(),
+            *card_routes.routes(),
+            *listing_routes.routes(),
             *repository_routes.routes(),
             *webhook_routes.routes(),
             *activity_routes.routes(),
             *maintenance_routes.routes(),
+            *token_routes.routes(),
             *pages.routes(),
             Route("/api/{rest:anytext}", repository_api, methods=["GET", "POST", "PUT", "DELETE"]),
             Route("/{rest:anytext}", repository_files, methods=["GET", "POST"]),
         ],
-        exception_handlers={
-            RequestError: http_json.on_request_error,
-            HTTPException: http_json.on_http_exception,
-            Exception: http_json.on_crash,
-        },
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
+
+    # These routes ask for a proof of their own in place of the token.
+    transfers = Starlette(
+        routes=[*transfer_routes.routes(), *xet_routes.routes()],
+        exception_handlers=http_json.EXCEPTION_HANDLERS,
+    )
+    transfers.state.bodies = api.state.bodies
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -198,12 +228,17 @@ def create_app(
             if (git_request := git_http.match(scope)) is not None:
                 await api.state.git(git_request, scope, receive, send)
                 return
+            if scope["path"].startswith((transfer_routes.PREFIX, xet_routes.PREFIX)):
+                await transfers(scope, receive, send)
+                return
             if scope["path"] not in _OPEN_PATHS:
                 try:
-                    await guard.check(scope)
+                    identity = await api.state.guard.check(scope)
                     auth.check_site(scope)
+                    await access.check(api.state.hub, identity, scope, _VERBS)
                 except RequestError as error:
-                    await http_json.error_response(error)(scope, receive, send)
+                    refusal = lfs_routes.refusal_by_guard(scope, error)
+                    await (refusal or http_json.error_response(error))(scope, receive, send)
                     return
         await api(scope, receive, send)
 
@@ -247,7 +282,7 @@ async def repository_api(request: Request) -> Response:
     if type is None:
         raise HTTPException(404)
     if len(parts) == 2 and request.method in ("GET", "HEAD"):
-        return await content_routes.list_repositories(request, hub, type)
+        return await listing_routes.list_repositories(request, hub, type)
     path = await run_in_threadpool(
         api_path, request.scope["raw_path"], _VERBS, hub.settings.owner, hub.is_there
     )
@@ -262,6 +297,8 @@ async def _repository_call(
     request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
 ) -> Response:
     method = request.method
+    if verb == "xet-write-token":  # a GET, but what it gives is used to write
+        auth.identity_of(request).require_write(f"{method} {request.url.path}")
     if verb == "" and method in ("GET", "HEAD"):
         return await content_routes.describe(request, hub, name, [])
     if verb == "refs" and method in ("GET", "HEAD"):
@@ -269,6 +306,8 @@ async def _repository_call(
     if verb == "settings" and method == "PUT":
         return await repository_routes.change_settings(request, hub, name)
     if verb == "auth-check" and method == "GET":
+        if arguments:
+            auth.identity_of(request).require_write("what auth-check asks about")
         await run_in_threadpool(hub.find, name)
         return JSONResponse({})
     handler = _BY_METHOD.get(method, {}).get(verb)
@@ -287,12 +326,11 @@ async def repository_files(request: Request) -> Response:
         raise HTTPException(404)
     verb, *arguments = path.rest or ("",)
     try:
-        if verb in ("resolve", "raw") and len(arguments) > 1 and request.method in ("GET", "HEAD"):
-            return await content_routes.resolve(
-                request, hub, path.name, arguments[0], arguments[1:]
-            )
+        if verb in ("resolve", "raw") and arguments and request.method in ("GET", "HEAD"):
+            read = content_routes.resolve if verb == "resolve" else content_routes.raw
+            return await read(request, hub, path.name, arguments[0], arguments[1:])
         if verb == "info" and arguments[:1] == ["lfs"]:
-            return await upload_routes.refuse_lfs(request, hub, path.name)
+            return await lfs_routes.answer(request, hub, path.name, arguments[1:])
     except RepositoryMoved as moved:
         return _redirect(request, path, moved)
     raise HTTPException(404)

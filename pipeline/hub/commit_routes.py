@@ -20,6 +20,7 @@ from pipeline.hub.attributes import (
     tracking_line,
 )
 from pipeline.hub.auth import Identity, identity_of, signature
+from pipeline.hub.blobs import pointers_of
 from pipeline.hub.commit_body import CommitBody, Operation
 from pipeline.hub.commits import (
     Change,
@@ -28,7 +29,7 @@ from pipeline.hub.commits import (
     imported_commit,
     make_commit,
 )
-from pipeline.hub.contents import Folders, find_pointers, read_folders, resolve_revision
+from pipeline.hub.contents import Folders, read_folders, resolve_revision
 from pipeline.hub.discussion_routes import check_is_open, open_pull_request
 from pipeline.hub.discussions import MAX_TITLE
 from pipeline.hub.errors import BadRequest, RevisionNotFound
@@ -286,7 +287,7 @@ def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Map
         entry = folders.get(folder, {}).get(name)
         if entry is not None and entry.type == "file":
             there[path] = entry.oid
-    pointers = find_pointers(repository, set(there.values()))
+    pointers = pointers_of(repository, set(there.values()))
     return {path: pointers[oid].oid if oid in pointers else oid for path, oid in there.items()}
 
 

@@ -1,14 +1,16 @@
 """API: what is in a repository. Listings, trees, commits, and the files themselves with ranges."""
 
-import re
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 from urllib.parse import parse_qs
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
+from pipeline.hub import file_answers
+from pipeline.hub.cards import README, Card, read_card
 from pipeline.hub.contents import (
     SMALL_FILE_BYTES,
     Entry,
@@ -23,46 +25,28 @@ from pipeline.hub.contents import (
 from pipeline.hub.errors import (
     BadRequest,
     EntryNotFound,
-    RangeNotSatisfiable,
+    LargeFileNotFound,
     RevisionNotFound,
 )
-from pipeline.hub.http_json import iso_time, next_page, query_int, read_body
-from pipeline.hub.names import RepositoryName, RepositoryType, stored_path
+from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int, read_body
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.last_commits import last_commits
+from pipeline.hub.names import RepositoryName, stored_path
+from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000
-_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 Json = dict[str, object]
-
-
-async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
-    author = request.query_params.get("author")
-    search = request.query_params.get("search", "").lower()
-    limit = query_int(request, "limit", 1000, at_most=1000)
-
-    def read() -> list[Json]:
-        with hub.database.read() as connection:
-            found = hub.repositories.all(connection)
-        wanted = [
-            repository
-            for repository in sorted(found, key=lambda one: one.created_at, reverse=True)
-            if repository.name.type == type
-            and author in (None, repository.name.owner)
-            and search in repository.name.id.lower()
-        ]
-        return [_facts(repository) for repository in wanted[:limit]]
-
-    return JSONResponse(await run_in_threadpool(read))
 
 
 async def describe(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     """Repository info; only where a revision is named must there be a commit."""
-    with_sizes = request.query_params.get("blobs", "").lower() in ("1", "true")
+    with_sizes = query_flag(request, "blobs")
 
     def read() -> Json:
         repository = hub.find(name)
@@ -71,11 +55,15 @@ async def describe(
         except RevisionNotFound:
             if rest:
                 raise
-            return {**_facts(repository), "sha": None, "siblings": []}
+            return {**facts(repository), "sha": None, "siblings": []}
         [newest] = list_commits(repository, commit, skip=0, limit=1)
         entries = list_tree(repository, commit, recursive=True)
+        readme = next((one for one in entries if one.path == README and one.type == "file"), None)
+        card = Card() if readme is None else read_card(repository.folder, readme.oid)
         return {
-            **_facts(repository),
+            **facts(repository),
+            "tags": card.tags,
+            "cardData": card.metadata,
             "sha": commit,
             "lastModified": iso_time(newest.committed_at),
             "siblings": [_sibling(entry, with_sizes) for entry in entries if entry.type == "file"],
@@ -85,15 +73,15 @@ async def describe(
 
 
 async def tree(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    recursive = request.query_params.get("recursive", "").lower() in ("1", "true")
+    recursive = query_flag(request, "recursive")
+    expand = query_flag(request, "expand")
 
     def read() -> list[Json]:
         repository = hub.find(name)
         commit = resolve_revision(repository, rest[0] if rest else "main")
         folder = _path_in(name, commit, rest[1:]) if any(rest[1:]) else ""
-        return [
-            _entry(entry) for entry in list_tree(repository, commit, folder, recursive=recursive)
-        ]
+        entries = list_tree(repository, commit, folder, recursive=recursive)
+        return _entries(repository, commit, entries, expand=expand)
 
     return JSONResponse(await run_in_threadpool(read))
 
@@ -106,11 +94,13 @@ async def paths_info(
     except ValueError as error:
         raise BadRequest(f"The form cannot be read: {error}.") from None
     paths = [path for path in form.get("paths", []) if _is_path(path)]
+    expand = form.get("expand", [""])[0].lower() in ("1", "true")
 
     def read() -> list[Json]:
         repository = hub.find(name)
         commit = resolve_revision(repository, "/".join(rest) or "main")
-        return [_entry(entry) for entry in find_paths(repository, commit, paths)]
+        entries = find_paths(repository, commit, paths)
+        return _entries(repository, commit, entries, expand=expand)
 
     return JSONResponse(await run_in_threadpool(read))
 
@@ -151,7 +141,27 @@ async def commits(
 async def resolve(
     request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
 ) -> Response:
-    """A file's bytes, or for HEAD what a client must know to cache them."""
+    """A file's bytes, or for HEAD what a client must know to cache them. Where git has a pointer,
+    they are those of the large file."""
+    return await _file(request, hub, name, revision, rest, follow=True)
+
+
+async def raw(
+    request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
+) -> Response:
+    """As `resolve`, but a pointer is answered as it is."""
+    return await _file(request, hub, name, revision, rest, follow=False)
+
+
+async def _file(
+    request: Request,
+    hub: Hub,
+    name: RepositoryName,
+    revision: str,
+    rest: Sequence[str],
+    *,
+    follow: bool,
+) -> Response:
 
     def read() -> tuple[Repository, str, Entry]:
         repository = hub.find(name)
@@ -163,48 +173,40 @@ async def resolve(
         return repository, *find_file(repository, revision, path)
 
     repository, commit, file = await run_in_threadpool(read)
+    headers = {"X-Repo-Commit": commit, "ETag": f'"{file.oid}"'}
+    look_inside = follow and may_be_pointer(file.size_bytes)
+    if look_inside or (request.method == "GET" and file.size_bytes <= SMALL_FILE_BYTES):
+        content = await run_in_threadpool(read_file, repository, file)
+        if look_inside and (pointer := Pointer.parse(content)) is not None:
+            return await _large_file(request, repository, commit, file, pointer)
+        return file_answers.answer_small(request, content, headers)
+    return file_answers.answer(
+        request, file.size_bytes, headers, partial(stream_file, repository, file)
+    )
+
+
+async def _large_file(
+    request: Request, repository: Repository, commit: str, file: Entry, pointer: Pointer
+) -> Response:
+    files = LargeFiles(repository.folder)
+    size = await run_in_threadpool(files.size, pointer.oid)
+    if size is None:
+        raise LargeFileNotFound(
+            f"{file.path} of the {repository.name} is a large file whose content ({pointer.oid}) "
+            "is not here: push it from a clone that has it, with `git lfs push --all <this hub>`.",
+            headers={"X-Repo-Commit": commit},
+        )
+    tag = f'"{pointer.oid}"'
     headers = {
         "X-Repo-Commit": commit,
-        "ETag": f'"{file.oid}"',
-        "Accept-Ranges": "bytes",
-        "Content-Type": "application/octet-stream",
-        "X-Content-Type-Options": "nosniff",
+        "ETag": tag,
+        "X-Linked-Etag": tag,
+        "X-Linked-Size": str(size),
     }
-    start, end = _requested_range(request, file.size_bytes)
-    headers["Content-Length"] = str(end - start)
-    status = 200
-    if (start, end) != (0, file.size_bytes):
-        status = 206
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size_bytes}"
-    if request.method == "HEAD":
-        return Response(status_code=status, headers=headers)
-    if file.size_bytes <= SMALL_FILE_BYTES:
-        content = await run_in_threadpool(read_file, repository, file)
-        return Response(content[start:end], status_code=status, headers=headers)
-    body = stream_file(repository, file, start=start, length=end - start)
-    return StreamingResponse(body, status_code=status, headers=headers)
+    return file_answers.answer(request, size, headers, partial(files.read, pointer.oid))
 
 
-def _requested_range(request: Request, size: int) -> tuple[int, int]:
-    """From and to, in bytes; a range that this hub does not understand asks for everything."""
-    text = request.headers.get("range")
-    found = _RANGE.fullmatch(text) if text else None
-    if found is None or not any(found.groups()):
-        return 0, size
-    first, last = found.groups()
-    if first:
-        start, end = int(first), min(int(last) + 1 if last else size, size)
-    else:
-        start, end = max(0, size - int(last)), size
-    if start >= size or (last and first and int(last) < int(first)):
-        raise RangeNotSatisfiable(
-            f"The file has {size} bytes; {text} is past its end.",
-            headers={"Content-Range": f"bytes */{size}"},
-        )
-    return start, end
-
-
-def _facts(repository: Repository) -> Json:
+def facts(repository: Repository) -> Json:
     return {
         "_id": repository.id,
         "id": repository.name.id,
@@ -220,15 +222,38 @@ def _facts(repository: Repository) -> Json:
     }
 
 
+def _entries(
+    repository: Repository, commit: str, entries: Sequence[Entry], *, expand: bool
+) -> list[Json]:
+    items = [_entry(entry) for entry in entries]
+    if expand:
+        found = last_commits(repository, commit, [entry.path for entry in entries])
+        for entry, item in zip(entries, items, strict=True):
+            if (last := found.get(entry.path)) is not None:
+                date = iso_time(last.committed_at)
+                item["lastCommit"] = {"id": last.sha, "title": last.title, "date": date}
+    return items
+
+
 def _entry(entry: Entry) -> Json:
     facts: Json = {"type": entry.type, "path": entry.path, "oid": entry.oid}
-    return {**facts, "size": entry.size_bytes if entry.type == "file" else 0}
+    facts["size"] = entry.content_bytes if entry.type == "file" else 0
+    if entry.lfs is not None:
+        facts["lfs"] = {"oid": entry.lfs.oid, **_sizes(entry, entry.lfs)}
+    return facts
 
 
 def _sibling(entry: Entry, with_sizes: bool) -> Json:
     if not with_sizes:
         return {"rfilename": entry.path}
-    return {"rfilename": entry.path, "size": entry.size_bytes, "blobId": entry.oid}
+    facts: Json = {"rfilename": entry.path, "size": entry.content_bytes, "blobId": entry.oid}
+    if entry.lfs is not None:
+        facts["lfs"] = {"sha256": entry.lfs.oid, **_sizes(entry, entry.lfs)}
+    return facts
+
+
+def _sizes(entry: Entry, pointer: Pointer) -> Json:
+    return {"size": pointer.size, "pointerSize": entry.size_bytes}
 
 
 def _path_in(name: RepositoryName, commit: str, parts: Sequence[str]) -> str:

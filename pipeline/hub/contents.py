@@ -6,9 +6,10 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from pipeline.hub.blobs import read_pointers
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
 from pipeline.hub.git_process import git, git_environment, lines_of
 from pipeline.hub.names import SHA, is_ref_name
@@ -27,6 +28,10 @@ _PATH_MAX_BYTES = 4096
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 
 
+# Only a line feed can be in no author's name and in no title.
+_AS_RECORDS = ("-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     type: Literal["file", "directory"]
@@ -34,6 +39,14 @@ class Entry:
     oid: str
     """The sha-1 of git's blob or tree."""
     size_bytes: int = 0
+    """Of git's blob, also where it is a pointer."""
+    lfs: Pointer | None = None
+    """The large file that the blob points to; None where it is no pointer."""
+
+    @property
+    def content_bytes(self) -> int:
+        """What a reader of the file gets."""
+        return self.size_bytes if self.lfs is None else self.lfs.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +84,8 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
 
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
-    """The commit and the file. Raises RevisionNotFound or EntryNotFound."""
+    """The commit and the file, of which only git's blob is known. Raises RevisionNotFound or
+    EntryNotFound."""
     if _CONTROL.search(path):
         sha = resolve_revision(repository, revision)
         for odd in _odd_entries(repository, sha, [path]):
@@ -104,7 +118,7 @@ def list_tree(
             )
     options = ["-r", "-t"] if recursive else []
     output = git(repository.folder, "ls-tree", "-z", "-l", *options, f"{commit}:{folder}")
-    return list(_parse_tree(output, f"{folder}/" if folder else ""))
+    return _with_pointers(repository, list(_parse_tree(output, f"{folder}/" if folder else "")))
 
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
@@ -120,7 +134,7 @@ def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> lis
             found[path] = Entry(type="directory", path=path, oid=item[0])
     odd = [path for path in paths if _CONTROL.search(path)]
     found |= {entry.path: entry for entry in _odd_entries(repository, commit, odd)}
-    return [found[path] for path in paths if path in found]
+    return _with_pointers(repository, [found[path] for path in paths if path in found])
 
 
 def read_commit(repository: Repository, sha: str) -> CommitHead:
@@ -195,43 +209,30 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
     ]
 
 
-def find_pointers(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:
-    """Those of the blobs `oids` that point to a large file. Only small blobs are read."""
-    asked = sorted(set(oids))
-    sizes = _look_up(repository, asked)
-    small = [
-        oid for oid, found in zip(asked, sizes, strict=True) if found and may_be_pointer(found[2])
-    ]
-    questions = "".join(f"{oid}\n" for oid in small)
-    answer = git(repository.folder, "cat-file", "--batch", stdin=questions.encode())
-    pointers, start = {}, 0
-    for oid in small:
-        end = answer.index(b"\n", start)
-        size = int(answer[start:end].rpartition(b" ")[2])
-        pointer = Pointer.parse(answer[end + 1 : end + 1 + size])
-        if pointer is not None:
-            pointers[oid] = pointer
-        start = end + 1 + size + 1
-    return pointers
-
-
 def list_commits(
     repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
 ) -> list[Commit]:
     """Newest first; those that `without` leads to are left out."""
+    window = (f"--skip={skip}", f"--max-count={limit}")
+    others = [] if without is None else [f"^{without}"]
+    return _parse_commits(
+        git(repository.folder, "log", *_AS_RECORDS, *window, commit, *others, "--")
+    )
+
+
+def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
+    """Each of the commits by its sha."""
+    if not shas:
+        return {}
     output = git(
         repository.folder,
-        "log",
-        "-z",
-        "--encoding=UTF-8",
-        # Only a line feed can be in no author's name and in no title.
-        "--format=%H%n%an%n%ct%n%s%n%b",
-        f"--skip={skip}",
-        f"--max-count={limit}",
-        commit,
-        *([] if without is None else [f"^{without}"]),
-        "--",
+        *("log", *_AS_RECORDS, "--no-walk=unsorted", "--stdin"),
+        stdin="".join(f"{sha}\n" for sha in shas).encode(),
     )
+    return {commit.sha: commit for commit in _parse_commits(output)}
+
+
+def _parse_commits(output: bytes) -> list[Commit]:
     records = output.decode(errors="replace").split("\0") if output else []
     commits = []
     for record in records:
@@ -326,6 +327,12 @@ def _no_file(repository: Repository, revision: str, path: str, commit: str) -> E
     return EntryNotFound(
         f"The {repository.name} has no file {path!r} at {revision}.", commit=commit
     )
+
+
+def _with_pointers(repository: Repository, entries: Sequence[Entry]) -> list[Entry]:
+    small = [entry.oid for entry in entries if may_be_pointer(entry.size_bytes)]
+    pointers = read_pointers(repository, small)
+    return [replace(entry, lfs=pointers.get(entry.oid)) for entry in entries]
 
 
 def _no_revision(repository: Repository, revision: str) -> RevisionNotFound:

@@ -4,17 +4,22 @@
     └── RequestError             answered to the client, never a traceback
         ├── BadRequest           400
         ├── Unauthorized         401
+        │   └── TokenMissing     401, code RepoNotFound, where a repository is asked for
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
         │   └── RepositoryMoved  307 to the present name
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
+        ├── TokenNotFound        404
         ├── DiscussionNotFound   404
+        ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
+        │                        that it does not exist
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
         ├── RangeNotSatisfiable  416
+        ├── NotSupported         501
         └── DiskFull             507
 
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
@@ -52,6 +57,12 @@ class Unauthorized(RequestError):
     status = 401
 
 
+class TokenMissing(Unauthorized):
+    """The Hub's code for a missing repository: without a token the client shows it as one."""
+
+    code = "RepoNotFound"
+
+
 class Forbidden(RequestError):
     status = 403
 
@@ -64,11 +75,19 @@ class RepositoryNotFound(RequestError):
 class RepositoryMoved(RepositoryNotFound):
     """The repository has another name now. Routes that can answer with a redirect do so."""
 
-    def __init__(self, message: str, *, type: str, id: str) -> None:
+    def __init__(
+        self, message: str, *, repository_id: str, type: str, owner: str, name: str
+    ) -> None:
         super().__init__(message)
+        self.repository_id = repository_id
         self.type = type
-        self.id = id
+        self.owner = owner
+        self.name = name
+
+    @property
+    def id(self) -> str:
         """`owner/name`, as it is now."""
+        return f"{self.owner}/{self.name}"
 
 
 class RevisionNotFound(RequestError):
@@ -89,7 +108,17 @@ class WebhookNotFound(RequestError):
     status = 404
 
 
+class TokenNotFound(RequestError):
+    status = 404
+
+
 class DiscussionNotFound(RequestError):
+    status = 404
+
+
+class LargeFileNotFound(RequestError):
+    """A commit names a large file whose content never came."""
+
     status = 404
 
 
@@ -113,6 +142,10 @@ class TooLarge(RequestError):
 
 class RangeNotSatisfiable(RequestError):
     status = 416
+
+
+class NotSupported(RequestError):
+    status = 501
 
 
 class DiskFull(RequestError):

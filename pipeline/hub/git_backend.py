@@ -58,11 +58,9 @@ def cgi_environment(
         cgi["HTTP_CONTENT_ENCODING"] = encoding.decode("latin-1")
     if protocol := header(scope, b"git-protocol"):
         cgi["GIT_PROTOCOL"] = protocol.decode("latin-1")
-    settings = [*_SETTINGS, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
-    cgi["GIT_CONFIG_COUNT"] = str(len(settings))
-    for number, (key, value) in enumerate(settings):
-        cgi |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
-    return git_environment(cgi)
+    return git_environment(
+        cgi, [*_SETTINGS, *(("receive.hideRefs", f"!{ref}") for ref in open_refs)]
+    )
 
 
 def header(scope: Scope, name: bytes) -> bytes:

@@ -16,8 +16,8 @@ from typing import IO, Literal
 
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub import git_backend
-from pipeline.hub.auth import Guard
+from pipeline.hub import access, git_backend
+from pipeline.hub.auth import Guard, Identity
 from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import OPEN, list_discussions
@@ -33,7 +33,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryType, requested_name
+from pipeline.hub.names import RepositoryType
 from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.service import Remarks
@@ -106,9 +106,11 @@ class GitHttp:
         self, request: GitRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            await self._guard.check(scope)
-            _check(request, scope)
-            repository = await asyncio.to_thread(self._find, request)
+            identity = await self._guard.check(scope)
+            service = _check(request, scope)
+            if service == "git-receive-pack":
+                identity.require_write("a push")
+            repository = await asyncio.to_thread(self._admit, request, identity)
             with TemporaryFile(dir=self._repositories.incoming) as body:
                 await self._receive_body(receive, body)
                 size = body.tell()
@@ -120,43 +122,48 @@ class GitHttp:
                 if request.route == "info/refs" or _asks_for_refs(body):
                     await self._list_refs(environment, body, send)
                 elif request.route == "git-receive-pack":
-                    await self._push(request, environment, body, send)
+                    await self._push(request, identity, environment, body, send)
                 else:
                     async with self._clone_slots:
                         await git_backend.serve(environment, body, receive, send)
         except _Disconnected:
             logger.info("a client went away in the middle of %s", scope["path"])
         except RepositoryMoved as moved:
-            # git follows a redirect of its first request only, and stays at the new name then.
             query = scope["query_string"].decode("latin-1")
             prefix = f"/{moved.type}s" if moved.type != "model" else ""
-            location = f"{prefix}/{moved.id}/{request.route}" + (f"?{query}" if query else "")
+            location = f"{prefix}/{moved.id}/{request.route}?{query}"
             await _send_error(send, moved, location=location)
         except RequestError as error:
             await _send_error(send, error)
+
+    def _admit(self, request: GitRequest, identity: Identity) -> Repository:
+        """Raises the same for a repository that the token does not reach as for none."""
+        named = f"{request.type} {request.owner or self._settings.owner}/{request.name}"
+        try:
+            repository = self._find(request)
+        except RepositoryMoved as moved:
+            with self._database.read() as connection:
+                present = self._repositories.find_by_id(connection, moved.repository_id)
+            access.check_sees(identity, named, present)
+            raise
+        except RepositoryNotFound:
+            if identity.is_limited:
+                raise access.out_of_reach(identity, named) from None
+            raise
+        access.check_sees(identity, named, repository)
+        return repository
 
     def _find(self, request: GitRequest) -> Repository:
         owner = request.owner or self._settings.owner
         with self._database.read() as connection:
             try:
-                name = requested_name(request.type, owner, request.name)
-                return self._repositories.find(connection, name)
-            except RepositoryMoved:
-                raise
-            except RepositoryNotFound:
-                # Git users write /owner/name for datasets too.
-                if request.type != "model":
+                return self._repositories.find_as_git(connection, request.type, owner, request.name)
+            except RepositoryMoved as moved:
+                # git follows the redirect of its first request only, and where that was repeated
+                # with a token, it forgets the redirect and comes back to the old name.
+                if request.route == "info/refs":
                     raise
-                name = requested_name("dataset", owner, request.name)
-                try:
-                    return self._repositories.find(connection, name)
-                except RepositoryMoved:
-                    raise
-                except RepositoryNotFound:
-                    raise RepositoryNotFound(
-                        f"No model and no dataset {name.id} here: create it with "
-                        f"`hf repos create {name.id} --type dataset`."
-                    ) from None
+                return self._repositories.find_by_id(connection, moved.repository_id)
 
     def _open_refs(self, repository: Repository) -> list[str]:
         with self._database.read() as connection:
@@ -200,10 +207,16 @@ class GitHttp:
         await git_backend.send_end(send, refs)
 
     async def _push(
-        self, request: GitRequest, environment: dict[str, str], body: IO[bytes], send: Send
+        self,
+        request: GitRequest,
+        identity: Identity,
+        environment: dict[str, str],
+        body: IO[bytes],
+        send: Send,
     ) -> None:
-        # Found anew: it may have been removed or moved while the body came in.
-        async with self._repositories.locked(partial(self._find, request)) as repository:
+        # Found anew: it may have been removed or moved while the body came in, and another one,
+        # which the token does not reach, may have the name.
+        async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
             environment[PLACE] = str(repository.folder)
             # Goes on to its end whether or not the client still listens: refs may move any time.
             async with self._push_slots:
@@ -227,7 +240,8 @@ class GitHttp:
         return status, headers, git_backend.with_remarks(answer, remarks)
 
 
-def _check(request: GitRequest, scope: Scope) -> None:
+def _check(request: GitRequest, scope: Scope) -> str:
+    """The service that is asked for. Raises BadRequest."""
     service = scope["query_string"].decode("latin-1").removeprefix("service=")
     if request.route == "info/refs":
         if scope["method"] != "GET" or service not in _SERVICES:
@@ -238,6 +252,7 @@ def _check(request: GitRequest, scope: Scope) -> None:
         f"application/x-{request.route}-request".encode()
     ):
         raise BadRequest(f"{request.route} takes a POST from git, nothing else.")
+    return service if request.route == "info/refs" else request.route
 
 
 def _asks_for_refs(body: IO[bytes]) -> bool:

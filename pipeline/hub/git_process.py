@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pipeline.hub.errors import HubError
@@ -21,8 +21,25 @@ PULL_REQUEST_PREFIX = "refs/pr/"
 open."""
 SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
 
+# Bounds on the memory of each git process. A file above the first one is neither held in memory
+# whole nor compared with its other versions; smaller ones are, because that makes packs small.
+_MEMORY = (
+    ("core.bigFileThreshold", "16m"),
+    ("core.packedGitWindowSize", "16m"),
+    ("core.packedGitLimit", "64m"),
+    ("core.deltaBaseCacheLimit", "32m"),
+    ("pack.windowMemory", "64m"),
+)
 
-def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+
+def git_environment(
+    extra: Mapping[str, str] | None = None, settings: Iterable[tuple[str, str]] = ()
+) -> dict[str, str]:
+    """settings: of git's configuration, for this process alone."""
+    configured = [*_MEMORY, *settings]
+    configuration = {"GIT_CONFIG_COUNT": str(len(configured))}
+    for number, (key, value) in enumerate(configured):
+        configuration |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
     return {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": os.devnull,
@@ -33,6 +50,7 @@ def git_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "GIT_OPTIONAL_LOCKS": "0",
         # A ref refs/replace/SHA would have git give other bytes for this sha.
         "GIT_NO_REPLACE_OBJECTS": "1",
+        **configuration,
         **(extra or {}),
     }
 

@@ -4,14 +4,14 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Scope, Send
+from starlette.types import ExceptionHandler, Message, Scope, Send
 
 from pipeline.hub.errors import (
     BadRequest,
@@ -36,6 +36,10 @@ def error_response(error: RequestError) -> Response:
     body = {"error": str(error)}
     if isinstance(error, Conflict) and error.url is not None:
         body["url"] = error.url
+    return JSONResponse(body, status_code=error.status, headers=error_headers(error))
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
     headers = {
         **error.headers,
         "X-Error-Message": _as_header(str(error)),
@@ -44,7 +48,7 @@ def error_response(error: RequestError) -> Response:
         headers["X-Error-Code"] = error.code
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = 'Basic realm="hub"'
-    return JSONResponse(body, status_code=error.status, headers=headers)
+    return headers
 
 
 def _as_header(text: str) -> str:
@@ -95,6 +99,13 @@ def with_request_id(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_with_id
+
+
+EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
+    RequestError: on_request_error,
+    HTTPException: on_http_exception,
+    Exception: on_crash,
+}
 
 
 async def read_body(request: Request) -> bytes:
@@ -170,6 +181,10 @@ def query_int(request: Request, name: str, default: int, *, at_most: int) -> int
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise BadRequest(f"{name}={text!r} is not a whole number from 0 on.")
     return min(int(text), at_most)
+
+
+def query_flag(request: Request, name: str) -> bool:
+    return request.query_params.get(name, "").lower() in ("1", "true")
 
 
 def hub_url(request: Request) -> str:

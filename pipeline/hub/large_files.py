@@ -38,8 +38,7 @@ class LargeFiles:
 
     def path(self, oid: str) -> Path:
         """Where the file is if it is here. Raises BadRequest for what is no sha256."""
-        if not OID.fullmatch(oid):
-            raise BadRequest(f"{oid!r} is no sha256: write 64 hexadecimal digits in lower case.")
+        _check_oid(oid)
         return self._objects / oid[:2] / oid[2:4] / oid
 
     def size(self, oid: str) -> int | None:
@@ -64,7 +63,8 @@ class LargeFiles:
             async for piece in in_chunks(body):
                 draft.check_size(size, num_more=len(piece))
                 await asyncio.to_thread(draft.write, piece)
-            await asyncio.to_thread(draft.move, self.path(oid), oid, size)
+            draft.check(oid, size)
+            await asyncio.to_thread(self.adopt, draft.file, oid)
 
     def store(self, pieces: Iterable[bytes], oid: str | None, size: int) -> str:
         """As `receive`, for what is on this machine; without an `oid`, whatever it is. Returns the
@@ -74,8 +74,14 @@ class LargeFiles:
                 draft.check_size(size, num_more=len(piece))
                 draft.write(piece)
             oid = oid or draft.sha256
-            draft.move(self.path(oid), oid, size)
+            draft.check(oid, size)
+            self.adopt(draft.file, oid)
         return oid
+
+    def adopt(self, file: BinaryIO, oid: str) -> None:
+        """A file that is in `incoming`, and of which the caller knows that it is `oid`."""
+        path = self.path(oid)
+        publish(file, path, below=path.parents[_DEPTH])
 
     async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
         """`length` bytes from `start` on. Raises FileNotFoundError."""
@@ -138,7 +144,7 @@ class _Draft:
     """A file that comes in, with the sha256 of what is there."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self.file = file
         self._num_bytes = 0
         self._hash = hashlib.sha256()
 
@@ -153,18 +159,17 @@ class _Draft:
 
     def write(self, piece: bytes) -> None:
         with to_disk():
-            self._file.write(piece)
+            self.file.write(piece)
         self._num_bytes += len(piece)
         self._hash.update(piece)
 
-    def move(self, path: Path, oid: str, size: int) -> None:
-        """To where it is read, once it is known to be right and on disk."""
+    def check(self, oid: str, size: int) -> None:
         check(self.sha256, self._num_bytes, oid=oid, size=size)
-        publish(self._file, path)
 
 
 def check(sha256: str, num_bytes: int, *, oid: str, size: int) -> None:
     """Raises BadRequest where what came is not what was announced."""
+    _check_oid(oid)
     if num_bytes != size:
         raise BadRequest(f"{num_bytes} bytes came instead of {size}: send the file again.")
     if sha256 != oid:
@@ -174,17 +179,23 @@ def check(sha256: str, num_bytes: int, *, oid: str, size: int) -> None:
         )
 
 
-def publish(file: BinaryIO, path: Path) -> None:
+def _check_oid(oid: str) -> None:
+    if not OID.fullmatch(oid):
+        raise BadRequest(f"{oid!r} is no sha256: write 64 hexadecimal digits in lower case.")
+
+
+def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
     """Move a whole file to where readers look for it. After a power cut it is whole or not there.
 
-    Raises Conflict where the repository is not there any more, and DiskFull.
+    below: what must be there already; the folders in it are made. Raises Conflict where it is not
+    there any more, and DiskFull.
     """
     changed = [path.parent]
     with to_disk():
         file.flush()
         os.fsync(file.fileno())
-        # Not the repository's folder: it may have been moved or removed meanwhile.
-        for folder in reversed(path.parents[:_DEPTH]):
+        between = [folder for folder in path.parents if below in folder.parents]
+        for folder in reversed(between):
             with contextlib.suppress(FileExistsError, FileNotFoundError):
                 folder.mkdir()
                 changed.append(folder.parent)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pipeline.hub.maintenance import collect_garbage
+from pipeline.hub.maintenance import Collected, collect_garbage
 from pipeline.hub.names import requested_name
 from pipeline.hub.purge import plan_purge, purge
 from pipeline.hub.repositories import Repository
@@ -27,16 +27,21 @@ def routes() -> list[Route]:
 
 
 async def gc(request: Request) -> Response:
-    """Stops keeping what nothing needs, and has git remove the objects of all repositories that no
-    ref leads to. Pushes to a repository wait meanwhile."""
-    hub, released = hub_of(request), 0
+    """Stops keeping what nothing needs, has git remove the objects of all repositories that no ref
+    leads to, and removes the large files that no commit names. Pushes to a repository wait
+    meanwhile."""
+    hub, collected = hub_of(request), list[Collected]()
 
     def collect(repository: Repository) -> None:
-        nonlocal released
-        released += collect_garbage(repository, hub.database, hub.needed_commits)
+        collected.append(collect_garbage(repository, hub.database, hub.needed_commits))
 
     await hub.repositories.for_each(hub.database, collect)
-    return JSONResponse({"released": released})
+    return JSONResponse(
+        {
+            "released": sum(each.num_commits for each in collected),
+            "large_bytes": sum(each.large_bytes for each in collected),
+        }
+    )
 
 
 async def plan(request: Request) -> Response:

@@ -15,6 +15,13 @@ SHA = re.compile(r"[0-9a-f]{40}")
 
 # As huggingface_hub.utils.validate_repo_id has it, for either half of `owner/name`.
 _NAME = re.compile(r"(?!.*(--|\.\.))(?![.-])[A-Za-z0-9._-]{1,96}(?<![.-])")
+RESERVED_OWNERS = frozenset(
+    {
+        *(f"{type}s" for type in REPOSITORY_TYPES),
+        *("api", "settings", "buckets", "collections", "oauth", "papers", "uploads"),
+    }
+)
+"""First parts of addresses that mean something else. In lower case."""
 # What git check-ref-format forbids, and so everything that git would read as an expression.
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
@@ -107,7 +114,7 @@ def file_path(parts: Sequence[str]) -> str:
     """The parts of a path inside a repository, joined. Raises BadRequest for a path no tree has."""
     path = stored_path(parts)
     if _CONTROL.search(path):
-        raise BadRequest(f"{path!r} has a control character, which no path here may have.")
+        raise BadRequest(f"{path!r} is no path of a file: it has a control character.")
     return path
 
 

@@ -1,4 +1,5 @@
-"""Removes a commit that was pushed by mistake: its refs, its objects, and the commits after it.
+"""Removes a commit that was pushed by mistake: its refs, its objects, its large files, and the
+commits after it.
 
 Every step may be repeated, so a purge that was killed is begun again and comes to its end.
 """
@@ -6,8 +7,11 @@ Every step may be repeated, so a purge that was killed is begun again and comes 
 from collections.abc import Mapping
 from typing import TypedDict
 
+from pipeline.hub import xet_store
+from pipeline.hub.blobs import all_pointers, reachable_pointers
 from pipeline.hub.errors import BadRequest, Conflict, HubError
 from pipeline.hub.git_process import SEEN_PREFIXES, git, lines_of
+from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import SHA
 from pipeline.hub.repositories import Repository
 from pipeline.hub.retained_refs import delete_refs, keep
@@ -60,6 +64,12 @@ def purge(repository: Repository, sha: str) -> Purge:
     planned = plan_purge(repository, sha)
     _keep_parents(repository, planned)
     delete_refs(repository, planned["refs"])
+    # While their pointers are still there, so that a purge that is killed finds them again.
+    named = {pointer.oid for pointer in reachable_pointers(repository)}
+    LargeFiles(repository.folder).remove(
+        pointer.oid for pointer in all_pointers(repository) if pointer.oid not in named
+    )
+    xet_store.empty(repository.folder, grace_seconds=0)
     # A killed push leaves such a file, and git would keep the pack beside it for ever. No push runs
     # now.
     for mark in repository.folder.glob("objects/pack/*.keep"):

@@ -7,6 +7,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from pipeline.hub.auth import identity_of, signature
 from pipeline.hub.contents import peeled_refs, resolve_revision
 from pipeline.hub.errors import BadRequest, Conflict, RevisionNotFound
 from pipeline.hub.git_process import PULL_REQUEST_PREFIX, git
@@ -23,6 +24,12 @@ class NewBranch(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     startingPoint: str | None = None
+
+
+class Squash(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    message: str | None = None
 
 
 class NewTag(BaseModel):
@@ -105,6 +112,34 @@ async def delete_tag(
     ref = _full("refs/tags/", "/".join(rest))
     await _change_refs(hub, name, lambda repository: _delete(repository, ref))
     return Response(status_code=200)
+
+
+async def super_squash(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    """The branch becomes one commit that has the present files and no parent."""
+    ref = _full("refs/heads/", "/".join(rest))
+    body = await read_json(request, Squash)
+    who = signature(identity_of(request))
+    author = {
+        f"GIT_{part}_{fact}": value
+        for part in ("AUTHOR", "COMMITTER")
+        for fact, value in (("NAME", who.name), ("EMAIL", who.email))
+    }
+
+    def act(repository: Repository) -> None:
+        head = resolve_revision(repository, ref)
+        message = (body.message or f"Super-squash branch {ref}").encode()
+        squashed = git(
+            repository.folder,
+            *("commit-tree", f"{head}^{{tree}}", "-F", "-"),
+            stdin=message,
+            extra=author,
+        )
+        git(repository.folder, "update-ref", ref, squashed.decode().strip(), head)
+
+    await _change_refs(hub, name, act)
+    return JSONResponse({})
 
 
 async def _change_refs(hub: Hub, name: RepositoryName, act: Callable[[Repository], None]) -> None:

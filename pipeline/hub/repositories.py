@@ -19,7 +19,15 @@ from pipeline.hub.cleanup import clear_repository, end_processes
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, RepositoryMoved, RepositoryNotFound
 from pipeline.hub.git_process import git
-from pipeline.hub.names import DEFAULT_BRANCH, REPOSITORY_TYPES, RepositoryName, repository_name
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.names import (
+    DEFAULT_BRANCH,
+    REPOSITORY_TYPES,
+    RepositoryName,
+    RepositoryType,
+    repository_name,
+    requested_name,
+)
 from pipeline.hub.schema import former_names
 from pipeline.hub.schema import repositories as table
 
@@ -117,14 +125,41 @@ class Repositories:
             return self._record(row)
         former = connection.execute(select(table).join(former_names).where(_was(name))).first()
         if former is not None:
-            now = self._record(former).name
+            present = self._record(former)
+            now = present.name
             raise RepositoryMoved(
-                f"The {name} has moved to {now.id}: use this name.", type=now.type, id=now.id
+                f"The {name} has moved to {now.id}: use this name.",
+                repository_id=present.id,
+                type=now.type,
+                owner=now.owner,
+                name=now.name,
             )
         raise RepositoryNotFound(
             f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
             "or check the name."
         )
+
+    def find_as_git(
+        self, connection: Connection, type: RepositoryType, owner: str, name: str
+    ) -> Repository:
+        """Git users write /owner/name for datasets too. Raises RepositoryMoved and
+        RepositoryNotFound."""
+        try:
+            return self.find(connection, requested_name(type, owner, name))
+        except RepositoryMoved:
+            raise
+        except RepositoryNotFound:
+            if type != "model":
+                raise
+        try:
+            return self.find(connection, requested_name("dataset", owner, name))
+        except RepositoryMoved:
+            raise
+        except RepositoryNotFound:
+            raise RepositoryNotFound(
+                f"No model and no dataset {owner}/{name} here: create it with "
+                f"`hf repos create {owner}/{name} --type dataset`."
+            ) from None
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:
         """Whatever its name is now. Raises RepositoryNotFound."""
@@ -243,6 +278,7 @@ class Repositories:
             folder.mkdir(parents=True)
         for repository in self._repos.glob("*s/*/*.git"):
             clear_repository(repository)
+            LargeFiles(repository).clear_leftovers()
 
     def on_disk(self) -> Iterator[RepositoryName]:
         for type in REPOSITORY_TYPES:

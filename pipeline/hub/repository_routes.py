@@ -1,4 +1,4 @@
-"""API: who is asking; repositories come, go, move, and change their settings."""
+"""API: repositories come, go, move, and change their settings."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,13 +10,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pipeline.hub import webhook_store
 from pipeline.hub.auth import identity_of, signature
 from pipeline.hub.commits import first_commit
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events import remember
 from pipeline.hub.http_json import hub_url, read_json
-from pipeline.hub.names import RepositoryName, RepositoryType, repository_name, requested_name
-from pipeline.hub.payloads import owner_id
+from pipeline.hub.names import (
+    RESERVED_OWNERS,
+    RepositoryName,
+    RepositoryType,
+    repository_name,
+    requested_name,
+)
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub, hub_of
 
@@ -48,39 +54,21 @@ class Move(_Body):
 class RepositorySettings(_Body):
     visibility: Literal["private", "protected", "public"] | None = None
     private: bool | None = None
+    gated: str | bool | None = None
 
 
 def routes() -> list[Route]:
     return [
-        Route("/api/whoami-v2", whoami),
         Route("/api/repos/create", create, methods=["POST"]),
         Route("/api/repos/delete", remove, methods=["DELETE"]),
         Route("/api/repos/move", move, methods=["POST"]),
     ]
 
 
-async def whoami(request: Request) -> Response:
-    owner = hub_of(request).settings.owner
-    return JSONResponse(
-        {
-            "type": "user",
-            "id": owner_id(owner),
-            "name": owner,
-            "fullname": owner,
-            "orgs": [],
-            "auth": {
-                "type": "access_token",
-                "accessToken": {"displayName": "hub", "role": "write"},
-            },
-        }
-    )
-
-
 async def create(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_json(request, NamedRepository)
-    name = repository_name(body.type, body.organization or hub.settings.owner, body.name)
-    url = f"{hub_url(request)}/{name.path}"
+    name = _new_name(hub, body.type, body.organization, body.name)
     private = _is_private(body, default=True)
 
     def act() -> Repository:
@@ -99,7 +87,9 @@ async def create(request: Request) -> Response:
     try:
         repository = await _changing(hub, act)
     except Conflict as error:
-        raise Conflict(str(error), url=url) from None
+        there = await run_in_threadpool(hub.find, name)
+        raise Conflict(str(error), url=f"{hub_url(request)}/{there.name.path}") from None
+    url = f"{hub_url(request)}/{name.path}"
     return JSONResponse({"url": url, "name": name.id, "id": repository.id})
 
 
@@ -121,8 +111,9 @@ async def remove(request: Request) -> Response:
 async def move(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_json(request, Move)
-    source = requested_name(body.type, *_halves(body.fromRepo))
-    target = repository_name(body.type, *_halves(body.toRepo))
+    owner, name = _halves(body.fromRepo)
+    source = requested_name(body.type, owner or hub.settings.owner, name)
+    target = _new_name(hub, body.type, *_halves(body.toRepo))
     async with hub.locked(source) as repository:
 
         def act() -> None:
@@ -130,6 +121,8 @@ async def move(request: Request) -> Response:
                 with hub.database.write() as connection:
                     moved = hub.repositories.move(connection, repository, target, on_error=on_error)
                     hub.log.record(connection, repository, action="move", moved_to=moved)
+                    # After the event, which those are told who watch the old name.
+                    webhook_store.follow_move(connection, repository.name, moved.name)
                 on_error.pop_all()
 
         await _changing(hub, act)
@@ -137,7 +130,13 @@ async def move(request: Request) -> Response:
 
 
 async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:
+    """The visibility. Other settings that the client may send mean nothing here."""
     body = await read_json(request, RepositorySettings)
+    if body.gated:
+        raise BadRequest(
+            "Gated repositories are not supported by this hub: make the repository private, and "
+            "give a token for it with `pipeline hub tokens create`."
+        )
 
     async with hub.locked(name) as repository:
         private = _is_private(body, default=repository.private)
@@ -162,12 +161,26 @@ async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:
 
 def _is_private(body: NamedRepository | RepositorySettings, *, default: bool) -> bool:
     if body.visibility is not None:
-        return body.visibility == "private"
+        # `protected` hides the files, so here it hides the repository.
+        return body.visibility != "public"
     return default if body.private is None else body.private
 
 
-def _halves(id: str) -> tuple[str, str]:
+def _halves(id: str) -> tuple[str | None, str]:
     owner, slash, name = id.partition("/")
-    if not slash:
-        raise BadRequest(f"{id!r} is no repository name: use owner/name.")
-    return owner, name
+    return (owner, name) if slash else (None, owner)
+
+
+def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
+    """Of a repository to come. The user and the organizations of the settings keep their spelling.
+
+    Raises BadRequest for an owner under which no route would find the repository.
+    """
+    known = {each.lower(): each for each in (*hub.settings.orgs, hub.settings.owner)}
+    wanted = owner or hub.settings.owner
+    if wanted.lower() in RESERVED_OWNERS:
+        raise BadRequest(
+            f"{wanted!r} cannot own a repository: addresses of this hub begin with this word, so "
+            "the repository could never be reached. Choose another owner."
+        )
+    return repository_name(type, known.get(wanted.lower(), wanted), name)

@@ -12,10 +12,11 @@ from pipeline.hub.errors import RepositoryMoved, RepositoryNotFound
 from pipeline.hub.events import EventLog
 from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.metrics import HubMetrics
-from pipeline.hub.names import RepositoryName
+from pipeline.hub.names import RepositoryName, RepositoryType
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.settings import HubSettings
+from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.webhook_store import SecretCipher
 
 Remarks = Callable[[Repository, Sequence[RefChange]], Sequence[str]]
@@ -30,6 +31,8 @@ class Hub:
     cipher: SecretCipher
     launcher: JobLauncher | None
     metrics: HubMetrics
+    signed_urls: SignedUrls
+    xet_tokens: AccessTokens
     needed_commits: Callable[[], Collection[str]] | None = None
     """What releases and jobs need of any repository; None if that is not known."""
     remarks_on: Remarks = lambda repository, changes: ()
@@ -45,6 +48,16 @@ class Hub:
             return bool(self.find(name))
         except RepositoryNotFound as error:
             return isinstance(error, RepositoryMoved)
+
+    def find_as_git(self, type: RepositoryType, owner: str, name: str) -> Repository:
+        """Raises RepositoryNotFound."""
+        with self.database.read() as connection:
+            return self.repositories.find_as_git(connection, type, owner, name)
+
+    def find_by_id(self, id: str) -> Repository:
+        """Raises RepositoryNotFound."""
+        with self.database.read() as connection:
+            return self.repositories.find_by_id(connection, id)
 
     def locked(self, name: RepositoryName) -> AbstractAsyncContextManager[Repository]:
         """The repository, its lock held. Raises RepositoryNotFound."""

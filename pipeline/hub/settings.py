@@ -57,7 +57,7 @@ class HubSettings(BaseModel):
     """How often the refs are compared with the stored events. This happens at start and after every
     push too."""
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
-    """The largest pack that one push may send."""
+    """The largest pack that one push may send, and the largest file of Git LFS."""
     max_git_processes: int = Field(default=16, ge=1)
     """How many clones may run at once, and as many pushes beside them. Later ones wait. A clone is
     ended if its client reads nothing for a minute."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import hub_url
@@ -21,19 +21,4 @@ async def refuse_upload(
     raise BadRequest(
         "This hub takes commits by git only, use git push: "
         f"`git clone {url}`, add the files, commit, `git push`."
-    )
-
-
-async def refuse_lfs(request: Request, hub: Hub, name: RepositoryName) -> Response:
-    """In the shape that `git lfs` prints."""
-    await run_in_threadpool(hub.find, name)
-    message = (
-        "This hub keeps no LFS objects, use git push without git-lfs: "
-        "`git lfs uninstall --local`, remove the filter lines from .gitattributes, commit, push."
-    )
-    return JSONResponse(
-        {"message": message, "error": message},
-        status_code=400,
-        media_type="application/vnd.git-lfs+json",
-        headers={"X-Error-Message": message},
     )

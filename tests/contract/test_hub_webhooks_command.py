@@ -107,7 +107,6 @@ def test_a_webhook_from_its_creation_to_its_end(webhooks: Command) -> None:
         ("model:owner/facts", "repo", "there is no model:owner/facts here"),
         ("user:ownre", "repo", "user:ownre has no repository here; did you mean owner?"),
         ("bucket:owner/facts", "repo", "this hub has no buckets"),
-        ("dataset:owner/facts", "discussion", "this hub has none of the domain discussion"),
     ],
 )
 def test_a_watch_that_never_fires_is_told(

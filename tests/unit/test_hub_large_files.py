@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import random
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
 from pipeline.hub.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 
-CONTENT = os.urandom(2 * CHUNK_BYTES + 17)
+CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
 OID = hashlib.sha256(CONTENT).hexdigest()
 POINTER = Pointer(oid=OID, size=len(CONTENT))
 
@@ -163,6 +164,7 @@ def test_a_pointer_is_read_as_it_is_written() -> None:
         POINTER.render() + b" " * MAX_POINTER_BYTES,
         POINTER.render().replace(b"git-lfs.github.com", b"example.com"),
     ],
+    ids=range(10),
 )
 def test_what_is_nearly_a_pointer_is_none(wrong: bytes) -> None:
     assert Pointer.parse(wrong) is None

@@ -31,7 +31,8 @@ def upgrade() -> None:
             continue
         rows = []
         for delivery_id in delivery_ids:
-            # Deliveries that a job took over from a failed job are in the lists of both jobs.
+            # A delivery that a job took over from a failed job is in the lists of both jobs. It
+            # must get the same arrival number in both.
             key = job.pipeline, delivery_id
             row = {
                 "job_number": job.number,
@@ -47,8 +48,8 @@ def upgrade() -> None:
 
 
 def _received(connection: sa.Connection) -> dict[tuple[str | None, str], float]:
-    """When each delivery was first received. The key is the pipeline of the delivery's job and the
-    delivery's id."""
+    """When each delivery was first received. The keys are the pipeline of the delivery's job, and
+    the delivery's id."""
     first = sa.func.min(DELIVERIES.c.received_at)
     query = (
         sa.select(JOBS.c.pipeline, DELIVERIES.c.id, first)

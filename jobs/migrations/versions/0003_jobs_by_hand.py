@@ -1,5 +1,5 @@
-"""Let a job that was submitted by hand be pending beside a job of pushes, and record with each
-delivery the commit that it announced."""
+"""Let a job that was submitted by hand be pending at the same time as a job of pushes. Record with
+each delivery the commit that the delivery announced."""
 
 import json
 

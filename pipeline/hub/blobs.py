@@ -1,0 +1,69 @@
+"""Finds the pointers among the files of a repository, with few git processes."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pipeline.hub.git_process import git
+from pipeline.hub.pointers import Pointer, may_be_pointer
+from pipeline.hub.repositories import Repository
+
+_BLOBS_PER_PROCESS = 10_000
+
+
+def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, Pointer]:
+    """Those of the small blobs `oids` that are pointers. The others are passed over."""
+    unique = list(dict.fromkeys(oids))
+    return {
+        oid: pointer
+        for start in range(0, len(unique), _BLOBS_PER_PROCESS)
+        for oid, content in _read(repository, unique[start : start + _BLOBS_PER_PROCESS])
+        if (pointer := Pointer.parse(content)) is not None
+    }
+
+
+def all_pointers(repository: Repository) -> set[Pointer]:
+    """In every object that the repository has, whether or not a commit leads to it."""
+    return _pointers(repository, ["--batch-all-objects", "--unordered"], b"")
+
+
+def reachable_pointers(repository: Repository) -> set[Pointer]:
+    """In every commit that a ref leads to."""
+    listed = git(repository.folder, "rev-list", "--all", "--objects", "--no-object-names")
+    return _pointers(repository, [], listed)
+
+
+def pointers_of(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:
+    """Those of the blobs `oids` that are pointers. Only small blobs are read."""
+    listed = "".join(f"{oid}\n" for oid in oids).encode()
+    return read_pointers(repository, _small_blobs(repository, [], listed))
+
+
+def _pointers(repository: Repository, options: Sequence[str], stdin: bytes) -> set[Pointer]:
+    return set(read_pointers(repository, _small_blobs(repository, options, stdin)).values())
+
+
+def _small_blobs(repository: Repository, options: Sequence[str], stdin: bytes) -> list[str]:
+    check = "--batch-check=%(objectname) %(objecttype) %(objectsize)"
+    listed = git(repository.folder, "cat-file", check, *options, stdin=stdin)
+    small = []
+    for line in listed.decode().splitlines():
+        oid, kind, size = line.split(" ")
+        if kind == "blob" and may_be_pointer(int(size)):
+            small.append(oid)
+    return small
+
+
+def _read(repository: Repository, oids: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    if not oids:
+        return
+    stdin = "".join(f"{oid}\n" for oid in oids).encode()
+    output = git(repository.folder, "cat-file", "--batch", stdin=stdin)
+    start = 0
+    while start < len(output):
+        end = output.index(b"\n", start)
+        # "<oid> <type> <size>", or "<oid> missing".
+        oid, *facts = output[start:end].decode().split()
+        start = end + 1
+        if len(facts) == 2:
+            size = int(facts[1])
+            yield oid, output[start : start + size]
+            start += size + 1

@@ -1,0 +1,68 @@
+"""Answers a request for the bytes of a file: ranges, the headers, and HEAD without the bytes."""
+
+import re
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from pipeline.hub.errors import RangeNotSatisfiable
+
+_RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
+
+
+class Read(Protocol):
+    def __call__(self, *, start: int, length: int) -> AsyncIterator[bytes]: ...
+
+
+def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) -> Response:
+    """A stream, of which only a chunk is in memory. Raises RangeNotSatisfiable."""
+    status, (start, end), headers = _head(request, size, headers)
+    if request.method == "HEAD":
+        return Response(status_code=status, headers=headers)
+    body = read(start=start, length=end - start)
+    return StreamingResponse(body, status_code=status, headers=headers)
+
+
+def answer_small(request: Request, content: bytes, headers: Mapping[str, str]) -> Response:
+    """As `answer`, for what is in memory already."""
+    status, (start, end), headers = _head(request, len(content), headers)
+    body = b"" if request.method == "HEAD" else content[start:end]
+    return Response(body, status_code=status, headers=headers)
+
+
+def _head(
+    request: Request, size: int, headers: Mapping[str, str]
+) -> tuple[int, tuple[int, int], dict[str, str]]:
+    start, end = _requested_range(request, size)
+    all_headers = {
+        "Accept-Ranges": "bytes",
+        "Content-Type": "application/octet-stream",
+        "X-Content-Type-Options": "nosniff",
+        "Content-Length": str(end - start),
+        **headers,
+    }
+    if (start, end) == (0, size):
+        return 200, (start, end), all_headers
+    all_headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    return 206, (start, end), all_headers
+
+
+def _requested_range(request: Request, size: int) -> tuple[int, int]:
+    """From and to, in bytes; a range that this hub does not understand asks for everything."""
+    text = request.headers.get("range")
+    found = _RANGE.fullmatch(text) if text else None
+    if found is None or not any(found.groups()):
+        return 0, size
+    first, last = found.groups()
+    if first:
+        start, end = int(first), min(int(last) + 1 if last else size, size)
+    else:
+        start, end = max(0, size - int(last)), size
+    if start >= size or (last and first and int(last) < int(first)):
+        raise RangeNotSatisfiable(
+            f"The file has {size} bytes; {text} is past its end.",
+            headers={"Content-Range": f"bytes */{size}"},
+        )
+    return start, end

@@ -1,0 +1,195 @@
+"""The API of Git LFS: which files a client may send and fetch, and where. It moves no content.
+
+https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
+"""
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from math import ceil
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from pipeline.hub import signatures, transfer_routes
+from pipeline.hub.auth import identity_of
+from pipeline.hub.errors import (
+    BadRequest,
+    Forbidden,
+    NotSupported,
+    RepositoryMoved,
+    RequestError,
+    Unauthorized,
+)
+from pipeline.hub.git_backend import header
+from pipeline.hub.http_json import error_headers, hub_url, read_json
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.pointers import OID
+from pipeline.hub.repositories import Repository
+from pipeline.hub.service import Hub
+
+MULTIPART_BYTES = 512 * 1024 * 1024
+"""From this size on a file is sent in parts if the client can, so that a connection that breaks
+costs a part."""
+PART_BYTES = 128 * 1024 * 1024
+_MAX_PARTS = 1000
+_MAX_OBJECTS = 10_000
+
+Json = dict[str, object]
+
+
+class _Body(BaseModel):
+    # Clients send what later versions of the protocol may know.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class LargeObject(_Body):
+    oid: str
+    size: int
+
+
+class Batch(_Body):
+    operation: Literal["upload", "download"]
+    transfers: tuple[str, ...] = ("basic",)
+    objects: tuple[LargeObject, ...] = Field(max_length=_MAX_OBJECTS)
+    hash_algo: str = "sha256"
+
+
+async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    """`info/lfs/<rest>` of a repository, written as git users write it. Errors have the shape that
+    `git lfs` prints."""
+    try:
+        repository = await run_in_threadpool(hub.find_as_git, name.type, name.owner, name.name)
+        match request.method, *rest:
+            case "POST", "objects", "batch":
+                return await _batch(request, hub, repository)
+            case "POST", "locks", "verify":
+                return _json({"ours": [], "theirs": []})
+            case "GET", "locks":
+                return _json({"locks": []})
+            case "POST", "locks", *_:
+                raise NotSupported(
+                    "This hub locks no files, and nobody else can hold a lock here: push without "
+                    "one."
+                )
+        raise HTTPException(404)
+    except RepositoryMoved:
+        raise
+    except RequestError as error:
+        return _refusal(error)
+
+
+def refusal_by_guard(scope: Scope, error: RequestError) -> Response | None:
+    """What `git lfs` is told of a wrong token; None for what it does not ask."""
+    if "/info/lfs/" not in scope["path"]:
+        return None
+    # At 401 it asks its credential helper again and again, also one that knows one token only.
+    if isinstance(error, Unauthorized) and header(scope, b"authorization"):
+        error = Forbidden(str(error))
+    return _refusal(error)
+
+
+def _refusal(error: RequestError) -> Response:
+    return _json(
+        {"message": str(error), "error": str(error)},
+        status=error.status,
+        headers=error_headers(error),
+    )
+
+
+async def _batch(request: Request, hub: Hub, repository: Repository) -> Response:
+    batch = await read_json(request, Batch)
+    if batch.hash_algo != "sha256":
+        raise BadRequest(f"hash_algo is {batch.hash_algo!r}: this hub knows sha256 only.")
+    if batch.operation == "upload":
+        identity_of(request).require_write("an upload of large files")
+    offer = _Offer(hub, repository, hub_url(request), batch)
+    objects = await run_in_threadpool(lambda: [offer.answer(each) for each in batch.objects])
+    return _json({"transfer": offer.transfer, "objects": objects, "hash_algo": "sha256"})
+
+
+class _Offer:
+    """What the hub answers to the files of one batch."""
+
+    def __init__(self, hub: Hub, repository: Repository, url: str, batch: Batch) -> None:
+        self._hub = hub
+        self._repository = repository
+        self._files = LargeFiles(repository.folder)
+        self._url = url
+        self._is_upload = batch.operation == "upload"
+        self._free_bytes = shutil.disk_usage(repository.folder).free
+        # All of a batch goes one way: the answer names one.
+        in_parts = (
+            self._is_upload
+            and "multipart" in batch.transfers
+            and any(each.size >= MULTIPART_BYTES for each in batch.objects)
+        )
+        self.transfer = "multipart" if in_parts else "basic"
+
+    def answer(self, wanted: LargeObject) -> Json:
+        told: Json = {"oid": wanted.oid, "size": wanted.size}
+        error = self._error(wanted)
+        if error is not None:
+            return {**told, "error": {"code": error[0], "message": error[1]}}
+        if not self._is_upload:
+            return self._with_actions(told, {"download": self._signed("GET", wanted)})
+        if self._files.keep(wanted.oid):
+            return told
+        upload = (
+            self._parts(wanted) if self.transfer == "multipart" else self._signed("PUT", wanted)
+        )
+        verify = self._signed("POST", wanted)
+        return self._with_actions(told, {"upload": upload, "verify": verify})
+
+    def _error(self, wanted: LargeObject) -> tuple[int, str] | None:
+        if not OID.fullmatch(wanted.oid):
+            return 422, "The oid is no sha256: write 64 hexadecimal digits in lower case."
+        if wanted.size < 0:
+            return 422, f"A file cannot have {wanted.size} bytes."
+        size = self._files.size(wanted.oid)
+        if not self._is_upload and size is None:
+            return 404, f"The {self._repository.name} has no such large file: push it again."
+        if size is not None and size != wanted.size:
+            return 422, f"The file with this sha256 has {size} bytes, not {wanted.size}."
+        limit = self._hub.settings.max_push_bytes
+        if self._is_upload and wanted.size > limit:
+            return 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
+        if self._is_upload and size is None and wanted.size > self._free_bytes:
+            return 507, f"The hub's disk has {self._free_bytes} bytes left: make room there."
+        return None
+
+    def _with_actions(self, told: Json, actions: Json) -> Json:
+        # What is signed needs no login.
+        return {**told, "authenticated": True, "actions": actions}
+
+    def _signed(self, method: str, wanted: LargeObject) -> Json:
+        path = transfer_routes.object_path(self._repository, wanted.oid)
+        return self._action(method, path, wanted.size)
+
+    def _parts(self, wanted: LargeObject) -> Json:
+        """`chunk_size`, and the URL of each part by its number, as `huggingface_hub.lfs` wants."""
+        part_bytes = max(PART_BYTES, ceil(wanted.size / _MAX_PARTS))
+        path = transfer_routes.upload_path(self._repository, wanted.oid, secrets.token_hex(16))
+        parts = {}
+        for number, start in enumerate(range(0, wanted.size, part_bytes), start=1):
+            size = min(part_bytes, wanted.size - start)
+            action = self._action("PUT", f"{path}/{start}", size)
+            parts[str(number)] = action["href"]
+        complete = self._action("POST", path, wanted.size)
+        return {**complete, "header": {"chunk_size": str(part_bytes), **parts}}
+
+    def _action(self, method: str, path: str, size: int) -> Json:
+        signed = self._hub.signed_urls.sign(method, path, size)
+        return {"href": f"{self._url}{signed}", "expires_in": signatures.LIFETIME_SECONDS}
+
+
+def _json(content: Json, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(
+        content, status_code=status, headers=headers, media_type="application/vnd.git-lfs+json"
+    )

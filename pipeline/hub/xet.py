@@ -1,0 +1,198 @@
+"""The formats of Xet, in which `hf_xet` sends files: chunks, xorbs of chunks, shards of files.
+
+https://huggingface.co/docs/xet. All numbers are little-endian.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from pipeline.hub.errors import BadRequest
+
+MAX_XORB_BYTES = 64 * 1024 * 1024 + 64 * 1024
+"""64 MiB of chunks, and their headers."""
+MAX_SHARD_BYTES = 64 * 1024 * 1024
+_MAX_CHUNK_BYTES = 128 * 1024
+_MAX_CHUNKS = 8 * 1024
+
+_NOT_PACKED, _LZ4, _GROUPED_LZ4 = 0, 1, 2
+_FOOTER = b"XETBLOB"
+_SHARD_TAG = b"HFRepoMetaData\0" + bytes.fromhex("556967456a7b815783a5bdd95ccdd14aa9")
+_SHARD_VERSION = 2
+_HAS_VERIFICATION, _HAS_SHA256 = 1 << 31, 1 << 30
+_RECORD = struct.Struct("<32s4I")
+_END = b"\xff" * 32
+
+# The keys are part of the format: chunks and the nodes above them must not have the same hash.
+_CHUNK_KEY = bytes.fromhex("6697f5775b9550de3135cbaca597181c9de421109beb2b58b4d0b04b93adf229")
+_NODE_KEY = bytes.fromhex("017ec5c7a5472996fd946666b48a02e65ddd536f37c76dd2f86352e64a53713f")
+_BRANCHING = 4
+
+Hashed = tuple[bytes, int]
+"""The hash of a chunk or of a node, and how many bytes are below it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Where a chunk is in its xorb."""
+
+    offset: int
+    packed_bytes: int
+    num_bytes: int
+    scheme: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """Chunks of one xorb that follow each other in a file."""
+
+    xorb: str
+    num_bytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class XetFile:
+    """A file in a shard. Its terms stay there, because there may be very many."""
+
+    place: int
+    num_terms: int
+    size: int
+    sha256: str | None
+    """None where the client did not tell it."""
+
+
+def hash_text(value: bytes) -> str:
+    """As URLs have it: four numbers of 8 bytes each."""
+    return "".join(f"{number:016x}" for number in struct.unpack("<4Q", value))
+
+
+def list_chunks(xorb: BinaryIO) -> list[Chunk]:
+    """Raises BadRequest for what is no xorb."""
+    xorb.seek(0, 2)
+    size, offset = xorb.tell(), 0
+    chunks: list[Chunk] = []
+    while offset < size:
+        xorb.seek(offset)
+        header = xorb.read(8)
+        if header[:7] == _FOOTER:
+            break
+        if len(header) < 8:
+            raise BadRequest(f"The xorb ends within the header of chunk {len(chunks)}.")
+        packed = int.from_bytes(header[1:4], "little")
+        num_bytes = int.from_bytes(header[5:8], "little")
+        chunk = Chunk(offset=offset + 8, packed_bytes=packed, num_bytes=num_bytes, scheme=header[4])
+        offset += 8 + packed
+        if header[0] != 0 or chunk.scheme > _GROUPED_LZ4:
+            raise BadRequest(
+                f"Chunk {len(chunks)} of the xorb has version {header[0]} and compression "
+                f"{chunk.scheme}, which this hub does not know."
+            )
+        if not num_bytes or num_bytes > _MAX_CHUNK_BYTES or packed > 2 * _MAX_CHUNK_BYTES:
+            raise BadRequest(f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes.")
+        if offset > size or len(chunks) == _MAX_CHUNKS:
+            raise BadRequest(f"The xorb ends within chunk {len(chunks)}, or has too many.")
+        chunks.append(chunk)
+    if not chunks:
+        raise BadRequest("The xorb has no chunk.")
+    return chunks
+
+
+def read_chunk(xorb: BinaryIO, chunk: Chunk) -> bytes:
+    """Raises BadRequest for one that cannot be unpacked."""
+    xorb.seek(chunk.offset)
+    content = xorb.read(chunk.packed_bytes)
+    if chunk.scheme != _NOT_PACKED:
+        content = _unpack(content, chunk.num_bytes)
+    if chunk.scheme == _GROUPED_LZ4:
+        content = _ungroup(content)
+    if len(content) != chunk.num_bytes:
+        raise BadRequest(f"A chunk has {len(content)} bytes instead of {chunk.num_bytes}.")
+    return content
+
+
+def xorb_hash(xorb: BinaryIO) -> str:
+    """By which shards name the xorb. Raises BadRequest for what is no xorb."""
+    hashes = [
+        (blake3(read_chunk(xorb, chunk), key=_CHUNK_KEY).digest(), chunk.num_bytes)
+        for chunk in list_chunks(xorb)
+    ]
+    while len(hashes) > 1:
+        hashes = list(_merge(hashes))
+    return hash_text(hashes[0][0])
+
+
+def read_shard(shard: BinaryIO) -> Iterator[XetFile]:
+    """The files that the shard describes. Raises BadRequest for what is no shard."""
+    shard.seek(0)
+    header = shard.read(48)
+    if len(header) < 48 or header[:32] != _SHARD_TAG:
+        raise BadRequest("The body is no shard: it does not begin as one.")
+    if (version := int.from_bytes(header[32:40], "little")) != _SHARD_VERSION:
+        raise BadRequest(f"The shard has version {version}: this hub knows {_SHARD_VERSION}.")
+    while (record := _record(shard))[0] != _END:
+        _, flags, num_terms, *_ = record
+        place = shard.tell()
+        size = sum(_record(shard)[2] for _ in range(num_terms))
+        if flags & _HAS_VERIFICATION:
+            for _ in range(num_terms):
+                _record(shard)
+        sha256 = hash_text(_record(shard)[0]) if flags & _HAS_SHA256 else None
+        after = shard.tell()
+        yield XetFile(place=place, num_terms=num_terms, size=size, sha256=sha256)
+        shard.seek(after)
+
+
+def read_terms(shard: BinaryIO, file: XetFile) -> Iterator[Term]:
+    shard.seek(file.place)
+    for _ in range(file.num_terms):
+        xorb, _, num_bytes, start, end = _record(shard)
+        yield Term(xorb=hash_text(xorb), num_bytes=num_bytes, start=start, end=end)
+
+
+def _record(shard: BinaryIO) -> tuple[bytes, int, int, int, int]:
+    data = shard.read(_RECORD.size)
+    if len(data) < _RECORD.size:
+        raise BadRequest("The shard ends early.")
+    record: tuple[bytes, int, int, int, int] = _RECORD.unpack(data)
+    return record
+
+
+def _unpack(content: bytes, num_bytes: int) -> bytes:
+    import lz4.frame  # not at the top: a hub that gets no such chunk starts without it
+
+    try:
+        # Bounded: a few bytes can unpack to any number of them.
+        unpacked: bytes = lz4.frame.LZ4FrameDecompressor().decompress(content, num_bytes + 1)
+    except RuntimeError as error:
+        raise BadRequest(f"A chunk cannot be unpacked ({error}).") from None
+    return unpacked
+
+
+def _ungroup(grouped: bytes) -> bytes:
+    """The first bytes of each four came first, then all second ones, and so on."""
+    content, start = bytearray(len(grouped)), 0
+    for place in range(4):
+        end = start + len(range(place, len(grouped), 4))
+        content[place::4] = grouped[start:end]
+        start = end
+    return bytes(content)
+
+
+def _merge(hashes: Sequence[Hashed]) -> Iterator[Hashed]:
+    """The nodes above: each has two to nine children, and ends where a hash says so."""
+    start = 0
+    while start < len(hashes):
+        end = min(start + 2 * _BRANCHING + 1, len(hashes))
+        for place in range(start + 2, end):
+            if int.from_bytes(hashes[place][0][24:], "little") % _BRANCHING == 0:
+                end = place + 1
+                break
+        group = hashes[start:end]
+        text = "".join(f"{hash_text(value)} : {size}\n" for value, size in group)
+        yield blake3(text.encode(), key=_NODE_KEY).digest(), sum(size for _, size in group)
+        start = end

@@ -1,0 +1,164 @@
+"""What `hf_xet` has sent to one repository: xorbs, in `lfs/xet/<store id>` of its folder.
+
+The client remembers what it has sent to which address and does not send it again. The id is in the
+address, so a store that was emptied gets a new id, and the client sends everything again.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from starlette.concurrency import run_in_threadpool
+
+from pipeline.hub.errors import BadRequest, TooLarge
+from pipeline.hub.large_files import LargeFiles, in_chunks, publish, to_disk
+from pipeline.hub.pointers import OID
+from pipeline.hub.xet import (
+    MAX_SHARD_BYTES,
+    MAX_XORB_BYTES,
+    Chunk,
+    Term,
+    XetFile,
+    list_chunks,
+    read_chunk,
+    read_shard,
+    read_terms,
+    xorb_hash,
+)
+
+_making = threading.Lock()
+
+
+class XetStore:
+    """`folder` is the folder of a repository; `id` names its store as it was at some time."""
+
+    def __init__(self, folder: Path, id: str) -> None:
+        self.id = id
+        self._files = LargeFiles(folder)
+        self._xorbs = _stores(folder) / id
+
+    @classmethod
+    def current(cls, folder: Path) -> "XetStore":
+        """The store that clients send to from now on; made if there is none."""
+        with _making, to_disk():
+            found = sorted(_stores(folder).glob("*"))
+            store = found[0] if found else _stores(folder) / secrets.token_hex(8)
+            store.mkdir(parents=True, exist_ok=True)
+            os.utime(store)  # it is in use: see `empty`
+        return cls(folder, store.name)
+
+    def check_is_there(self) -> None:
+        """Raises BadRequest, which the client does not try again."""
+        if not self._xorbs.is_dir():
+            raise BadRequest("The hub has emptied this store meanwhile: start the upload again.")
+
+    async def receive_xorb(self, body: AsyncIterator[bytes], hash: str) -> None:
+        """Raises BadRequest where it is no xorb of that hash, TooLarge and DiskFull."""
+        async with self._draft(body, MAX_XORB_BYTES) as file:
+
+            def move() -> None:
+                if (found := xorb_hash(file)) != hash:
+                    raise BadRequest(f"The xorb has the hash {found} instead of {hash}.")
+                self.check_is_there()
+                publish(file, self._xorb(hash), below=self._xorbs)
+
+            await run_in_threadpool(move)
+
+    async def receive_shard(self, body: AsyncIterator[bytes], *, max_file_bytes: int) -> None:
+        """Store each file that the shard puts together.
+
+        Raises BadRequest where that is not the file which the client read, and for a xorb that is
+        not here; TooLarge and DiskFull.
+        """
+        async with self._draft(body, MAX_SHARD_BYTES) as file:
+
+            def rebuild() -> None:
+                for each in read_shard(file):
+                    if each.size > max_file_bytes:
+                        raise TooLarge(
+                            f"A file may have {max_file_bytes} bytes at most: "
+                            "raise [hub] max_push_bytes."
+                        )
+                # The whole shard is a shard: nothing was stored before that was known.
+                for each in read_shard(file):
+                    if each.sha256 is None or not self._files.keep(each.sha256):
+                        self._files.store(self._content(file, each), each.sha256, each.size)
+
+            await run_in_threadpool(rebuild)
+
+    def _content(self, shard: BinaryIO, file: XetFile) -> Iterator[bytes]:
+        chunks = lru_cache(maxsize=16)(self._chunks)
+        for term in read_terms(shard, file):
+            with self._open(term.xorb) as xorb:
+                found = chunks(term.xorb)[term.start : term.end]
+                if sum(chunk.num_bytes for chunk in found) != term.num_bytes:
+                    raise BadRequest(_not_as_told(term))
+                for chunk in found:
+                    yield read_chunk(xorb, chunk)
+
+    def _chunks(self, hash: str) -> list[Chunk]:
+        with self._open(hash) as xorb:
+            return list_chunks(xorb)
+
+    def _open(self, hash: str) -> BinaryIO:
+        try:
+            return self._xorb(hash).open("rb")
+        except FileNotFoundError:
+            raise BadRequest(
+                f"The xorb {hash} is not here: start the upload again, which sends it."
+            ) from None
+
+    def _xorb(self, hash: str) -> Path:
+        if not OID.fullmatch(hash):
+            raise BadRequest(f"{hash!r} is no hash of a xorb: write 64 hexadecimal digits.")
+        return self._xorbs / hash
+
+    @contextlib.asynccontextmanager
+    async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
+        """The whole body as a file."""
+        self.check_is_there()
+        with to_disk():
+            self._files.incoming.mkdir(parents=True, exist_ok=True)
+            file = tempfile.NamedTemporaryFile(dir=self._files.incoming, delete=False)  # noqa: SIM115
+        try:
+            with file:
+                async for piece in in_chunks(body):
+                    with to_disk():
+                        await run_in_threadpool(file.write, piece)
+                    if file.tell() > max_bytes:
+                        raise TooLarge(f"A xorb or shard may have {max_bytes} bytes at most.")
+                yield file  # type: ignore[misc]
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def empty(folder: Path, *, grace_seconds: float) -> None:
+    """Remove all xorbs of the repository, unless a client began an upload within `grace_seconds`:
+    it would have to begin again. The files that were made of them stay."""
+    for store in _stores(folder).glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if store.stat().st_mtime <= time.time() - grace_seconds:
+                # Out of the way at once, so that no client is told of an id that is half gone.
+                doomed = LargeFiles(folder).incoming / f"xet-{store.name}"
+                doomed.parent.mkdir(exist_ok=True)
+                store.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _stores(folder: Path) -> Path:
+    return folder / "lfs" / "xet"
+
+
+def _not_as_told(term: Term) -> str:
+    return (
+        f"The shard says that chunks {term.start} to {term.end} of xorb {term.xorb} have "
+        f"{term.num_bytes} bytes, and they have not."
+    )

@@ -1,0 +1,347 @@
+"""Large files through the Hub's own client, and what is refused of clients that are none."""
+
+import hashlib
+import io
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import CommitOperationAdd, constants
+from huggingface_hub._commit_api import _upload_files
+from huggingface_hub.errors import HfHubHTTPError
+
+from pipeline.hub import lfs_routes, signatures
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.signatures import SignedUrls
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
+
+# What the client itself does when it sends a file without Xet.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+CONTENT = random.Random(17).randbytes(3_000_000)  # the same in each process of the tests
+OID = hashlib.sha256(CONTENT).hexdigest()
+BATCH = ".git/info/lfs/objects/batch"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("large") / "hub", max_push_bytes=10_000_000) as hub:
+        yield hub
+
+
+@pytest.fixture
+def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
+    """A dataset of this test's own."""
+    name = f"local/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}"
+    hub.create_dataset(name)
+    return name
+
+
+@pytest.fixture
+def no_xet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+
+
+def files_of(hub: RunningHub, name: str) -> LargeFiles:
+    return LargeFiles(hub.root / "repos" / "datasets" / f"{name}.git")
+
+
+def upload(hub: RunningHub, name: str, *contents: Any) -> None:
+    """As `create_commit` does before it makes the commit."""
+    additions = [
+        CommitOperationAdd(path_in_repo=f"{number}.bin", path_or_fileobj=content)
+        for number, content in enumerate(contents)
+    ]
+    _upload_files(
+        additions=additions,
+        repo_type="dataset",
+        repo_id=name,
+        headers={"authorization": f"Bearer {hub.token}"},
+        endpoint=hub.url,
+        revision="main",
+    )
+
+
+def batch(
+    hub: RunningHub,
+    name: str,
+    *objects: dict[str, object],
+    operation: str = "upload",
+    prefix: str = "/datasets/",
+    suffix: str = BATCH,
+    **told: object,
+) -> httpx.Response:
+    body = {"operation": operation, "objects": objects, **told}
+    return hub.request("POST", f"{prefix}{name}{suffix}", json=body)
+
+
+def href(hub: RunningHub, name: str, operation: str = "upload", oid: str = OID) -> str:
+    size = len(CONTENT)
+    [told] = batch(hub, name, {"oid": oid, "size": size}, operation=operation).json()["objects"]
+    found: str = told["actions"][operation]["href"]
+    return found
+
+
+def put(url: str, content: bytes = CONTENT, method: str = "PUT") -> httpx.Response:
+    """Without the token: the URL is the proof."""
+    return httpx.request(method, url, content=content, timeout=60, verify=False)
+
+
+@pytest.mark.usefixtures("no_xet")
+def test_the_client_without_xet_sends_each_file_once(hub: RunningHub, name: str) -> None:
+    upload(hub, name, CONTENT, b"x" * 500)
+    files = files_of(hub, name)
+    assert set(files.oids()) == {OID, hashlib.sha256(b"x" * 500).hexdigest()}
+    assert files.path(OID).read_bytes() == CONTENT
+    before = files.path(OID).stat().st_ino
+    upload(hub, name, CONTENT)
+    assert files.path(OID).stat().st_ino == before
+    assert list(files.incoming.iterdir()) == []
+
+
+def test_what_is_no_file_on_a_disk_comes_too(hub: RunningHub, name: str) -> None:
+    upload(hub, name, io.BytesIO(CONTENT))
+    assert files_of(hub, name).size(OID) == len(CONTENT)
+
+
+@pytest.mark.usefixtures("no_xet")
+@pytest.mark.parametrize("num_bytes", [1, 999_999, 1_000_000, 3_000_000])
+def test_the_client_sends_a_file_in_parts(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    monkeypatch.setattr(lfs_routes, "MULTIPART_BYTES", 1)
+    monkeypatch.setattr(lfs_routes, "PART_BYTES", 500_000)
+    upload(hub, name, CONTENT[:num_bytes])
+    oid = hashlib.sha256(CONTENT[:num_bytes]).hexdigest()
+    assert files_of(hub, name).path(oid).read_bytes() == CONTENT[:num_bytes]
+    assert list(files_of(hub, name).incoming.iterdir()) == []
+
+
+def test_parts_that_are_not_the_file_are_refused(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lfs_routes, "MULTIPART_BYTES", 1)
+    monkeypatch.setattr(lfs_routes, "PART_BYTES", 1_000_000)
+    wanted = {"oid": OID, "size": len(CONTENT)}
+    told = batch(hub, name, wanted, transfers=["basic", "multipart"]).json()
+    assert told["transfer"] == "multipart"
+    action = told["objects"][0]["actions"]["upload"]
+    assert put(action["href"], b"{}", "POST").status_code == 400
+    parts = [action["header"][number] for number in ("1", "2", "3")]
+    assert put(parts[0], CONTENT[:999_999]).status_code == 400
+    assert put(parts[0], CONTENT[:1_000_001]).status_code == 400
+    assert put(parts[0], CONTENT[:1_000_000]).status_code == 200
+    assert put(parts[2], CONTENT[2_000_000:]).status_code == 200
+    missing = put(action["href"], b"{}", "POST")
+    assert missing.status_code == 400
+    assert "send it again" in missing.json()["error"]
+    assert put(parts[1], CONTENT[1_000_000:2_000_000]).status_code == 200
+    # Twice, because the answer to the first may be lost.
+    assert [put(action["href"], b"{}", "POST").status_code for _ in range(2)] == [200, 200]
+    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
+
+
+def test_a_file_is_fetched_by_its_signed_url_also_in_ranges(hub: RunningHub, name: str) -> None:
+    assert put(href(hub, name)).status_code == 200
+    url = href(hub, name, "download")
+    assert put(url, b"", "GET").content == CONTENT
+    part = httpx.get(url, headers={"Range": "bytes=2000000-2000009"}, verify=False)
+    assert (part.status_code, part.content) == (206, CONTENT[2_000_000:2_000_010])
+    assert httpx.get(url, headers={"Range": "bytes=3000000-"}, verify=False).status_code == 416
+    head = put(url, b"", "HEAD")
+    assert (head.headers["content-length"], head.content) == (str(len(CONTENT)), b"")
+
+
+@pytest.mark.parametrize("prefix", ["/datasets/", "/"], ids=["datasets", "as git users write it"])
+@pytest.mark.parametrize("suffix", [BATCH, BATCH.removeprefix(".git")], ids=["git", "plain"])
+def test_a_repository_is_found_by_each_of_its_names(
+    hub: RunningHub, name: str, prefix: str, suffix: str
+) -> None:
+    told = batch(hub, name, {"oid": OID, "size": 3}, prefix=prefix, suffix=suffix)
+    assert told.status_code == 200
+    assert told.headers["content-type"] == "application/vnd.git-lfs+json"
+    action = told.json()["objects"][0]["actions"]["upload"]
+    assert put(action["href"], b"x").json()["error"].startswith("1 bytes came instead of 3")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "code", "reason"),
+    [
+        ({"oid": OID.upper(), "size": 3}, 422, "in lower case"),
+        ({"oid": "../" * 20 + "abcd", "size": 3}, 422, "no sha256"),
+        ({"oid": OID, "size": -1}, 422, "cannot have -1 bytes"),
+        ({"oid": OID, "size": 10_000_001}, 422, "max_push_bytes"),
+    ],
+    ids=["upper case", "path", "negative", "too large"],
+)
+def test_a_file_that_can_never_come_is_refused_alone(
+    hub: RunningHub, name: str, wanted: dict[str, object], code: int, reason: str
+) -> None:
+    good = {"oid": "0" * 64, "size": 3}
+    told, fine = batch(hub, name, wanted, good).json()["objects"]
+    assert told["error"]["code"] == code
+    assert reason in told["error"]["message"]
+    assert "upload" in fine["actions"]
+
+
+def test_a_file_that_is_not_here_is_told(hub: RunningHub, name: str) -> None:
+    [told] = batch(hub, name, {"oid": OID, "size": 3}, operation="download").json()["objects"]
+    assert told["error"]["code"] == 404
+    size = len(CONTENT)
+    actions = batch(hub, name, {"oid": OID, "size": size}).json()["objects"][0]["actions"]
+    verify = actions["verify"]["href"]
+    assert put(verify, b"{}", "POST").status_code == 404
+    assert put(actions["upload"]["href"]).status_code == 200
+    assert put(verify, b"{}", "POST").status_code == 200
+    told = batch(hub, name, {"oid": OID, "size": 3}).json()["objects"][0]
+    assert told["error"]["code"] == 422
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"operation": "steal", "objects": []}, 400),
+        ({"operation": "upload"}, 400),
+        ({"operation": "upload", "objects": [{"oid": OID, "size": "many"}]}, 400),
+        ({"operation": "upload", "objects": [], "hash_algo": "sha512"}, 400),
+        ({"operation": "upload", "objects": [{"oid": OID, "size": 1}] * 10_001}, 400),
+        ({"operation": "upload", "objects": [{"oid": OID, "size": 1}] * 20_000}, 413),
+    ],
+)
+def test_a_batch_that_is_none_is_refused_in_the_words_that_git_lfs_prints(
+    hub: RunningHub, name: str, body: dict[str, object], status: int
+) -> None:
+    answer = hub.request("POST", f"/datasets/{name}{BATCH}", json=body)
+    assert answer.status_code == status
+    assert answer.json()["message"] == answer.json()["error"] != ""
+
+
+def test_a_batch_of_ten_thousand_files_is_answered(hub: RunningHub, name: str) -> None:
+    wanted = [{"oid": f"{number:064x}", "size": 1} for number in range(10_000)]
+    told = batch(hub, name, *wanted).json()["objects"]
+    assert len({each["actions"]["upload"]["href"] for each in told}) == 10_000
+
+
+def test_locks_are_none_and_none_can_be_taken(hub: RunningHub, name: str) -> None:
+    locks = f"/datasets/{name}.git/info/lfs/locks"
+    assert hub.request("GET", locks).json() == {"locks": []}
+    assert hub.request("POST", f"{locks}/verify", json={}).json() == {"ours": [], "theirs": []}
+    for path in (locks, f"{locks}/17/unlock"):
+        answer = hub.request("POST", path, json={"path": "a.bin"})
+        assert (answer.status_code, answer.json()["message"][:14]) == (501, "This hub locks")
+
+
+def test_every_route_of_git_lfs_asks_for_the_token(hub: RunningHub, name: str) -> None:
+    for method, rest in [
+        ("POST", "objects/batch"),
+        ("GET", "locks"),
+        ("POST", "locks/verify"),
+    ]:
+        url = f"{hub.url}/datasets/{name}.git/info/lfs/{rest}"
+        answer = httpx.request(method, url, verify=False)
+        assert (answer.status_code, "www-authenticate" in answer.headers) == (401, True)
+
+
+def test_a_url_is_good_for_what_was_signed_and_nothing_else(hub: RunningHub, name: str) -> None:
+    other = f"{name}x"
+    hub.create_dataset(other)
+    url, of_other = href(hub, name), href(hub, other)
+    path, _, query = url.partition("?")
+    forged = [
+        path,
+        f"{path}?{query[:-1]}{'0' if query[-1] != '0' else '1'}",
+        f"{path}?{query.replace('size=3000000', 'size=3000001')}",
+        f"{path}?{query.replace('expires=1', 'expires=2')}",
+        f"{path}?{query.replace('signature=', 'signature=é')}",
+        f"{path}?{query.replace('expires=', 'expires=٣')}",
+        f"{path.replace(OID, '0' * 64)}?{query}",
+        f"{of_other.partition('?')[0]}?{query}",
+        f"{of_other.partition('?')[0]}?{of_other.partition('?')[2]}".replace(OID, OID.upper()),
+    ]
+    for each in forged:
+        answer = put(each)
+        assert (answer.status_code, "as this hub signed it" in answer.text) == (403, True), each
+        # Nor does the hub's token open what is not signed.
+        with_token = {"Authorization": f"Bearer {hub.token}"}
+        assert httpx.put(each, headers=with_token, verify=False).status_code == 403
+    assert put(url, b"", "GET").status_code == 403
+    assert put(url).status_code == 200
+    assert put(url, b"", "GET").status_code == 403
+    assert list(files_of(hub, other).oids()) == []
+
+
+def test_a_url_of_a_hub_with_another_key_is_refused(hub: RunningHub, name: str) -> None:
+    path = httpx.URL(href(hub, name)).path
+    other = SignedUrls(SECRET_KEY[::-1]).sign("PUT", path, len(CONTENT))
+    assert put(f"{hub.url}{other}").status_code == 403
+    assert put(f"{hub.url}{SignedUrls(SECRET_KEY).sign('PUT', path, len(CONTENT))}").is_success
+
+
+def test_a_url_expires(hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = href(hub, name)
+    later = time.time() + signatures.LIFETIME_SECONDS + 1
+    monkeypatch.setattr(signatures.time, "time", lambda: later)
+    answer = put(url)
+    assert (answer.status_code, answer.json()["error"][:20]) == (403, "This URL has expired")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [CONTENT[:-1], CONTENT + b"x", CONTENT[:-1] + b"x", b""],
+    ids=["truncated", "longer", "changed", "empty"],
+)
+def test_what_is_not_the_announced_file_leaves_nothing(
+    hub: RunningHub, name: str, content: bytes
+) -> None:
+    answer = put(href(hub, name), content)
+    assert answer.status_code == 400
+    assert "send" in answer.json()["error"]
+    files = files_of(hub, name)
+    assert (list(files.oids()), list(files.incoming.iterdir())) == ([], [])
+
+
+@pytest.mark.usefixtures("no_xet")
+def test_a_file_that_changes_while_it_is_sent_is_not_stored(
+    hub: RunningHub, name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "changing.bin"
+    file.write_bytes(CONTENT)
+    addition = CommitOperationAdd(path_in_repo="a.bin", path_or_fileobj=file)
+    assert addition.upload_info.sha256.hex() == OID
+    file.write_bytes(CONTENT[::-1])
+    with pytest.raises(RuntimeError) as caught:
+        _upload_files(
+            additions=[addition],
+            repo_type="dataset",
+            repo_id=name,
+            headers={"authorization": f"Bearer {hub.token}"},
+            endpoint=hub.url,
+            revision="main",
+        )
+    assert isinstance(caught.value.__cause__, HfHubHTTPError)
+    assert "the file changed while it was sent" in str(caught.value.__cause__)
+    assert list(files_of(hub, name).oids()) == []
+
+
+def test_two_clients_send_the_same_file_at_once(hub: RunningHub, name: str) -> None:
+    urls = [href(hub, name) for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert {answer.status_code for answer in pool.map(put, urls)} == {200}
+    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
+
+
+def test_a_repository_that_is_moved_takes_its_files_along(hub: RunningHub, name: str) -> None:
+    url = href(hub, name)
+    assert put(url).status_code == 200
+    hub.api.move_repo(name, f"{name}-moved", repo_type="dataset")
+    assert files_of(hub, f"{name}-moved").size(OID) == len(CONTENT)
+    # The URL names the repository by its id, which stays.
+    assert put(url).status_code == 200
+    hub.api.delete_repo(f"{name}-moved", repo_type="dataset")
+    assert put(url).status_code == 404
+    assert not files_of(hub, f"{name}-moved").path(OID).exists()

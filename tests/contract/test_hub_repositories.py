@@ -1,0 +1,449 @@
+"""Repositories as the Hub's client finds, lists, moves and describes them."""
+
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import HfFileSystem
+from huggingface_hub.errors import (
+    BadRequestError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from tests.hub_fixtures import Receiver, RunningHub, commit_file, recording_receiver, running_hub
+
+DATASET: dict[str, Any] = {"repo_type": "dataset"}
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("hub"), owner="Ada", orgs=("Team", "lab")) as hub:
+        yield hub
+
+
+def pushed(hub: RunningHub, id: str, folder: Path, **files: str) -> str:
+    """A new dataset with one commit; its sha."""
+    owner, _, _ = id.partition("/")
+    hub.request(
+        "POST",
+        "/api/repos/create",
+        json={"name": id.split("/")[1], "organization": owner, "type": "dataset", "empty": True},
+    ).raise_for_status()
+    hub.git("init", "-q", str(folder), cwd=folder.parent)
+    hub.git("remote", "add", "origin", f"{hub.url}/datasets/{id}", cwd=folder)
+    for name, content in files.items():
+        sha = commit_file(hub, folder, name.replace("_", "."), content)
+    hub.git("push", "-q", "origin", "main", cwd=folder)
+    return sha
+
+
+def test_a_name_without_owner_is_the_hubs_owners_on_every_route(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    sha = pushed(hub, "Ada/plain", tmp_path / "plain", rows_txt="1")
+    api = hub.api
+    assert api.dataset_info("plain").id == "Ada/plain"
+    assert api.dataset_info("plain", revision=sha).sha == sha
+    assert api.list_repo_files("plain", **DATASET) == ["rows.txt"]
+    assert api.list_repo_commits("plain", **DATASET)[0].commit_id == sha
+    assert api.get_paths_info("plain", "rows.txt", **DATASET)[0].path == "rows.txt"
+    file = api.hf_hub_download("plain", "rows.txt", cache_dir=tmp_path / "cache", **DATASET)
+    assert Path(file).read_text() == "1"
+    api.create_branch("plain", branch="side", **DATASET)
+    api.delete_branch("plain", branch="side", **DATASET)
+    assert [ref.name for ref in api.list_repo_refs("plain", **DATASET).branches] == ["main"]
+    assert hub.request("GET", "/datasets/plain/raw/main/rows.txt").text == "1"
+    hub.git("clone", "-q", f"{hub.url}/datasets/plain", "copy", cwd=tmp_path)
+    commit_file(hub, tmp_path / "copy", "rows.txt", "2")
+    hub.git("push", "-q", cwd=tmp_path / "copy")
+    api.update_repo_settings("plain", private=False, **DATASET)
+    assert hub.request("GET", "/api/datasets/plain/auth-check").status_code == 200
+    api.delete_repo("plain", **DATASET)
+    assert not api.repo_exists("Ada/plain", **DATASET)
+
+
+@pytest.mark.parametrize("name", ["tree", "resolve", "refs", "raw", "info", "settings"])
+def test_a_repository_may_be_called_like_a_part_of_a_route(
+    hub: RunningHub, tmp_path: Path, name: str
+) -> None:
+    pushed(hub, f"Ada/{name}", tmp_path / "odd", rows_txt="1")
+    for id in (f"Ada/{name}", name):
+        assert hub.api.dataset_info(id, revision="main").id == f"Ada/{name}"
+        assert hub.api.list_repo_files(id, **DATASET) == ["rows.txt"]
+        assert hub.api.list_repo_refs(id, **DATASET).branches
+        assert hub.api.file_exists(id, "rows.txt", **DATASET)
+        hub.git("clone", "-q", f"{hub.url}/datasets/{id}", id.replace("/", "-"), cwd=tmp_path)
+    hub.api.delete_repo(f"Ada/{name}", **DATASET)
+
+
+@pytest.mark.parametrize("owner", ["datasets", "Spaces", "api", "settings"])
+def test_an_owner_whose_repositories_could_never_be_reached_is_refused(
+    hub: RunningHub, owner: str
+) -> None:
+    body = {"name": "x", "organization": owner, "type": "model"}
+    answer = hub.request("POST", "/api/repos/create", json=body)
+    assert answer.status_code == 400
+    assert "could never be reached" in answer.json()["error"]
+
+
+def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> None:
+    api = hub.api
+    sha = pushed(hub, "Ada/Facts", tmp_path / "facts", rows_txt="1")
+    assert api.dataset_info("aDA/fACTS").id == "Ada/Facts"
+    assert api.file_exists("ada/facts", "rows.txt", **DATASET)
+    hub.git("clone", "-q", f"{hub.url}/datasets/ada/facts", "copy", cwd=tmp_path)
+    with pytest.raises(HfHubHTTPError, match="a dataset Ada/Facts here already"):
+        api.create_repo("ada/FACTS", **DATASET)
+    assert api.create_repo("ada/FACTS", exist_ok=True, **DATASET).repo_id == "Ada/Facts"
+    api.create_repo("team/Other", **DATASET)
+    assert [one.id for one in api.list_datasets(author="TEAM")] == ["Team/Other"]
+    with pytest.raises(HfHubHTTPError, match="a dataset Ada/Facts here already"):
+        api.move_repo("Team/Other", "ada/facts", **DATASET)
+    api.move_repo("Ada/Facts", "Ada/facts", **DATASET)
+    assert (api.dataset_info("Ada/FACTS").id, api.dataset_info("Ada/FACTS").sha) == (
+        "Ada/facts",
+        sha,
+    )
+
+
+def test_names_of_an_older_hub_that_differ_in_case_are_both_found(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    shas = [pushed(hub, f"Ada/case{n}", tmp_path / f"{n}", a_txt=str(n)) for n in range(2)]
+    with closing(sqlite3.connect(hub.root / "hub.sqlite")) as database, database:
+        database.execute("UPDATE repositories SET name = 'Case0' WHERE name = 'case1'")
+    folder = hub.root / "repos/datasets/Ada"
+    (folder / "case1.git").rename(folder / "Case0.git")
+    found = [hub.api.dataset_info(f"Ada/{name}") for name in ("case0", "Case0", "CASE0")]
+    assert [(one.id, one.sha) for one in found] == [
+        ("Ada/case0", shas[0]),
+        ("Ada/Case0", shas[1]),
+        ("Ada/case0", shas[0]),  # the one that was created first
+    ]
+
+
+def test_an_old_name_leads_to_the_new_one_until_it_is_taken(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    api = hub.api
+    sha = pushed(hub, "Ada/old", tmp_path / "old", rows_txt="1")
+    api.move_repo("Ada/old", "Team/middle", **DATASET)
+    api.move_repo("Team/middle", "Team/new", **DATASET)
+    for path in (
+        "/api/datasets/Ada/old",
+        "/api/datasets/old/tree/main?recursive=true",
+        "/api/datasets/TEAM/middle/refs",
+        "/datasets/Ada/old/resolve/main/rows.txt",
+        "/datasets/old/info/refs?service=git-upload-pack",
+    ):
+        answer = hub.request("GET", path)
+        assert answer.status_code == 307, path
+        target = answer.headers["location"]
+        assert "Team/new" in target and target.partition("?")[2] == path.partition("?")[2]
+        assert hub.request("GET", target).status_code == 200
+    assert api.dataset_info("Ada/old").id == "Team/new"
+    assert api.list_repo_files("Ada/old", **DATASET) == ["rows.txt"]
+    assert api.get_paths_info("Ada/old", ["rows.txt"], **DATASET)[0].path == "rows.txt"
+    file = api.hf_hub_download("old", "rows.txt", cache_dir=tmp_path / "cache", **DATASET)
+    assert Path(file).read_text() == "1"
+    api.create_tag("Ada/old", tag="v1", **DATASET)
+    hub.git("clone", "-q", f"{hub.url}/datasets/Ada/old", "copy", cwd=tmp_path)
+    newest = commit_file(hub, tmp_path / "copy", "rows.txt", "2")
+    hub.git("push", "-q", cwd=tmp_path / "copy")
+    assert api.dataset_info("Team/new").sha == newest != sha
+    with pytest.raises(RepositoryNotFoundError, match="has moved to Team/new"):
+        api.delete_repo("Ada/old", **DATASET)
+
+    pushed(hub, "Ada/old", tmp_path / "taken", other_txt="1")
+    assert api.list_repo_files("Ada/old", **DATASET) == ["other.txt"]
+    assert api.dataset_info("Team/middle").id == "Team/new"
+    api.move_repo("Team/new", "Team/middle", **DATASET)
+    assert api.dataset_info("Team/new").id == "Team/middle"
+    api.delete_repo("Team/middle", **DATASET)
+    assert not api.repo_exists("Team/new", **DATASET)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with recording_receiver() as receiver:
+        yield receiver
+
+
+def test_what_a_webhook_watches_follows_a_move(hub: RunningHub, receiver: Receiver) -> None:
+    api = hub.api
+    api.create_repo("Ada/watched", **DATASET)
+    watched = [{"type": "dataset", "name": "ada/WATCHED"}, {"type": "model", "name": "Ada/x"}]
+    webhook = api.create_webhook(url=receiver.url, watched=watched)
+    api.move_repo("Ada/watched", "Team/followed", **DATASET)
+    assert [(one.type, one.name) for one in api.get_webhook(webhook.id).watched] == [
+        ("dataset", "Team/followed"),
+        ("model", "Ada/x"),
+    ]
+    api.create_tag("Team/followed", tag="v1", **DATASET)
+    told = [(one.json["event"]["action"], one.json["repo"]["name"]) for one in receiver.wait_for(2)]
+    assert told == [("move", "Ada/watched"), ("update", "Team/followed")]
+    api.delete_webhook(webhook.id)
+
+
+def test_a_webhook_that_watches_an_organization_is_told(
+    hub: RunningHub, receiver: Receiver
+) -> None:
+    webhook = hub.api.create_webhook(url=receiver.url, watched=[{"type": "org", "name": "lab"}])
+    hub.api.create_repo("lab/of-an-org", **DATASET)
+    hub.api.create_repo("Ada/of-nobody-else", **DATASET)
+    hub.api.create_repo("lab/another", **DATASET)
+    names = [one.json["repo"]["name"] for one in receiver.wait_for(2)]
+    assert names == ["lab/of-an-org", "lab/another"]
+    hub.api.delete_webhook(webhook.id)
+
+
+def test_who_asks_is_told_with_the_organizations(hub: RunningHub) -> None:
+    me = hub.api.whoami()
+    assert (me["type"], me["name"], me["fullname"]) == ("user", "Ada", "Ada")
+    assert [org["name"] for org in me["orgs"]] == ["Team", "lab"]
+    assert me["avatarUrl"].startswith("data:image/svg+xml,")
+    assert me["auth"]["accessToken"] == {"displayName": "hub", "role": "write"}
+
+
+def test_what_is_missing_does_not_exist(hub: RunningHub, tmp_path: Path) -> None:
+    api = hub.api
+    pushed(hub, "Ada/there", tmp_path / "there", rows_txt="1")
+    assert api.repo_exists("Ada/there", **DATASET)
+    assert api.revision_exists("Ada/there", "main", **DATASET)
+    assert api.file_exists("Ada/there", "rows.txt", **DATASET)
+    for id, type in [("Ada/none", "dataset"), ("none", "dataset"), ("Ada/there", "model")]:
+        assert not api.repo_exists(id, repo_type=type)
+        assert not api.revision_exists(id, "main", repo_type=type)
+        assert not api.file_exists(id, "rows.txt", repo_type=type)
+    for revision in (
+        "none",
+        "0" * 40,
+        "main~1",
+        "a b",
+        "refs/pr/1",
+        "@{1}",
+        "-x",
+        "a..b",
+        "x.lock",
+    ):
+        assert not api.revision_exists("Ada/there", revision, **DATASET)
+        assert not api.file_exists("Ada/there", "rows.txt", revision=revision, **DATASET)
+    for path in ("none", "a/b", "../x", "rows.txt/x", "a//b", "a\nb", "é", "x" * 5000, "a\0b"):
+        assert not api.file_exists("Ada/there", path, **DATASET)
+
+
+def test_an_answer_has_the_id_of_its_request(hub: RunningHub) -> None:
+    paths = ("/api/whoami-v2", "/api/datasets/no/such", "/nothing", "/health", "/x/info/refs?a")
+    for path in paths:
+        answer = hub.request("GET", path, headers={"X-Request-Id": "my-id-1"})
+        assert answer.headers.get_list("x-request-id") == ["my-id-1"], path
+        own = hub.request("GET", path, headers={"X-Request-Id": "x" * 300}).headers["x-request-id"]
+        assert len(own) == 16
+    refused = httpx.get(f"{hub.url}/api/whoami-v2", headers={"X-Request-Id": "my-id-2"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "my-id-2")
+
+
+def test_each_entry_is_told_with_its_last_commit(hub: RunningHub, tmp_path: Path) -> None:
+    folder = tmp_path / "dated"
+    first = pushed(hub, "Ada/dated", folder, a_txt="1", b_txt="1")
+    hub.git("checkout", "-qb", "side", cwd=folder)
+    commit_file(hub, folder, "deep/er/c.txt", "1")
+    hub.git("checkout", "-q", "main", cwd=folder)
+    second = commit_file(hub, folder, "a.txt", "2")
+    hub.git("commit", "-q", "--allow-empty", "-m", "Nothing", cwd=folder)
+    hub.git("merge", "-q", "--no-edit", "side", cwd=folder)
+    merge = hub.git("rev-parse", "HEAD", cwd=folder)
+    hub.git("push", "-q", "origin", "main", cwd=folder)
+
+    entries = hub.api.list_repo_tree("Ada/dated", recursive=True, expand=True, **DATASET)
+    told = {one.path: one.last_commit.oid for one in entries if one.last_commit}
+    assert told == {
+        "a.txt": second,
+        "b.txt": first,
+        "deep": merge,
+        "deep/er": merge,
+        "deep/er/c.txt": merge,
+    }
+    [info] = hub.api.get_paths_info("Ada/dated", ["deep/er"], expand=True, **DATASET)
+    assert info.last_commit and info.last_commit.title == "Merge branch 'side'"
+    plain = hub.api.list_repo_tree("Ada/dated", **DATASET)
+    assert all(one.last_commit is None for one in plain)
+    fs = HfFileSystem(endpoint=hub.url, token=hub.token)
+    made = datetime.fromtimestamp(
+        int(hub.git("log", "-1", "--format=%ct", second, cwd=folder)), tz=UTC
+    )
+    assert fs.modified("datasets/Ada/dated/a.txt") == made
+    detailed = {one["name"]: one for one in fs.ls("datasets/Ada/dated", expand_info=True)}
+    assert detailed["datasets/Ada/dated/b.txt"]["last_commit"].oid == first
+    assert fs.modified("datasets/Ada/dated/deep") is not None
+
+
+def test_last_commits_of_a_long_history_are_found_in_one_walk(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    pushed(hub, "Ada/long", tmp_path / "long", first_txt="1")
+    stream = "".join(
+        f"commit refs/heads/main\ncommitter Ada <ada@example.org> {1700000000 + number} +0000\n"
+        f"data <<END\nCommit {number}\nEND\n{'from refs/heads/main^0' if number == 0 else ''}\n"
+        f"M 644 inline f{number}\ndata <<END\n{number}\nEND\n\n"
+        for number in range(2000)
+    )
+    subprocess.run(
+        ["git", "fast-import", "--quiet"],
+        input=stream.encode(),
+        cwd=tmp_path / "long",
+        env=hub.git_env,
+        check=True,
+    )
+    hub.git("push", "-q", "origin", "main", cwd=tmp_path / "long")
+    begun = time.monotonic()
+    entries = list(hub.api.list_repo_tree("Ada/long", expand=True, **DATASET))
+    assert time.monotonic() - begun < 5  # a process for each file takes 10 s
+    titles = {one.path: one.last_commit.title for one in entries if one.last_commit}
+    assert len(titles) == 2001
+    assert (titles["f0"], titles["f1999"]) == ("Commit 0", "Commit 1999")
+
+
+def test_readmes_are_validated(hub: RunningHub) -> None:
+    def validate(content: str) -> httpx.Response:
+        body = {"content": content, "repoType": "dataset"}
+        return hub.request("POST", "/api/validate-yaml", json=body)
+
+    assert validate("---\nlicense: mit\ntags: [a, b]\n---\n# Facts").json() == {
+        "errors": [],
+        "warnings": [],
+    }
+    assert "empty or missing" in validate("# Facts").json()["warnings"][0]["message"]
+    for content, reason in [
+        ("---\nlicense: mit\ntags: [a\nx: y\n---\n", "(line 4)"),
+        ("---\nlicense: mit\nlanguage: [en, no]\n---\n", '"language" must be'),
+        ("---\nlicense: mit\nlanguage: [en, no]\n---\n", "(line 3)"),
+        ("---\ntags: one\n---\n", '"tags" must be a list'),
+        ("---\n- a\n- b\n---\n", "must be a mapping"),
+        ("---\na: &a [x]\nb: *a\n---\n", "aliases"),
+        (f"---\na: {'[' * 40_000}\n---\n", "nested too deeply"),
+        (f"---\na: {'x' * 100_001}\n---\n", "100000 characters"),
+        ("---\na: !!python/object:os.system {}\n---\n", "could not determine a constructor"),
+        ("---\na: !!int x\n---\n", "no YAML"),
+    ]:
+        answer = validate(content)
+        assert answer.status_code == 400, content[:100]
+        assert reason in answer.json()["errors"][0]["message"]
+    with pytest.raises(ValueError, match="must be a list"):
+        hub.api._validate_yaml("---\ntags: 1\n---\n", repo_type="dataset")
+
+
+def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) -> None:
+    api = hub.api
+    card = "---\nlicense: mit\ntags: [birds]\nday: 2026-13-45\nratio: .nan\n---\n"
+    shas = [
+        pushed(hub, f"lab/list-{n}", tmp_path / f"{n}", README_md=card if n == 1 else f"# {n}")
+        for n in range(3)
+    ]
+    ids = [f"lab/list-{n}" for n in range(3)]
+    api.create_repo("lab/list-model")
+    assert [one.id for one in api.list_datasets(author="lab", search="LIST-")] == ids[::-1]
+    assert [one.id for one in api.list_models(search="list-")] == ["lab/list-model"]
+    assert [one.id for one in api.list_datasets(search="list-", limit=2)] == ids[:0:-1]
+    assert [one.id for one in api.list_datasets(dataset_name="list-1", search="LAB/")] == ids[1:2]
+    assert [one.id for one in api.list_datasets(filter=["birds", "license:mit"])] == ids[1:2]
+    assert not list(api.list_datasets(filter="fish")) and not list(api.list_datasets(gated=True))
+    [full] = api.list_datasets(search="list-1", full=True)
+    assert full.siblings and [file.rfilename for file in full.siblings] == ["README.md"]
+    assert full.sha == shas[1] and full.card_data["tags"] == ["birds"]
+    assert api.dataset_info("lab/list-1").tags == ["license:mit", "birds"]
+    [plain] = api.list_datasets(search="list-1")
+    assert plain.siblings is None and plain.created_at and plain.last_modified
+
+    path: str | None = "/api/datasets?search=list-&limit=1&sort=createdAt&direction=1"
+    seen = []
+    while path is not None:
+        answer = hub.request("GET", path)
+        seen += [one["id"] for one in answer.json()]
+        next_url = answer.links.get("next", {}).get("url")
+        path = None if next_url is None else next_url.removeprefix(hub.url)
+    assert seen == ids
+    commit_file(hub, tmp_path / "0", "late.txt", "1")
+    hub.git("push", "-q", "origin", "main", cwd=tmp_path / "0")
+    newest = api.list_datasets(search="list-", sort="last_modified", limit=1)
+    assert [one.id for one in newest][0] in ("lab/list-0", "lab/list-2")  # noqa: RUF015
+    assert hub.request("GET", "/api/datasets?sort=x").status_code == 400
+
+
+def test_own_repositories_are_listed_with_their_size(hub: RunningHub, tmp_path: Path) -> None:
+    pushed(hub, "Ada/sized", tmp_path / "sized", rows_txt="1" * 1000)
+    mine = {repo.id: repo for repo in hub.api.list_user_repos()}
+    assert mine["Ada/sized"].storage > 100 and mine["Ada/sized"].visibility == "private"
+    assert not any(id.startswith("lab/") for id in mine)
+    hub.api.create_repo("lab/sized")
+    [of_lab] = [one for one in hub.api.list_user_repos("LAB") if one.id == "lab/sized"]
+    assert of_lab.type == "model"
+
+
+def test_a_history_is_squashed(hub: RunningHub, receiver: Receiver, tmp_path: Path) -> None:
+    folder = tmp_path / "squashed"
+    head = pushed(hub, "Ada/squashed", folder, a_txt="1", b_txt="1")
+    watched = [{"type": "dataset", "name": "Ada/squashed"}]
+    webhook = hub.api.create_webhook(url=receiver.url, watched=watched)
+    hub.api.super_squash_history("Ada/squashed", commit_message="All\n\nof it", **DATASET)
+    [commit] = hub.api.list_repo_commits("Ada/squashed", **DATASET)
+    assert (commit.title, commit.authors) == ("All", ["Ada"])
+    assert hub.api.list_repo_files("Ada/squashed", **DATASET) == ["a.txt", "b.txt"]
+    [told] = receiver.wait_for(1)
+    assert told.json["updatedRefs"] == [
+        {"ref": "refs/heads/main", "oldSha": head, "newSha": commit.commit_id}
+    ]
+    assert hub.api.dataset_info("Ada/squashed", revision=head).sha == head
+    with pytest.raises(RevisionNotFoundError):
+        hub.api.super_squash_history("Ada/squashed", branch="none", **DATASET)
+    hub.api.delete_webhook(webhook.id)
+
+
+def test_gated_repositories_are_refused(hub: RunningHub) -> None:
+    hub.api.create_repo("Ada/gated", **DATASET)
+    with pytest.raises(BadRequestError, match="not supported by this hub"):
+        hub.api.update_repo_settings("Ada/gated", gated="auto", **DATASET)
+    hub.api.update_repo_settings("Ada/gated", visibility="public", **DATASET)
+    assert not hub.api.dataset_info("Ada/gated").private
+
+
+def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
+    hub.api.create_repo("Ada/space", repo_type="space", space_sdk="static")
+    for act in (
+        lambda: list(hub.api.list_collections(owner="Ada")),
+        lambda: hub.api.create_collection("x"),
+        lambda: hub.api.get_space_runtime("Ada/space"),
+        lambda: hub.api.restart_space("Ada/space"),
+        lambda: hub.api.add_space_secret("Ada/space", "A", "1"),
+        lambda: list(hub.api.list_buckets()),
+        lambda: list(hub.api.list_papers(query="x")),
+        lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),
+        lambda: list(hub.api.list_jobs(namespace="Ada")),
+        lambda: hub.api.inspect_job(job_id="j1", namespace="Ada"),
+        lambda: hub.api.unlike("Ada/space", repo_type="space"),
+        lambda: hub.api.list_liked_repos("Ada").total,
+        lambda: hub.api.get_user_overview("Ada"),
+        lambda: list(hub.api.list_pending_access_requests("Ada/space", repo_type="space")),
+    ):
+        with pytest.raises(HfHubHTTPError, match="not supported by this hub") as refused:
+            act()
+        assert refused.value.response.status_code == 501
+    for path in (
+        "/api/none",
+        "/api/datasets/Ada/space/none",
+        "/none",
+        "/papers/1",
+        "/oauth/device",
+    ):
+        answer = hub.request("GET", path)
+        assert answer.status_code in (404, 501)
+        assert "not supported by this hub" in answer.json()["error"], path

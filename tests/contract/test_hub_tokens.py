@@ -1,0 +1,249 @@
+"""What each kind of token may do: the hub's own, for reading, for writing, for some repositories,
+and none at all where public repositories may be read without one."""
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+from tests.hub_fixtures import RunningHub, commit_file, git_env, run_git, running_hub
+
+DATASET: dict[str, Any] = {"repo_type": "dataset"}
+CHANGES: list[Callable[[HfApi], object]] = [
+    lambda api: api.create_repo("local/new", **DATASET),
+    lambda api: api.delete_repo("local/facts", **DATASET),
+    lambda api: api.move_repo("local/facts", "local/moved", **DATASET),
+    lambda api: api.update_repo_settings("local/facts", private=False, **DATASET),
+    lambda api: api.create_branch("local/facts", branch="b", **DATASET),
+    lambda api: api.create_tag("local/facts", tag="t", **DATASET),
+    lambda api: api.delete_tag("local/facts", tag="t", **DATASET),
+    lambda api: api.super_squash_history("local/facts", **DATASET),
+    lambda api: api.delete_file("rows.txt", "local/facts", **DATASET),
+    lambda api: api.upload_file(
+        path_or_fileobj=b"x", path_in_repo="x", repo_id="local/facts", **DATASET
+    ),
+    lambda api: api.auth_check("local/facts", write=True, **DATASET),
+]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    """With the private `local/facts` and the public `local/shown`, both of one file."""
+    root = tmp_path_factory.mktemp("hub")
+    with running_hub(root / "hub", public_reads=True) as hub:
+        for name in ("facts", "shown"):
+            hub.api.create_repo(f"local/{name}", private=name == "facts", **DATASET)
+            url = f"{hub.url}/datasets/local/{name}"
+            hub.git("clone", "-q", url, name, cwd=root)
+            commit_file(hub, root / name, "rows.txt", name)
+            hub.git("push", "-q", cwd=root / name)
+        yield hub
+
+
+def made(hub: RunningHub, name: str, **query: str) -> str:
+    answer = hub.request("POST", f"/api/settings/tokens/{name}", params=query)
+    answer.raise_for_status()
+    token: str = answer.json()["token"]
+    return token
+
+
+def status(hub: RunningHub, method: str, path: str, token: str | None = None) -> int:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return httpx.request(method, f"{hub.url}{path}", headers=headers).status_code
+
+
+def as_(hub: RunningHub, token: str) -> RunningHub:
+    return replace(hub, token=token)
+
+
+def test_a_token_to_read_reads_and_changes_nothing(hub: RunningHub, tmp_path: Path) -> None:
+    reader = as_(hub, made(hub, "reader", role="read"))
+    me = reader.api.whoami()
+    assert (me["name"], me["auth"]["accessToken"]["role"]) == ("local", "read")
+    assert me["auth"]["accessToken"]["displayName"] == "reader"
+    assert reader.api.dataset_info("local/facts").id == "local/facts"
+    assert reader.api.get_paths_info("local/facts", ["rows.txt"], **DATASET)
+    assert reader.api.list_repo_files("facts", **DATASET)
+    file = reader.api.hf_hub_download("local/facts", "rows.txt", cache_dir=tmp_path, **DATASET)
+    assert Path(file).read_text() == "facts"
+    reader.api.auth_check("local/facts", **DATASET)
+    for change in CHANGES:
+        with pytest.raises(HfHubHTTPError) as refused:
+            change(reader.api)
+        assert refused.value.response.status_code == 403
+    for method, path in [
+        ("POST", "/api/settings/webhooks"),
+        ("PUT", "/api/datasets/local/facts/settings/paths-info/main"),
+        ("POST", "/api/datasets/local/facts/commit/main/paths-info/x"),
+        ("POST", "/api/datasets/local/facts/commit/main/info/lfs/objects/batch"),
+        ("GET", "/api/datasets/local/facts/xet-write-token/main"),
+        ("GET", "/api/settings/tokens"),
+        ("POST", "/api/settings/tokens/mine"),
+        ("POST", "/api/settings/gc"),
+    ]:
+        assert status(hub, method, path, reader.token) == 403, path
+
+    reader.git("clone", "-q", f"{hub.url}/datasets/local/facts", "copy", cwd=tmp_path)
+    commit_file(reader, tmp_path / "copy", "rows.txt", "changed")
+    said = reader.git("push", cwd=tmp_path / "copy", check=False)
+    assert "403" in said, said
+    assert hub.request("GET", "/datasets/local/facts/resolve/main/rows.txt").text == "facts"
+
+
+def test_a_token_to_write_changes_repositories_and_makes_no_tokens(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    writer = as_(hub, made(hub, "writer", role="write"))
+    writer.api.create_repo("local/written", **DATASET)
+    writer.git("clone", "-q", f"{hub.url}/datasets/local/written", "copy", cwd=tmp_path)
+    commit_file(writer, tmp_path / "copy", "rows.txt", "1")
+    writer.git("push", "-q", cwd=tmp_path / "copy")
+    assert writer.api.list_webhooks() == []
+    writer.api.delete_repo("local/written", **DATASET)
+    for method, path in [
+        ("GET", "/api/settings/tokens"),
+        ("POST", "/api/settings/tokens/more"),
+        ("DELETE", "/api/settings/tokens/writer"),
+        ("POST", "/api/settings/gc"),
+        ("POST", f"/api/settings/purge/dataset/local/facts/{'0' * 40}"),
+    ]:
+        assert status(hub, method, path, writer.token) == 403, path
+
+
+def test_a_token_for_some_repositories_sees_only_those(hub: RunningHub, tmp_path: Path) -> None:
+    hub.api.create_repo("local/mine", **DATASET)
+    mine = as_(hub, made(hub, "mine", role="write", repositories="dataset:LOCAL/mine"))
+    assert [one.id for one in mine.api.list_datasets()] == ["local/mine"]
+    assert [one.id for one in mine.api.list_user_repos()] == ["local/mine"]
+    assert mine.api.whoami()["name"] == "local"
+    assert not mine.api.repo_exists("local/facts", **DATASET)
+    assert not mine.api.file_exists("local/facts", "rows.txt", **DATASET)
+    assert not mine.api.revision_exists("facts", "main", **DATASET)
+    mine.api.create_tag("local/mine", tag="v1", **DATASET)
+    mine.git("clone", "-q", f"{hub.url}/datasets/local/mine", "copy", cwd=tmp_path)
+    commit_file(mine, tmp_path / "copy", "rows.txt", "1")
+    mine.git("push", "-q", cwd=tmp_path / "copy")
+    for change in CHANGES:
+        with pytest.raises(HfHubHTTPError) as refused:
+            change(mine.api)
+        assert refused.value.response.status_code in (403, 404)
+    said = mine.git("ls-remote", f"{hub.url}/datasets/local/facts", cwd=tmp_path, check=False)
+    assert "not found" in said, said
+    for path in (
+        *("/metrics", "/settings/webhooks", "/api/settings/webhooks", "/api/settings/deliveries"),
+        *("/api/settings/tokens", "/api/organizations/local/settings/repositories"),
+    ):
+        assert status(hub, "GET", path, mine.token) == 403, path
+
+    # It follows the repository to another name, and ends with it.
+    hub.api.move_repo("local/facts", "local/elsewhere", **DATASET)
+    assert status(hub, "GET", "/api/datasets/local/facts", mine.token) == 404
+    assert status(hub, "GET", "/datasets/local/facts/info/refs?service=git-upload-pack") == 401
+    hub.api.move_repo("local/elsewhere", "local/facts", **DATASET)
+    hub.api.move_repo("local/mine", "local/yours", **DATASET)
+    assert mine.api.dataset_info("local/mine").id == "local/yours"
+    hub.api.delete_repo("local/yours", **DATASET)
+    hub.api.create_repo("local/yours", **DATASET)
+    assert not mine.api.repo_exists("local/yours", **DATASET)
+    [listed] = [
+        one for one in hub.request("GET", "/api/settings/tokens").json() if one["name"] == "mine"
+    ]
+    assert listed["repositories"] == ["(deleted)"]
+
+
+def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> None:
+    token = made(hub, "brief", role="read")
+    assert status(hub, "GET", "/api/datasets/local/facts", token) == 200
+    [listed] = [
+        one for one in hub.request("GET", "/api/settings/tokens").json() if one["name"] == "brief"
+    ]
+    assert listed["lastUsedAt"] is not None and listed["repositories"] is None
+    assert token not in str(hub.request("GET", "/api/settings/tokens").json())
+    with closing(sqlite3.connect(hub.root / "hub.sqlite")) as database:
+        assert token not in "\n".join(database.iterdump())
+    assert hub.request("DELETE", "/api/settings/tokens/brief").status_code == 200
+    assert status(hub, "GET", "/api/datasets/local/facts", token) == 401
+    assert hub.request("DELETE", "/api/settings/tokens/brief").status_code == 404
+    for wrong in (f"{token}x", token[:-1], token.upper(), "hf_", "x" * 10_000):
+        assert status(hub, "GET", "/api/datasets/local/shown", wrong) == 401
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "wrong"),
+    [
+        ("a b", {}, "no name for a token"),
+        ("x" * 97, {}, "no name for a token"),
+        ("x", {"role": "admin"}, "choose read or write"),
+        ("x", {"repositories": "dataset:local/none"}, "No dataset local/none"),
+        ("x", {"repositories": "local/facts"}, "dataset:owner/name"),
+        ("x", {"repositories": "dataset:facts"}, "dataset:owner/name"),
+        ("twice", {}, "already"),
+    ],
+)
+def test_a_wrong_token_is_not_created(
+    hub: RunningHub, name: str, query: dict[str, str], wrong: str
+) -> None:
+    if name == "twice":
+        made(hub, name)
+    answer = hub.request("POST", f"/api/settings/tokens/{name}", params=query)
+    assert answer.status_code in (400, 404, 409)
+    assert wrong in answer.json()["error"]
+
+
+def test_public_repositories_are_read_without_a_token(hub: RunningHub, tmp_path: Path) -> None:
+    stranger = HfApi(endpoint=hub.url, token=False)
+    assert stranger.dataset_info("local/shown").id == "local/shown"
+    assert stranger.list_repo_files("shown", **DATASET)
+    assert stranger.get_paths_info("local/shown", ["rows.txt"], **DATASET)
+    file = stranger.hf_hub_download("local/shown", "rows.txt", cache_dir=tmp_path, **DATASET)
+    assert Path(file).read_text() == "shown"
+    assert [one.id for one in stranger.list_datasets()] == ["local/shown"]
+    assert not stranger.repo_exists("local/facts", **DATASET)
+    assert not stranger.repo_exists("local/none", **DATASET)
+    with pytest.raises(RepositoryNotFoundError):
+        stranger.hf_hub_download("local/facts", "rows.txt", cache_dir=tmp_path, **DATASET)
+    for change in CHANGES:
+        with pytest.raises(HfHubHTTPError) as refused:
+            change(stranger)
+        assert refused.value.response.status_code == 401
+    for path in (
+        *("/api/whoami-v2", "/metrics", "/settings/webhooks", "/api/settings/webhooks", "/"),
+        *("/api/settings/repositories", "/api/settings/tokens"),
+    ):
+        assert status(hub, "GET", path) == 401, path
+    env = git_env(hub.url, hub.token)
+    no_token = {**env, "GIT_CONFIG_VALUE_0": ""}
+    url = f"{hub.url}/datasets/local"
+    run_git("clone", "-q", f"{url}/shown", "copy", cwd=tmp_path, env=no_token)
+    said = run_git("clone", f"{url}/facts", "x", cwd=tmp_path, env=no_token, check=False)
+    assert "could not read Username" in said, said
+    run_git("clone", "-q", f"{url}/facts", "private", cwd=tmp_path, env=env)
+    commit_file(hub, tmp_path / "copy", "rows.txt", "2")
+    said = run_git("push", cwd=tmp_path / "copy", env=no_token, check=False)
+    assert "could not read Username" in said, said
+
+
+def test_a_page_that_gave_this_address_its_own_name_reads_nothing(hub: RunningHub) -> None:
+    for path in ("/api/datasets/local/shown", "/datasets/local/shown/resolve/main/rows.txt"):
+        rebound = httpx.get(f"{hub.url}{path}", headers={"Host": "evil.example:8070"})
+        assert rebound.status_code == 403
+        assert "evil.example" in rebound.json()["error"]
+    with_token = {"Host": "evil.example", "Authorization": f"Bearer {hub.token}"}
+    assert httpx.get(f"{hub.url}/api/datasets/local/shown", headers=with_token).is_success
+
+
+def test_without_the_setting_a_public_repository_needs_a_token(tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub") as hub:
+        hub.api.create_repo("local/shown", private=False, **DATASET)
+        stranger = HfApi(endpoint=hub.url, token=False)
+        assert not stranger.repo_exists("local/shown", **DATASET)
+        with pytest.raises(RepositoryNotFoundError, match="This hub needs a token") as refused:
+            stranger.dataset_info("local/shown")
+        assert refused.value.response.status_code == 401

@@ -1,0 +1,341 @@
+"""`hf_xet` sends files to the hub, and what the hub refuses of a client that is none."""
+
+import hashlib
+import io
+import os
+import random
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import lz4.frame
+import pytest
+from blake3 import blake3
+from huggingface_hub import CommitOperationAdd
+from huggingface_hub._commit_api import _upload_files
+from huggingface_hub.utils import _xet
+
+from pipeline.hub import signatures, xet_store
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.signatures import AccessTokens
+from pipeline.hub.xet import list_chunks, xorb_hash
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
+
+MAX_FILE_BYTES = 200_000_000
+CONTENT = random.Random(17).randbytes(100_000)  # the same in each process of the tests
+CHUNK_KEY = bytes.fromhex("6697f5775b9550de3135cbaca597181c9de421109beb2b58b4d0b04b93adf229")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    folder = tmp_path_factory.mktemp("xet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_XET_CACHE", str(folder / "cache"))
+        patch.setenv("HF_HOME", str(folder / "home"))
+        patch.setattr(_xet, "_GLOBAL_XET_HOLDER", _xet.XetSessionHolder())
+        with running_hub(folder / "hub", max_push_bytes=MAX_FILE_BYTES) as hub:
+            yield hub
+
+
+@pytest.fixture
+def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
+    """A dataset of this test's own."""
+    name = f"local/{hashlib.sha256(request.node.name.encode()).hexdigest()[:12]}"
+    hub.create_dataset(name)
+    return name
+
+
+def folder_of(hub: RunningHub, name: str) -> Path:
+    return hub.root / "repos" / "datasets" / f"{name}.git"
+
+
+def files_of(hub: RunningHub, name: str) -> LargeFiles:
+    return LargeFiles(folder_of(hub, name))
+
+
+def xorbs_of(hub: RunningHub, name: str) -> dict[str, int]:
+    found = (folder_of(hub, name) / "lfs" / "xet").glob("*/*")
+    return {path.name: path.stat().st_size for path in found}
+
+
+def upload(hub: RunningHub, name: str, *contents: bytes | Path) -> None:
+    """As `create_commit` does before it makes the commit."""
+    additions = [
+        CommitOperationAdd(path_in_repo=f"{number}.bin", path_or_fileobj=content)
+        for number, content in enumerate(contents)
+    ]
+    _upload_files(
+        additions=additions,
+        repo_type="dataset",
+        repo_id=name,
+        headers={"authorization": f"Bearer {hub.token}"},
+        endpoint=hub.url,
+        revision="main",
+    )
+    for addition, content in zip(additions, contents, strict=True):
+        content = content if isinstance(content, bytes) else content.read_bytes()
+        oid = addition.upload_info.sha256.hex()
+        assert oid == hashlib.sha256(content).hexdigest()
+        assert files_of(hub, name).path(oid).read_bytes() == content
+
+
+def access(hub: RunningHub, name: str) -> tuple[str, dict[str, str]]:
+    """The address of the store, and the headers of a client that may send to it."""
+    answer = hub.request("GET", f"/api/datasets/{name}/xet-write-token/main")
+    told = answer.json()
+    assert answer.headers["x-xet-cas-url"] == told["casUrl"]
+    assert answer.headers["x-xet-access-token"] == told["accessToken"]
+    assert answer.headers["x-xet-token-expiration"] == str(told["exp"])
+    return told["casUrl"], {"Authorization": f"Bearer {told['accessToken']}"}
+
+
+def post(url: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+    return httpx.post(url, content=content, headers=headers, timeout=60, verify=False)
+
+
+def send_xorb(hub: RunningHub, name: str, xorb: bytes, hash: str = "") -> httpx.Response:
+    url, headers = access(hub, name)
+    return post(f"{url}/v1/xorbs/default/{hash or xorb_hash(io.BytesIO(xorb))}", xorb, headers)
+
+
+def send_shard(hub: RunningHub, name: str, shard: bytes) -> httpx.Response:
+    url, headers = access(hub, name)
+    return post(f"{url}/v1/shards", shard, headers)
+
+
+def chunk(data: bytes, *, scheme: int = 0, size: int | None = None, version: int = 0) -> bytes:
+    size = len(data) if size is None else size
+    sizes = len(data).to_bytes(3, "little"), size.to_bytes(3, "little")
+    return bytes([version]) + sizes[0] + bytes([scheme]) + sizes[1] + data
+
+
+def swapped(hex: str) -> bytes:
+    """As a shard has a hash."""
+    return struct.pack("<4Q", *(int(hex[at : at + 16], 16) for at in range(0, 64, 16)))
+
+
+def shard(terms: Sequence[tuple[str, int, int, int]], sha256: str | None) -> bytes:
+    flags = 0 if sha256 is None else 1 << 30
+    tag = b"HFRepoMetaData\0" + bytes.fromhex("556967456a7b815783a5bdd95ccdd14aa9")
+    parts = [tag, struct.pack("<QQ", 2, 0), bytes(32), struct.pack("<IIQ", flags, len(terms), 0)]
+    for xorb, num_bytes, start, end in terms:
+        parts += [swapped(xorb), struct.pack("<4I", 0, num_bytes, start, end)]
+    if sha256 is not None:
+        parts += [swapped(sha256), bytes(16)]
+    return b"".join([*parts, b"\xff" * 32, bytes(16)])
+
+
+XORB = chunk(CONTENT[:60_000]) + chunk(CONTENT[60_000:])
+HASH = xorb_hash(io.BytesIO(XORB))
+OID = hashlib.sha256(CONTENT).hexdigest()
+
+
+def test_files_of_every_kind_come_whole(hub: RunningHub, name: str, tmp_path: Path) -> None:
+    text = "".join(f'{{"text": "row number {number}"}}\n' for number in range(50_000)).encode()
+    numbers = b"".join(struct.pack("<f", number * 0.001) for number in range(100_000))
+    (tmp_path / "noise").write_bytes(os.urandom(1_000_000))
+    upload(hub, name, text, numbers, tmp_path / "noise", b"x", text[:1000])
+    schemes = set()
+    for path in (folder_of(hub, name) / "lfs" / "xet").glob("*/*"):
+        with path.open("rb") as file:
+            schemes |= {each.scheme for each in list_chunks(file)}
+    assert schemes == {0, 1, 2}, "not packed, LZ4, and LZ4 of grouped bytes"
+    assert list(files_of(hub, name).incoming.iterdir()) == []
+
+
+def test_what_is_there_already_is_not_sent_again(hub: RunningHub, name: str) -> None:
+    first = os.urandom(3_000_000)
+    upload(hub, name, first)
+    before = xorbs_of(hub, name)
+    upload(hub, name, first)
+    assert xorbs_of(hub, name) == before
+    upload(hub, name, first[:1_500_000] + b"something else" * 1000 + first[1_500_000:])
+    new = xorbs_of(hub, name).keys() - before.keys()
+    assert 0 < sum(xorbs_of(hub, name)[hash] for hash in new) < 1_000_000
+
+
+def test_a_client_sends_again_what_the_hub_has_emptied(hub: RunningHub, name: str) -> None:
+    content = os.urandom(500_000)
+    upload(hub, name, content)
+    before, _ = access(hub, name)
+    files = files_of(hub, name)
+    files.remove(files.oids())
+    xet_store.empty(folder_of(hub, name), grace_seconds=3600)
+    assert access(hub, name)[0] == before, "an upload may have begun"
+    xet_store.empty(folder_of(hub, name), grace_seconds=0)
+    assert xorbs_of(hub, name) == {}
+    assert access(hub, name)[0] != before
+    upload(hub, name, content)
+
+
+@pytest.mark.slow
+def test_a_file_of_several_xorbs_that_repeats_itself(
+    hub: RunningHub, name: str, tmp_path: Path
+) -> None:
+    part = os.urandom(40_000_000)
+    file = tmp_path / "large"
+    file.write_bytes(part + os.urandom(50_000_000) + part + os.urandom(20_000_000))
+    upload(hub, name, file)
+    assert len(xorbs_of(hub, name)) >= 2
+    assert sum(xorbs_of(hub, name).values()) < 115_000_000
+
+
+def test_a_shard_puts_chunks_together(hub: RunningHub, name: str) -> None:
+    assert send_xorb(hub, name, XORB).json() == {"was_inserted": True}
+    turned = CONTENT[60_000:] + CONTENT[:60_000]
+    sha256 = hashlib.sha256(turned).hexdigest()
+    terms = [(HASH, 40_000, 1, 2), (HASH, 60_000, 0, 1)]
+    assert send_shard(hub, name, shard(terms, sha256)).json() == {"result": 1}
+    assert files_of(hub, name).path(sha256).read_bytes() == turned
+    # Some clients leave the sha256 out.
+    assert send_shard(hub, name, shard([(HASH, 100_000, 0, 2)], None)).status_code == 200
+    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("xorb", "reason"),
+    [
+        (b"", "has no chunk"),
+        (XORB[:-1], "ends within chunk 1"),
+        (XORB[: 60_000 + 8 + 4], "within the header of chunk 1"),
+        (XORB + b"\0", "within the header of chunk 2"),
+        (chunk(CONTENT, version=1), "version 1"),
+        (chunk(CONTENT, scheme=3), "compression 3"),
+        (chunk(b"", scheme=0), "has 0 bytes"),
+        (chunk(bytes(128 * 1024 + 1)), "has 131073 bytes"),
+        (chunk(CONTENT, scheme=1), "cannot be unpacked"),
+        (chunk(lz4.frame.compress(bytes(10**7)), scheme=1, size=100), "has 101 bytes instead"),
+        (chunk(lz4.frame.compress(CONTENT)[:-20], scheme=1, size=100_000), "bytes instead of"),
+        (chunk(CONTENT, size=7), "has 100000 bytes instead of 7"),
+        (XORB[:20] + b"x" + XORB[21:], "has the hash"),
+    ],
+    ids=range(13),
+)
+def test_what_is_no_xorb_is_refused(hub: RunningHub, name: str, xorb: bytes, reason: str) -> None:
+    answer = send_xorb(hub, name, xorb, HASH)
+    assert (answer.status_code, reason in answer.json()["error"]) == (400, True), answer.text
+    assert xorbs_of(hub, name) == {}
+    assert list(files_of(hub, name).incoming.iterdir()) == []
+
+
+def test_a_xorb_that_is_too_large_is_refused(hub: RunningHub, name: str) -> None:
+    assert send_xorb(hub, name, bytes(66 * 1024 * 1024), HASH).status_code == 413
+    assert list(files_of(hub, name).incoming.iterdir()) == []
+
+
+@pytest.mark.parametrize("hash", [HASH.upper(), HASH[1:], "..%2f..%2fconfig", "é"])
+def test_a_name_that_is_no_hash_is_refused(hub: RunningHub, name: str, hash: str) -> None:
+    assert send_xorb(hub, name, XORB, hash).status_code in (400, 404)
+    assert xorbs_of(hub, name) == {}
+
+
+WHOLE = [(HASH, 100_000, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "does not begin as one"),
+        (shard(WHOLE, OID)[1:], "does not begin as one"),
+        (shard(WHOLE, OID).replace(struct.pack("<QQ", 2, 0), struct.pack("<QQ", 3, 0)), "ver"),
+        (shard(WHOLE, OID)[:-48], "ends early"),
+        (shard(WHOLE, OID)[:100], "ends early"),
+        (shard(WHOLE, OID)[:-1], "ends early"),
+        (shard([("0" * 64, 100_000, 0, 2)], OID), f"xorb {'0' * 64} is not here"),
+        (shard([(HASH, 99_999, 0, 2)], OID), "they have not"),
+        (shard([(HASH, 60_000, 1, 2)], OID), "they have not"),
+        (shard([(HASH, 100_000, 0, 9)] * 2, OID), "has the sha256"),
+        (shard([(HASH, 1, 7, 9)], OID), "they have not"),
+        (shard(WHOLE, "0" * 64), "the file changed while it was sent"),
+        (shard([(HASH, 60_000, 0, 1)], OID), "has the sha256"),
+    ],
+    ids=range(13),
+)
+def test_what_is_no_shard_stores_nothing(
+    hub: RunningHub, name: str, content: bytes, reason: str
+) -> None:
+    send_xorb(hub, name, XORB)
+    answer = send_shard(hub, name, content)
+    assert (answer.status_code, reason in answer.json()["error"]) == (400, True), answer.text
+    assert list(files_of(hub, name).oids()) == []
+    assert list(files_of(hub, name).incoming.iterdir()) == []
+
+
+def test_a_shard_of_a_file_without_end_is_refused_before_it_is_written(
+    hub: RunningHub, name: str
+) -> None:
+    send_xorb(hub, name, XORB)
+    terms = [(HASH, 100_000, 0, 2)] * (MAX_FILE_BYTES // 100_000 + 1)
+    answer = send_shard(hub, name, shard(terms, OID))
+    assert (answer.status_code, "max_push_bytes" in answer.text) == (413, True)
+
+
+def test_an_access_token_is_of_one_store_and_ends(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = f"{name}x"
+    hub.create_dataset(other)
+    url, headers = access(hub, name)
+    _, of_other = access(hub, other)
+    token = headers["Authorization"].removeprefix("Bearer ")
+    repository, store = url.split("/")[-2:]
+    in_an_hour = int(time.time()) + 3600
+    forged = [
+        {},
+        of_other,
+        {"Authorization": f"Bearer {hub.token}"},
+        {"Authorization": f"Basic {token}"},
+        {"Authorization": f"Bearer {token[:-1]}"},
+        {"Authorization": f"Bearer {token.replace('_1', '_2', 1)}"},
+        {"Authorization": "Bearer xet_9_"},
+        {"Authorization": "Bearer xet__"},
+        {
+            "Authorization": "Bearer "
+            + AccessTokens(SECRET_KEY[::-1]).make(repository, store, in_an_hour)
+        },
+    ]
+    for each in forged:
+        for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards", "/v1/chunks/default/x", "/"):
+            answer = post(f"{url}{path}", XORB, each)
+            assert answer.status_code == 401, (each, path)
+    assert post(f"{url[:-1]}x/v1/shards", b"", headers).status_code == 401
+    assert hub.request("GET", "/api/whoami-v2", headers=headers).status_code == 401
+    assert post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers).status_code == 200
+    later = time.time() + signatures.LIFETIME_SECONDS + 1
+    monkeypatch.setattr(signatures.time, "time", lambda: later)
+    answer = post(f"{url}/v1/xorbs/default/{HASH}", XORB, headers)
+    assert (answer.status_code, "has expired" in answer.text) == (401, True)
+
+
+def test_what_else_a_client_asks_is_not_there(hub: RunningHub, name: str) -> None:
+    url, headers = access(hub, name)
+    for method, path in [
+        ("GET", f"/v1/chunks/default/{HASH}"),
+        ("POST", f"/v1/xorb-grants/default/{HASH}"),
+        ("POST", "/v2/shards"),
+        ("GET", f"/v1/reconstructions/{HASH}"),
+    ]:
+        answer = httpx.request(method, f"{url}{path}", headers=headers, verify=False)
+        assert answer.status_code == 404, path
+    assert httpx.post(f"{hub.url}/v1/telemetry", json={}, verify=False).status_code == 404
+    read = hub.request("GET", f"/api/datasets/{name}/xet-read-token/main")
+    assert (read.status_code, "over plain HTTP" in read.text) == (501, True)
+    path = "/api/datasets/local/none/xet-write-token/main"
+    assert hub.request("GET", path).status_code == 404
+    assert httpx.get(f"{hub.url}{path}", verify=False).status_code == 401
+
+
+def test_a_store_that_was_emptied_meanwhile_is_told(hub: RunningHub, name: str) -> None:
+    url, headers = access(hub, name)
+    xet_store.empty(folder_of(hub, name), grace_seconds=0)
+    for path in (f"/v1/xorbs/default/{HASH}", "/v1/shards"):
+        answer = post(f"{url}{path}", XORB, headers)
+        assert (answer.status_code, "start the upload again" in answer.text) == (400, True)
+
+
+def test_the_hash_of_a_xorb_is_that_of_its_only_chunk() -> None:
+    digest: Any = blake3(CONTENT, key=CHUNK_KEY).digest()
+    assert swapped(xorb_hash(io.BytesIO(chunk(CONTENT)))) == digest

@@ -1,0 +1,237 @@
+"""The real `git lfs` against the hub, and what it pushed as the other clients read it."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from huggingface_hub import HfFileSystem, hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.pointers import Pointer
+from tests.hub_fixtures import RunningHub, commit_file, running_hub
+
+ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))
+NOISE = os.urandom(3_000_000)
+FILTER = (
+    *("-c", "filter.lfs.process=git-lfs filter-process"),
+    *("-c", "filter.lfs.required=true", "-c", "filter.lfs.clean=git-lfs clean -- %f"),
+)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    if shutil.which("git-lfs") is None:
+        pytest.skip("there is no git-lfs on this machine")
+    with running_hub(tmp_path_factory.mktemp("lfs") / "hub", reconcile_seconds=3600) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def pushed(hub: RunningHub, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha of a commit with two large files, and a small one."""
+    worktree = new_clone(hub, tmp_path_factory.mktemp("pushed"), "local/facts")
+    (worktree / "data").mkdir()
+    (worktree / "data" / "train.jsonl").write_text(ROWS)
+    (worktree / "noise.bin").write_bytes(NOISE)
+    sha = commit_file(hub, worktree, "README.md", "# Facts, of which two are large\n")
+    hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
+    return sha
+
+
+def new_clone(hub: RunningHub, folder: Path, name: str) -> Path:
+    hub.create_dataset(name)
+    hub.git("init", "-q", "work", cwd=folder)
+    worktree = folder / "work"
+    # As git users write it: without `datasets/`.
+    hub.git("remote", "add", "origin", f"{hub.url}/{name}", cwd=worktree)
+    hub.git("lfs", "install", "--local", cwd=worktree)
+    hub.git("lfs", "track", "*.bin", "*.jsonl", cwd=worktree)
+    return worktree
+
+
+def files_of(hub: RunningHub, name: str = "local/facts") -> LargeFiles:
+    return LargeFiles(folder_of(hub, name))
+
+
+def folder_of(hub: RunningHub, name: str = "local/facts") -> Path:
+    return hub.root / "repos" / "datasets" / f"{name}.git"
+
+
+def oid(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_a_clone_has_the_content(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
+    assert set(files_of(hub).oids()) == {oid(NOISE), oid(ROWS.encode())}
+    hub.git(*FILTER, "clone", "-q", f"{hub.url}/datasets/local/facts", "clone", cwd=tmp_path)
+    assert (tmp_path / "clone" / "noise.bin").read_bytes() == NOISE
+    assert (tmp_path / "clone" / "data" / "train.jsonl").read_text() == ROWS
+    assert hub.git("lfs", "fsck", cwd=tmp_path / "clone").endswith("Git LFS fsck OK")
+    hub.git("fsck", "--strict", cwd=tmp_path / "clone")
+    hub.git("fsck", "--strict", cwd=folder_of(hub))
+
+
+def test_every_change_is_pushed_and_pulled(hub: RunningHub, tmp_path: Path) -> None:
+    worktree = new_clone(hub, tmp_path, "local/changing")
+    for version in range(3):
+        (worktree / "a.bin").write_bytes(os.urandom(100_000))
+        commit_file(hub, worktree, "note.txt", str(version))
+        hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
+    assert len(list(files_of(hub, "local/changing").oids())) == 3
+    hub.git(*FILTER, "clone", "-q", f"{hub.url}/local/changing", "clone", cwd=tmp_path)
+    hub.git("lfs", "fetch", "--all", cwd=tmp_path / "clone")
+    assert "OK" in hub.git("lfs", "fsck", cwd=tmp_path / "clone")
+
+
+def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Path) -> None:
+    worktree = new_clone(hub, tmp_path, "local/locked")
+    (worktree / "a.bin").write_bytes(b"a")
+    commit_file(hub, worktree, "note.txt", "one")
+    hub.git("config", "lfs.locksverify", "true", cwd=worktree)
+    hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
+    assert "This hub locks no files" in hub.git("lfs", "lock", "a.bin", cwd=worktree, check=False)
+    assert hub.git("lfs", "locks", cwd=worktree) == ""
+
+
+def test_a_wrong_token_moves_nothing(hub: RunningHub, tmp_path: Path) -> None:
+    worktree = new_clone(hub, tmp_path, "local/closed")
+    (worktree / "a.bin").write_bytes(b"a")
+    commit_file(hub, worktree, "note.txt", "one")
+    env = {**hub.git_env, "HUB_TOKEN": "wrong"}
+    done = subprocess.run(
+        ["git", "lfs", "push", "--all", "origin"],
+        cwd=worktree,
+        env=env,
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert b"Invalid credentials" in done.stderr
+    assert list(files_of(hub, "local/closed").oids()) == []
+
+
+def test_the_client_of_the_hub_reads_content(hub: RunningHub, pushed: str, tmp_path: Path) -> None:
+    folder = Path(
+        snapshot_download(
+            "local/facts",
+            repo_type="dataset",
+            endpoint=hub.url,
+            token=hub.token,
+            cache_dir=tmp_path,
+        )
+    )
+    assert (folder / "noise.bin").read_bytes() == NOISE
+    assert (folder / "data" / "train.jsonl").read_text() == ROWS
+    # The cache names a large file by its sha256, as for one of the Hub.
+    assert (folder / "noise.bin").resolve().name == oid(NOISE)
+
+
+def test_listings_tell_the_large_files(hub: RunningHub, pushed: str) -> None:
+    listed = hub.api.list_repo_tree("local/facts", repo_type="dataset", recursive=True)
+    files = {item.path: item for item in listed if hasattr(item, "size")}
+    [same] = hub.api.get_paths_info("local/facts", ["noise.bin"], repo_type="dataset")
+    for file in (files["noise.bin"], same):
+        assert file.size == file.lfs.size == len(NOISE)
+        assert file.lfs.sha256 == oid(NOISE)
+        pointer = Pointer(oid=oid(NOISE), size=len(NOISE)).render()
+        assert file.lfs.pointer_size == len(pointer)
+        assert file.blob_id == hashlib.sha1(b"blob %d\0" % len(pointer) + pointer).hexdigest()
+    assert files["README.md"].lfs is None
+    siblings = hub.api.dataset_info("local/facts", files_metadata=True).siblings
+    [noise] = [each for each in siblings or [] if each.rfilename == "noise.bin"]
+    assert noise.size == noise.lfs.size == len(NOISE)
+    assert noise.lfs.sha256 == oid(NOISE)
+
+
+def test_the_head_of_a_large_file(hub: RunningHub, pushed: str) -> None:
+    path = "/datasets/local/facts/resolve/main/noise.bin"
+    head = hub.request("HEAD", path)
+    assert head.headers["x-repo-commit"] == pushed
+    assert head.headers["etag"] == head.headers["x-linked-etag"] == f'"{oid(NOISE)}"'
+    assert head.headers["content-length"] == head.headers["x-linked-size"] == str(len(NOISE))
+    assert not [name for name in head.headers if name.startswith("x-xet")]
+    part = hub.request("GET", path, headers={"Range": "bytes=-5"})
+    assert (part.status_code, part.content) == (206, NOISE[-5:])
+    raw = hub.request("GET", path.replace("resolve", "raw")).content
+    assert Pointer.parse(raw) == Pointer(oid=oid(NOISE), size=len(NOISE))
+
+
+def test_a_file_system_reads_ranges(hub: RunningHub, pushed: str) -> None:
+    fs = HfFileSystem(endpoint=hub.url, token=hub.token, skip_instance_cache=True)
+    assert fs.size("datasets/local/facts/noise.bin") == len(NOISE)
+    with fs.open("datasets/local/facts/noise.bin", "rb") as file:
+        file.seek(2_000_000)
+        assert file.read(10) == NOISE[2_000_000:2_000_010]
+
+
+def test_rows_of_a_large_file_are_loaded_whole_and_as_a_stream(
+    hub: RunningHub, pushed: str, tmp_path: Path
+) -> None:
+    program = (
+        "import datasets;"
+        "load = lambda **how: datasets.load_dataset('local/facts', split='train', **how);"
+        "print(load()['text'][4999], list(load(streaming=True))[4999]['text'])"
+    )
+    env = {
+        "PATH": os.environ["PATH"],
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": hub.token,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "row 4999 row 4999", done.stderr
+
+
+def test_a_large_file_that_never_came_is_told(hub: RunningHub, tmp_path: Path) -> None:
+    hub.create_dataset("local/hollow")
+    hub.git("init", "-q", "work", cwd=tmp_path)
+    pointer = Pointer(oid="0" * 64, size=7)
+    worktree = tmp_path / "work"
+    commit_file(hub, worktree, "a.bin", pointer.render().decode())
+    hub.git("push", "-q", f"{hub.url}/datasets/local/hollow", "HEAD:main", cwd=worktree)
+    for method in ("HEAD", "GET"):
+        answer = hub.request(method, "/datasets/local/hollow/resolve/main/a.bin")
+        assert answer.status_code == 404
+        assert "is not here: push it from a clone" in answer.headers["x-error-message"]
+        assert "x-error-code" not in answer.headers
+    with pytest.raises((HfHubHTTPError, OSError)) as caught:
+        hf_hub_download(
+            "local/hollow",
+            "a.bin",
+            repo_type="dataset",
+            endpoint=hub.url,
+            token=hub.token,
+            cache_dir=tmp_path / "cache",
+        )
+    told = [caught.value, caught.value.__cause__]
+    assert any("is not here: push it from a clone" in str(each) for each in told)
+    # When it comes later, nobody has noted that it does not exist.
+    content = b"content"
+    file = files_of(hub, "local/hollow").path("0" * 64)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    answer = hub.request("GET", "/datasets/local/hollow/resolve/main/a.bin")
+    assert answer.content == content
+
+
+def test_a_small_file_that_is_no_pointer_is_itself(hub: RunningHub, tmp_path: Path) -> None:
+    hub.create_dataset("local/small")
+    hub.git("init", "-q", "work", cwd=tmp_path)
+    worktree = tmp_path / "work"
+    text = Pointer(oid="0" * 64, size=7).render().decode().replace("oid", "odd")
+    commit_file(hub, worktree, "a.bin", text)
+    hub.git("push", "-q", f"{hub.url}/datasets/local/small", "HEAD:main", cwd=worktree)
+    path = "/datasets/local/small/resolve/main/a.bin"
+    assert hub.request("GET", path).text == text
+    head = hub.request("HEAD", path)
+    assert (head.headers["content-length"], head.content) == (str(len(text)), b"")
+    assert httpx.get(f"{hub.url}{path}", verify=False).status_code == 401

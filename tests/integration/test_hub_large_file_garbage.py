@@ -1,0 +1,151 @@
+"""`gc` and `purge` remove the large files that nothing names any more, and no other."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.hub import xet_store
+from pipeline.hub.large_files import LargeFiles
+from pipeline.hub.maintenance import collect_garbage
+from pipeline.hub.pointers import Pointer
+from pipeline.hub.purge import purge
+from pipeline.hub.repositories import Repository
+from pipeline.hub.state_folder import stopped_hub
+from pipeline.hub.xet_store import XetStore
+from tests.hub_fixtures import RunningHub, commit_file, running_hub
+
+
+class Place:
+    """A hub, which has stopped, and what was pushed to it."""
+
+    def __init__(self, root: Path, hub: RunningHub) -> None:
+        self.root, self.hub = root / "hub", hub
+        self.work = root / "work"
+        self.url = hub.create_dataset("local/facts")
+        hub.git("init", "-q", str(self.work), cwd=root)
+        self.files = LargeFiles(self.root / "repos/datasets/local/facts.git")
+
+    def push(self, name: str, content: bytes, *options: str) -> str:
+        """A commit of a large file. The sha."""
+        oid = self.store(content)
+        pointer = Pointer(oid=oid, size=len(content)).render().decode()
+        sha = commit_file(self.hub, self.work, name, pointer)
+        self.hub.git("push", "-q", *options, self.url, "HEAD:main", cwd=self.work)
+        return sha
+
+    def store(self, content: bytes) -> str:
+        oid = self.files.store([content], None, len(content))
+        long_ago = time.time() - 7200
+        os.utime(self.files.path(oid), (long_ago, long_ago))
+        return oid
+
+    def contents(self) -> set[bytes]:
+        return {self.files.path(oid).read_bytes() for oid in self.files.oids()}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
+        yield Place(tmp_path, hub)
+
+
+def stopped(place: Place) -> Repository:
+    with stopped_hub(place.root) as (database, repositories), database.read() as connection:
+        [found] = repositories.all(connection)
+        return found
+
+
+def test_gc_keeps_what_a_commit_names_and_what_has_just_come(place: Place) -> None:
+    place.push("a.bin", b"first")
+    place.push("a.bin", b"second")
+    place.store(b"nobody's")
+    place.files.store([b"just come"], None, 9)
+    (place.files.incoming / "half").write_bytes(b"half")
+    store = XetStore.current(place.files.incoming.parents[1])
+    answer = place.hub.request("POST", "/api/settings/gc").json()
+    assert answer == {"released": 0, "large_bytes": len(b"nobody's")}
+    assert place.contents() == {b"first", b"second", b"just come"}
+    assert XetStore.current(place.files.incoming.parents[1]).id == store.id
+
+
+def test_gc_of_a_stopped_hub_takes_a_parameter(tmp_path: Path) -> None:
+    with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
+        place = Place(tmp_path, hub)
+        place.push("a.bin", b"first")
+    place.files.store([b"just come"], None, 9)
+    repository = stopped(place)
+    store = XetStore.current(repository.folder)
+    with stopped_hub(place.root) as (database, _):
+        collected = collect_garbage(repository, database, None, grace_seconds=0)
+    assert (collected.num_commits, collected.large_bytes) == (0, 9)
+    assert place.contents() == {b"first"}
+    assert XetStore.current(repository.folder).id != store.id
+
+
+def test_a_file_that_is_asked_for_again_is_kept_until_its_commit_comes(place: Place) -> None:
+    oid = place.store(b"dataset")
+    batch = "/datasets/local/facts.git/info/lfs/objects/batch"
+    wanted = {"operation": "upload", "objects": [{"oid": oid, "size": 7}]}
+    [told] = place.hub.request("POST", batch, json=wanted).json()["objects"]
+    assert "actions" not in told, "it is here"
+    place.hub.request("POST", "/api/settings/gc")
+    assert place.contents() == {b"dataset"}
+
+
+def test_purge_removes_the_files_that_only_the_purged_commits_name(place: Place) -> None:
+    good = place.push("a.bin", b"good")
+    bad = place.push("a.bin", b"secret")
+    place.push("b.bin", b"good")  # after it, with a file that stays
+    place.push("c.bin", b"after")
+    place.hub.git("reset", "-q", "--hard", good, cwd=place.work)
+    place.push("d.bin", b"kept", "--force")
+    waiting = place.files.store([b"its commit comes yet"], None, 20)
+    folder = place.files.incoming.parents[1]
+    store = XetStore.current(folder)
+    before = place.contents()
+    assert {b"secret", b"after"} < before
+    answer = place.hub.request("POST", f"/api/settings/purge/dataset/local/facts/{bad}")
+    assert answer.status_code == 200
+    assert place.contents() == before - {b"secret", b"after"}
+    assert place.files.size(waiting) == 20
+    assert XetStore.current(folder).id != store.id, "xorbs hold what was purged"
+
+
+def test_a_purge_that_was_killed_finds_the_files_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_hub(tmp_path / "hub", reconcile_seconds=3600) as hub:
+        place = Place(tmp_path, hub)
+        good = place.push("a.bin", b"good")
+        bad = place.push("a.bin", b"secret")
+        hub.git("reset", "-q", "--hard", good, cwd=place.work)
+        place.push("b.bin", b"new", "--force")
+    repository = stopped(place)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+        def killed(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(LargeFiles, "remove", killed)
+        purge(repository, bad)
+    assert b"secret" in place.contents()
+    purge(repository, bad)
+    assert place.contents() == {b"good", b"new"}
+
+
+def test_a_store_that_is_used_is_not_emptied(place: Place) -> None:
+    folder = place.files.incoming.parents[1]
+    folder.joinpath("lfs").mkdir(exist_ok=True)
+    store = XetStore.current(folder)
+    xorbs = folder / "lfs" / "xet" / store.id
+    long_ago = time.time() - 7200
+    os.utime(xorbs, (long_ago, long_ago))
+    assert XetStore.current(folder).id == store.id, "an upload begins"
+    xet_store.empty(folder, grace_seconds=3600)
+    assert xorbs.is_dir()
+    os.utime(xorbs, (long_ago, long_ago))
+    xet_store.empty(folder, grace_seconds=3600)
+    assert not xorbs.exists()

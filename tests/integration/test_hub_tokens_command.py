@@ -1,0 +1,58 @@
+"""`pipeline hub tokens`, while the hub runs and while it does not."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from pipeline.cli.main import app
+from pipeline.paths import Home
+from pipeline.tokens import load_tokens
+from tests.hub_fixtures import RunningHub, running_hub
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIPELINE_HOME", str(tmp_path / "state"))
+    return Home(tmp_path / "state")
+
+
+@contextmanager
+def hub_of(home: Home) -> Iterator[RunningHub]:
+    with running_hub(home.hub_dir) as hub, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PIPELINE_HUB__PORT", str(hub.settings.port))
+        tokens = load_tokens(home.tokens_file).model_copy(update={"hub": hub.token})
+        home.tokens_file.write_text(tokens.model_dump_json())
+        yield hub
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["hub", "tokens", *arguments])
+
+
+def asked(hub: RunningHub, token: str) -> int:
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.get(f"{hub.url}/api/datasets/local/facts", headers=headers).status_code
+
+
+def test_tokens_are_created_listed_and_revoked_in_both_states(home: Home) -> None:
+    with hub_of(home) as hub:
+        hub.create_dataset("local/facts")
+        while_up = run("create", "up", "--repository", "dataset:local/facts").stdout.strip()
+        assert asked(hub, while_up) == 200
+    while_down = run("create", "down", "--role", "write").stdout.strip()
+    assert run("create", "down").exit_code == 1
+    assert run("revoke", "up").exit_code == 0
+    with hub_of(home) as hub:
+        assert (asked(hub, while_up), asked(hub, while_down)) == (401, 200)
+        listed = run("ls").stdout
+        assert "down  write  all" in listed and "never" not in listed and "hf_" not in listed
+        assert run("revoke", "down").stdout.strip() == "revoked down"
+        assert asked(hub, while_down) == 401
+        missing = run("revoke", "down")
+        assert missing.exit_code == 1
+    assert "no tokens" in run("ls").stdout
