@@ -10,8 +10,8 @@ from pipeline.errors import PipelineError
 from pipeline.hub.contents import changed_files, find_paths, read_file
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.payloads import RefChange
-from pipeline.hub.pointers import Pointer
 from pipeline.hub.repositories import Repository
+from pipeline.pointers import Pointer
 from pipeline.retrain.data_files import CARD, is_needed
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError

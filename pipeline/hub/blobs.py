@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pipeline.hub.git_process import git
-from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
+from pipeline.pointers import Pointer, may_be_pointer
 
 _BLOBS_PER_PROCESS = 10_000
 

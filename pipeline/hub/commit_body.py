@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pipeline.hub.errors import BadRequest
 from pipeline.hub.http_json import reasons
 from pipeline.hub.names import new_file_path
-from pipeline.hub.pointers import OID
+from pipeline.pointers import OID
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_OPERATIONS = 100_000

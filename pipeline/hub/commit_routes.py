@@ -37,10 +37,10 @@ from pipeline.hub.git_process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, folders_of, new_file_path
-from pipeline.hub.pointers import Pointer
 from pipeline.hub.refs import read_refs, record_ref_changes
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
+from pipeline.pointers import Pointer
 
 MAX_GIT_BYTES = 10 * 1024 * 1024
 """What is larger becomes a large file, whatever `.gitattributes` says of it."""

@@ -32,9 +32,9 @@ from pipeline.hub.http_json import iso_time, next_page, query_flag, query_int, r
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.last_commits import last_commits
 from pipeline.hub.names import RepositoryName, stored_path
-from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
+from pipeline.pointers import Pointer, may_be_pointer
 
 COMMITS_PER_PAGE = 1000
 MAX_PATHS = 10_000

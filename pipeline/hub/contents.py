@@ -13,8 +13,8 @@ from pipeline.hub.blobs import read_pointers
 from pipeline.hub.errors import EntryNotFound, RevisionNotFound
 from pipeline.hub.git_process import git, git_environment, lines_of
 from pipeline.hub.names import SHA, is_ref_name
-from pipeline.hub.pointers import Pointer, may_be_pointer
 from pipeline.hub.repositories import Repository
+from pipeline.pointers import Pointer, may_be_pointer
 
 SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024

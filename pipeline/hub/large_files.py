@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
-from pipeline.hub.pointers import OID
+from pipeline.pointers import OID
 
 CHUNK_BYTES = 1024 * 1024
 """How much of a file is in memory at a time."""
@@ -116,7 +116,7 @@ class LargeFiles:
         for path in self.incoming.glob("*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < before:
-                    path.unlink()
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         doomed = []
         for oid in self.oids():
             with contextlib.suppress(FileNotFoundError):
@@ -130,8 +130,8 @@ class LargeFiles:
 
     @contextlib.contextmanager
     def _draft(self) -> Iterator["_Draft"]:
+        make_folder(self.incoming)
         with to_disk():
-            self.incoming.mkdir(parents=True, exist_ok=True)
             file = tempfile.NamedTemporaryFile(dir=self.incoming, delete=False)  # noqa: SIM115
         try:
             with file:
@@ -209,6 +209,19 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
             _fsync_folder(folder)
 
 
+def make_folder(folder: Path) -> None:
+    """`lfs/<name>` of a repository. Raises Conflict where the repository is not there any more: a
+    folder of that name would be taken for a new one."""
+    for each in (folder.parent, folder):
+        try:
+            with contextlib.suppress(FileExistsError):
+                each.mkdir()
+        except FileNotFoundError:
+            raise Conflict("The repository was moved or removed: look for it again.") from None
+        except OSError as error:
+            raise _disk_full(error) from error
+
+
 def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -223,9 +236,11 @@ def to_disk() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskFull(
-            f"The file could not be stored ({error.strerror}): make room, send it again."
-        ) from error
+        raise _disk_full(error) from error
+
+
+def _disk_full(error: OSError) -> DiskFull:
+    return DiskFull(f"The file could not be stored ({error.strerror}): make room, send it again.")
 
 
 async def in_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -30,9 +30,9 @@ from pipeline.hub.git_backend import header
 from pipeline.hub.http_json import error_headers, hub_url, read_json
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import RepositoryName
-from pipeline.hub.pointers import OID
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
+from pipeline.pointers import OID
 
 MULTIPART_BYTES = 512 * 1024 * 1024
 """From this size on a file is sent in parts if the client can, so that a connection that breaks

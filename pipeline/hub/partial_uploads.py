@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator
 
 from pipeline.hub.errors import BadRequest
-from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles, check, in_chunks, to_disk
+from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles, check, in_chunks, make_folder, to_disk
 
 
 class PartialUpload:
@@ -19,8 +19,8 @@ class PartialUpload:
     async def receive(self, body: AsyncIterator[bytes], *, start: int, size: int) -> None:
         """One part. It may come again. Raises BadRequest where it is not of that size, and
         DiskFull."""
+        make_folder(self._path.parent)
         with to_disk():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         with open(descriptor, "r+b") as file:
             num_bytes = 0

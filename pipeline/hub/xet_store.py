@@ -19,8 +19,7 @@ from typing import BinaryIO
 from starlette.concurrency import run_in_threadpool
 
 from pipeline.hub.errors import BadRequest, TooLarge
-from pipeline.hub.large_files import LargeFiles, in_chunks, publish, to_disk
-from pipeline.hub.pointers import OID
+from pipeline.hub.large_files import LargeFiles, in_chunks, make_folder, publish, to_disk
 from pipeline.hub.xet import (
     MAX_SHARD_BYTES,
     MAX_XORB_BYTES,
@@ -33,6 +32,7 @@ from pipeline.hub.xet import (
     read_terms,
     xorb_hash,
 )
+from pipeline.pointers import OID
 
 _making = threading.Lock()
 
@@ -48,10 +48,11 @@ class XetStore:
     @classmethod
     def current(cls, folder: Path) -> "XetStore":
         """The store that clients send to from now on; made if there is none."""
+        make_folder(_stores(folder))
         with _making, to_disk():
             found = sorted(_stores(folder).glob("*"))
             store = found[0] if found else _stores(folder) / secrets.token_hex(8)
-            store.mkdir(parents=True, exist_ok=True)
+            store.mkdir(exist_ok=True)
             os.utime(store)  # it is in use: see `empty`
         return cls(folder, store.name)
 
@@ -125,8 +126,8 @@ class XetStore:
     async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
         """The whole body as a file."""
         self.check_is_there()
+        make_folder(self._files.incoming)
         with to_disk():
-            self._files.incoming.mkdir(parents=True, exist_ok=True)
             file = tempfile.NamedTemporaryFile(dir=self._files.incoming, delete=False)  # noqa: SIM115
         try:
             with file:
@@ -148,7 +149,7 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
             if store.stat().st_mtime <= time.time() - grace_seconds:
                 # Out of the way at once, so that no client is told of an id that is half gone.
                 doomed = LargeFiles(folder).incoming / f"xet-{store.name}"
-                doomed.parent.mkdir(exist_ok=True)
+                make_folder(doomed.parent)
                 store.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 

@@ -3,13 +3,14 @@
 Credentials are git's own: a helper, or the keys of ssh.
 """
 
-import os
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from pipeline.retrain.errors import SnapshotError
+from pipeline.retrain.large_files import LargeFiles
+from pipeline.retrain.lfs_address import git_environment
 from pipeline.retrain.snapshot import Revision
 
 FETCH_SECONDS = 1800.0
@@ -22,6 +23,7 @@ class GitDataset:
         self.dataset = url
         self._repository = cache_dir / "repository.git"
         self._revisions_dir = cache_dir / "revisions"
+        self._large_files = LargeFiles(url, cache_dir / "lfs")
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
@@ -29,13 +31,15 @@ class GitDataset:
         return listed.split()[0]
 
     def download(self, sha: str) -> Revision:
-        """The files at exactly `sha`. Raises SnapshotError."""
+        """The files at exactly `sha`, large ones of Git LFS among them. Raises SnapshotError."""
         folder = self._revisions_dir / sha
         if not folder.is_dir():
             self._fetch(sha)
             self._check_out(sha, folder)
         files = (path for path in folder.rglob("*") if path.is_file())
-        return Revision.of(sha, folder, (path.relative_to(folder).as_posix() for path in files))
+        revision = Revision.of(sha, folder, (path.relative_to(folder).as_posix() for path in files))
+        self._large_files.fill(folder, revision.files)
+        return revision
 
     def is_ancestor(self, old: str, new: str) -> bool:
         """Whether `old` is in the history of `new`; both have been downloaded."""
@@ -47,6 +51,7 @@ class GitDataset:
             for folder in self._revisions_dir.iterdir():
                 if folder.name not in shas:
                     shutil.rmtree(folder)
+        self._large_files.forget_unused()
 
     def _fetch(self, sha: str) -> None:
         if not self._repository.is_dir():
@@ -76,6 +81,9 @@ class GitDataset:
             done = self._in_repository(
                 # A link would be followed when its data is read, to anywhere on this machine.
                 *("-c", "core.symlinks=false", f"--work-tree={files}"),
+                # This user's git-lfs would ask where the repository's own `.lfsconfig` says.
+                *("-c", "filter.lfs.process=", "-c", "filter.lfs.smudge="),
+                *("-c", "filter.lfs.required=false"),
                 *("checkout", "--quiet", "--force", sha, "--", "."),
                 index=Path(draft, "index"),
             )
@@ -95,12 +103,7 @@ class GitDataset:
         return done.stdout
 
     def _run(self, *arguments: str, index: Path | None = None) -> subprocess.CompletedProcess[str]:
-        env = {
-            **os.environ,
-            "GIT_TERMINAL_PROMPT": "0",
-            "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
-            "LC_ALL": "C",
-        }
+        env = git_environment()
         if index is not None:
             env["GIT_INDEX_FILE"] = str(index)
         try:

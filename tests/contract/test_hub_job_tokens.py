@@ -55,6 +55,22 @@ def test_a_job_reads_and_writes_repositories_until_its_attempt_ends(
     assert "has ended" in answer.headers["x-error-message"]
 
 
+def test_a_job_sends_and_fetches_large_files_until_its_attempt_ends(
+    hub: RunningHub, store: JobStore
+) -> None:
+    job = started(store)
+    headers = {"Authorization": f"Bearer {attempt_token(job, SECRET_KEY)}"}
+    batch = f"{hub.url}/datasets/local/facts.git/info/lfs/objects/batch"
+    xet = f"{hub.url}/api/datasets/local/facts/xet-write-token/main"
+    wanted = {"operation": "upload", "objects": [{"oid": "0" * 64, "size": 1}]}
+    assert httpx.post(batch, json=wanted, headers=headers).is_success
+    assert httpx.get(xet, headers=headers).is_success
+    store.finish(job.id, "runner", None)
+    refused = httpx.post(batch, json=wanted, headers=headers)
+    assert (refused.status_code, "has ended" in refused.json()["message"]) == (403, True)
+    assert httpx.get(xet, headers=headers).status_code == 401
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [

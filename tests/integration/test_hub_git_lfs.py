@@ -14,7 +14,7 @@ from huggingface_hub import HfFileSystem, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.pointers import Pointer
+from pipeline.pointers import Pointer
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 
 ROWS = "".join(f'{{"text": "row {number}"}}\n' for number in range(5000))

@@ -13,7 +13,7 @@ import pytest
 from pipeline.hub import large_files
 from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles
-from pipeline.hub.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
+from pipeline.pointers import MAX_POINTER_BYTES, MIN_POINTER_BYTES, Pointer
 
 CONTENT = random.Random(17).randbytes(2 * CHUNK_BYTES + 17)
 OID = hashlib.sha256(CONTENT).hexdigest()

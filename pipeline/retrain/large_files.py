@@ -1,0 +1,214 @@
+"""The content of files for which a git repository has pointers of Git LFS, by its batch API.
+
+https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md. The address is derived from that of
+the repository: no file of the repository (`.lfsconfig`) may send this machine elsewhere.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pipeline.pointers import Pointer, may_be_pointer
+from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.lfs_address import Address, address_of, credentials
+
+_BATCH = 100
+_CHUNK_BYTES = 1024 * 1024
+_JSON = "application/vnd.git-lfs+json"
+
+
+class LargeFiles:
+    """Of one repository. What was fetched stays in `cache_dir`, so that each is fetched once."""
+
+    def __init__(self, url: str, cache_dir: Path) -> None:
+        self._url = url
+        self._cache_dir = cache_dir
+
+    def fill(self, folder: Path, files: Iterable[str]) -> None:
+        """Put the content in place of each of the `files` that is a pointer. Raises SnapshotError
+        that names the first file whose content cannot be had, and HubAway."""
+        pointers = {file: pointer for file in files if (pointer := _pointer(folder / file))}
+        missing = {
+            pointer.oid: (file, pointer)
+            for file, pointer in pointers.items()
+            if not self._path(pointer.oid).is_file()
+        }
+        if missing:
+            self._cache_dir.mkdir(parents=True, exist_ok=True)
+            self._fetch(list(missing.values()))
+        for file, pointer in pointers.items():
+            _replace(folder / file, self._path(pointer.oid))
+
+    def forget_unused(self) -> None:
+        """Remove what no downloaded revision has any more."""
+        for path in self._cache_dir.glob("??/*"):
+            if path.stat().st_nlink == 1:
+                path.unlink()
+
+    def _path(self, oid: str) -> Path:
+        return self._cache_dir / oid[:2] / oid
+
+    def _fetch(self, wanted: Sequence[tuple[str, Pointer]]) -> None:
+        address = address_of(self._url)
+        if isinstance(address, Path):
+            for file, pointer in wanted:
+                self._copy(file, pointer, address)
+            return
+        with httpx.Client(timeout=60.0, follow_redirects=True) as client:
+            remote = _Remote(client, self._url, address)
+            for start in range(0, len(wanted), _BATCH):
+                batch = wanted[start : start + _BATCH]
+                with _translated(batch[0][0], self._url):
+                    actions = remote.actions(batch)
+                for file, pointer in batch:
+                    with (
+                        _translated(file, self._url),
+                        remote.stream(file, actions[pointer.oid]) as answer,
+                    ):
+                        self._keep(file, pointer, answer.iter_bytes(_CHUNK_BYTES))
+
+    def _copy(self, file: str, pointer: Pointer, repository: Path) -> None:
+        """From a repository on this machine, with a work tree or without one."""
+        for folder in (repository, repository / ".git"):
+            oid = pointer.oid
+            path = folder / "lfs" / "objects" / oid[:2] / oid[2:4] / oid
+            if path.is_file():
+                with _translated(file, self._url), path.open("rb") as source:
+                    self._keep(file, pointer, iter(lambda: source.read(_CHUNK_BYTES), b""))
+                return
+        raise _missing(file, self._url, "it has only the pointer")
+
+    def _keep(self, file: str, pointer: Pointer, content: Iterable[bytes]) -> None:
+        """Raises SnapshotError for what is not the file that the pointer names."""
+        digest, num_bytes = hashlib.sha256(), 0
+        draft = tempfile.NamedTemporaryFile(dir=self._cache_dir, delete=False)  # noqa: SIM115
+        try:
+            with draft:
+                for piece in content:
+                    digest.update(piece)
+                    num_bytes += len(piece)
+                    if num_bytes > pointer.size:
+                        break
+                    draft.write(piece)
+            if (digest.hexdigest(), num_bytes) != (pointer.oid, pointer.size):
+                raise _missing(
+                    file,
+                    self._url,
+                    f"what came has {num_bytes} bytes and the sha256 {digest.hexdigest()}, not "
+                    f"{pointer.size} and {pointer.oid}",
+                )
+            path = self._path(pointer.oid)
+            path.parent.mkdir(exist_ok=True)
+            Path(draft.name).rename(path)
+        finally:
+            Path(draft.name).unlink(missing_ok=True)
+
+
+class _Remote:
+    """The LFS server of a repository."""
+
+    def __init__(self, client: httpx.Client, url: str, address: Address) -> None:
+        self._client = client
+        self._url = url
+        self._address = address
+        self._headers: dict[str, str] = dict(address.headers)
+        self._may_log_in = True
+
+    def actions(self, wanted: Sequence[tuple[str, Pointer]]) -> dict[str, Mapping[str, Any]]:
+        """By oid, where each file can be fetched."""
+        file = wanted[0][0]
+        body = {
+            "operation": "download",
+            "transfers": ["basic"],
+            "hash_algo": "sha256",
+            "objects": [{"oid": each.oid, "size": each.size} for _, each in wanted],
+        }
+        answer = self._ask(file, body)
+        try:
+            told = {each["oid"]: each for each in answer.json()["objects"]}
+            found = {}
+            for file, pointer in wanted:
+                if error := told[pointer.oid].get("error"):
+                    raise _missing(file, self._url, f"{error['message']} ({error['code']})")
+                found[pointer.oid] = told[pointer.oid]["actions"]["download"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _missing(file, self._url, f"its LFS server answered {error!r}") from error
+        return found
+
+    @contextmanager
+    def stream(self, file: str, action: Mapping[str, Any]) -> Iterator[httpx.Response]:
+        """The content. The login of the repository goes to no other host."""
+        href = str(action["href"])
+        headers = {str(name): str(value) for name, value in (action.get("header") or {}).items()}
+        if not headers and _origin(href) == _origin(self._address.url):
+            headers = self._headers
+        with self._client.stream("GET", href, headers=headers) as answer:
+            if not answer.is_success:
+                answer.read()
+                raise _missing(file, self._url, _reason(answer))
+            yield answer
+
+    def _ask(self, file: str, body: object) -> httpx.Response:
+        url = f"{self._address.url}/objects/batch"
+        while True:
+            headers = {"Accept": _JSON, "Content-Type": _JSON, **self._headers}
+            answer = self._client.post(url, json=body, headers=headers)
+            if answer.is_success:
+                return answer
+            if answer.status_code != 401 or not self._may_log_in:
+                raise _missing(file, self._url, _reason(answer))
+            self._may_log_in = False
+            self._headers |= credentials(self._address.url)
+
+
+def _pointer(path: Path) -> Pointer | None:
+    if not path.is_file() or not may_be_pointer(path.stat().st_size):
+        return None
+    return Pointer.parse(path.read_bytes())
+
+
+def _replace(path: Path, content: Path) -> None:
+    """As a link where the file system has links: neither is ever written to."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    try:
+        os.link(content, draft)
+    except OSError:
+        shutil.copyfile(content, draft)
+    draft.replace(path)
+
+
+def _origin(url: str) -> tuple[str, str, int | None]:
+    parsed = httpx.URL(url)
+    return parsed.scheme, parsed.host, parsed.port
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return f"{answer.json()['message']} ({answer.status_code})"
+    except (ValueError, KeyError, TypeError):
+        return f"its LFS server answered {answer.status_code}"
+
+
+def _missing(file: str, url: str, reason: str) -> SnapshotError:
+    return SnapshotError(
+        f"{file} is a pointer of Git LFS, and its content could not be fetched from {url}: {reason}"
+    )
+
+
+@contextmanager
+def _translated(file: str, url: str) -> Iterator[None]:
+    """Turns what the network and the disk raise into a SnapshotError."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        raise HubAway(str(_missing(file, url, str(error) or repr(error)))) from error
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        raise _missing(file, url, str(error) or repr(error)) from error

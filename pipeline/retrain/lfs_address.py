@@ -1,0 +1,114 @@
+"""Where the large files of a git repository are, by the repository's URL, and with which login.
+
+As git-lfs derives it: https://github.com/git-lfs/git-lfs/blob/main/docs/api/server-discovery.md
+"""
+
+import base64
+import json
+import os
+import re
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+SECONDS = 60.0
+_SCP_LIKE = re.compile(r"(?P<login>(?:[^@/:]+@)?[^@/:]+):(?P<path>(?!//).+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    url: str
+    headers: dict[str, str] = field(default_factory=dict)
+    """The login that the server or the repository's URL gave."""
+
+
+def address_of(url: str) -> Address | Path:
+    """A server, or the folder of a repository on this machine."""
+    parsed = urlsplit(url)
+    if parsed.scheme == "file":
+        return Path(unquote(parsed.path))
+    if parsed.scheme in ("http", "https"):
+        host = parsed.netloc.rpartition("@")[2]
+        headers = {}
+        if parsed.password is not None:
+            headers = _basic(unquote(parsed.username or ""), unquote(parsed.password))
+        return Address(url=f"{parsed.scheme}://{host}{_lfs_path(parsed.path)}", headers=headers)
+    if parsed.scheme == "ssh":
+        port = ("-p", str(parsed.port)) if parsed.port else ()
+        login = parsed.netloc.rpartition(":")[0] if parsed.port else parsed.netloc
+        return _by_ssh(login, parsed.path, *port)
+    if parsed.scheme and "://" in url:
+        return Address(url=f"https://{parsed.netloc}{_lfs_path(parsed.path)}")
+    if found := _SCP_LIKE.fullmatch(url):
+        return _by_ssh(found["login"], found["path"])
+    return Path(url)
+
+
+def credentials(url: str) -> dict[str, str]:
+    """What git's own helpers know for `url`, as headers; empty if they know nothing."""
+    parsed = urlsplit(url)
+    question = f"protocol={parsed.scheme}\nhost={parsed.netloc}\npath={parsed.path[1:]}\n\n"
+    answer = _run(["git", "credential", "fill"], question)
+    if answer is None:
+        return {}
+    found = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
+    if "password" not in found:
+        return {}
+    return _basic(found.get("username", ""), found["password"])
+
+
+def git_environment() -> dict[str, str]:
+    """Of this user's git, which must ask nobody at a terminal."""
+    return {
+        **os.environ,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+        "LC_ALL": "C",
+    }
+
+
+def _by_ssh(login: str, path: str, *options: str) -> Address:
+    """What the server itself says, else the same path over https."""
+    command = ["ssh", "-o", "BatchMode=yes", *options, "--", login]
+    answer = _run([*command, f"git-lfs-authenticate {_quoted(path.lstrip('/'))} download"])
+    if answer is not None:
+        try:
+            told = json.loads(answer)
+            headers = {str(name): str(value) for name, value in (told.get("header") or {}).items()}
+            return Address(url=str(told["href"]).rstrip("/"), headers=headers)
+        except (ValueError, KeyError, AttributeError):
+            pass  # a server that does not know the command may answer with a greeting
+    host = login.rpartition("@")[2]
+    return Address(url=f"https://{host}{_lfs_path('/' + path.lstrip('/'))}")
+
+
+def _run(command: list[str], question: str = "") -> str | None:
+    """None where the program is not there, fails, or waits too long."""
+    try:
+        done = subprocess.run(
+            command,
+            input=question,
+            env=git_environment(),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _lfs_path(path: str) -> str:
+    path = path.rstrip("/")
+    return f"{path}/info/lfs" if path.endswith(".git") else f"{path}.git/info/lfs"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _basic(user: str, password: str) -> dict[str, str]:
+    token = base64.b64encode(f"{user}:{password}".encode()).decode()
+    return {"Authorization": f"Basic {token}"}
