@@ -35,6 +35,7 @@ from pipeline.hub import (
     ref_routes,
     repository_routes,
     retention,
+    space_routes,
     token_routes,
     token_store,
     transfer_routes,
@@ -74,6 +75,8 @@ _READ = {
     "tree": content_routes.tree,
     "commits": content_routes.commits,
     "discussions": discussion_routes.read,
+    "secrets": space_routes.show,
+    "variables": space_routes.show,
     "xet-write-token": xet_routes.write_token,
     "xet-read-token": xet_routes.refuse_reading,
 }
@@ -85,8 +88,15 @@ _POST = {
     "preupload": commit_routes.preupload,
     "commit": commit_routes.commit,
     "discussions": discussion_routes.change,
+    "secrets": space_routes.put,
+    "variables": space_routes.put,
 }
-_DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
+_DELETE = {
+    "branch": ref_routes.delete_branch,
+    "tag": ref_routes.delete_tag,
+    "secrets": space_routes.remove,
+    "variables": space_routes.remove,
+}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
 _VERBS = frozenset({"refs", "settings", "auth-check"}).union(*_BY_METHOD.values())
 
