@@ -19,6 +19,7 @@ from pipeline.job_store import check_schemas, open_job_store
 from pipeline.journal import NUM_WATCHED
 from pipeline.logs import log_to_stderr
 from pipeline.paths import Home
+from pipeline.retrain.own_token import OWN_TOKEN
 from pipeline.services import RUNNER, hub_service
 from pipeline.settings import Settings, load_settings, settings_file
 from pipeline.stack import Stack
@@ -137,7 +138,7 @@ def _own_token(tokens: Tokens) -> dict[str, str]:
     """The user's token for other hubs, taken from `HF_TOKEN`. Empty if `HF_TOKEN` is not set, or if
     it is the token of the stack's own hub."""
     token = os.environ.get("HF_TOKEN")
-    return {"BASE_MODEL_HF_TOKEN": token} if token and token != tokens.hub else {}
+    return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 
 
 def _with_preload(settings: JobsSettings) -> JobsSettings:

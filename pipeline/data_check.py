@@ -1,6 +1,7 @@
 """Reports what a push would train on. Trains nothing."""
 
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,14 @@ from pipeline.retrain.dataset import check_not_empty, read_dataset
 from pipeline.retrain.errors import BaseModelError, DataError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.held_out import held_out_now
+from pipeline.retrain.own_token import own_token
 from pipeline.retrain.parent import chosen_release
 from pipeline.retrain.report import DataReport, report_on
 from pipeline.retrain.rows import Row
 from pipeline.retrain.settings import DataSettings, is_git_url
+from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.settings import PipelineSettings
+from pipeline.tokens import load_tokens
 
 WHOLE = 1 << 30
 """A limit for the tokens in a sequence that no row reaches, so that all tokens of a row count."""
@@ -81,10 +85,23 @@ def _files(
             "pipeline data check FOLDER"
         )
     with tempfile.TemporaryDirectory() as temporary:
-        source = GitDataset(_address(home, pipeline), Path(temporary))
+        source = _source(home, pipeline, Path(temporary))
         ref = pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
         revision = source.download(source.head(ref))
         yield revision.folder, (*revision.files, *revision.others)
+
+
+def _source(home: Home, pipeline: PipelineSettings, cache_dir: Path) -> DatasetSource:
+    if pipeline.dataset_endpoint == "hub":
+        return GitDataset(_address(home, pipeline), cache_dir)
+    token = own_token(os.environ, load_tokens(home.tokens_file).hub)
+    return DatasetHub(
+        pipeline.dataset,
+        cache_dir,
+        endpoint=pipeline.dataset_endpoint,
+        token=token or False,
+        token_source="HF_TOKEN, or the token of `hf auth login`",
+    )
 
 
 def _address(home: Home, pipeline: PipelineSettings) -> str:

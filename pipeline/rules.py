@@ -26,6 +26,7 @@ def retrain_rule(
     retrain = RetrainSettings(
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
+        dataset_endpoint=settings.other_hub(pipeline) or "hub",
         ref=ref,
         base_model=str(pipeline.base_folder() or pipeline.base_model),
         base_model_endpoint=pipeline.base_model_endpoint,
@@ -43,6 +44,7 @@ def retrain_rule(
         **own,
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
+        endpoint=settings.other_hub(pipeline),
         ref=ref,
         debounce_seconds=pipeline.debounce_seconds,
         max_wait_seconds=pipeline.max_wait_seconds,

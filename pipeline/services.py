@@ -3,10 +3,12 @@ service has a command, and each except the runner has a port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import httpx
 
 from pipeline.errors import PipelineError
+from pipeline.paths import Home
 from pipeline.probes import port_fault
 from pipeline.settings import Settings
 
@@ -116,3 +118,10 @@ def check_port(service: Service) -> None:
             f"free the port, or set another port for the {_in_words(service)}: "
             f"{service.port_setting}"
         )
+
+
+def deliveries_path(settings: Settings, home: Home) -> Path:
+    """Where the receiver of the stack keeps the deliveries of durable handlers."""
+    if "deliveries_path" in settings.receiver.model_fields_set:
+        return settings.receiver.deliveries_path
+    return home.root / "receiver.db"

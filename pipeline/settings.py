@@ -17,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -34,9 +35,9 @@ from pipeline.logs import LogSettings
 from pipeline.retrain.base_model import HUB_ID, PRESETS
 from pipeline.retrain.settings import (
     HUGGING_FACE,
-    BaseModelEndpoint,
     DataSettings,
     GateSettings,
+    HubEndpoint,
     TrainSettings,
     is_git_url,
 )
@@ -58,12 +59,16 @@ class PipelineSettings(BaseModel):
     """The dataset to follow: `owner/name`, or the git URL of a repository elsewhere. A repository
     elsewhere must send its pushes to `/webhooks/retrain/github`, `/webhooks/retrain/gitea` or
     `/webhooks/retrain/gitlab`."""
+    dataset_endpoint: HubEndpoint = "hub"
+    """The hub that has the dataset `owner/name`: `hub` for the stack's own hub, or the URL of
+    another hub, such as `https://huggingface.co`. Another hub gets your own token, as for
+    `base_model_endpoint`, and sends its pushes to `/webhooks/retrain`."""
     ref: str = "main"
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
     """The model that training starts from: `preset:tiny`, a checkpoint folder, or a hub id. If the
     path of a checkpoint folder is relative, it starts at the folder of this file."""
-    base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
+    base_model_endpoint: HubEndpoint = HUGGING_FACE
     """If `base_model` is a hub id, the hub that has this model: a URL, or `hub` for the stack's own
     hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or the
     token of `hf auth login`."""
@@ -94,6 +99,16 @@ class PipelineSettings(BaseModel):
         if base_model.startswith("preset:") and base_model not in PRESETS:
             raise ValueError(f"there is no such preset, only {', '.join(PRESETS)}")
         return base_model
+
+    @field_validator("dataset_endpoint")
+    @classmethod
+    def _git_url_has_no_endpoint(cls, endpoint: str, info: ValidationInfo) -> str:
+        dataset = info.data.get("dataset", "")
+        if endpoint != "hub" and is_git_url(dataset):
+            raise ValueError(
+                f"it goes with a dataset OWNER/NAME, and {dataset} is a git URL; leave it out"
+            )
+        return endpoint
 
     def base_folder(self) -> Path | None:
         """The folder that `base_model` names; None for a preset or a hub id."""
@@ -185,8 +200,17 @@ class Settings(BaseSettings):
     @property
     def datasets_on_hub(self) -> tuple[str, ...]:
         """The datasets that are on the stack's own hub, each named once."""
-        datasets = (pipeline.dataset for pipeline in self.pipelines)
-        return tuple(dict.fromkeys(name for name in datasets if not is_git_url(name)))
+        here = (pipeline.dataset for pipeline in self.pipelines if self.is_on_own_hub(pipeline))
+        return tuple(dict.fromkeys(here))
+
+    def is_on_own_hub(self, pipeline: PipelineSettings) -> bool:
+        """Whether the pipeline's dataset is on the stack's own hub."""
+        return not is_git_url(pipeline.dataset) and self.other_hub(pipeline) is None
+
+    def other_hub(self, pipeline: PipelineSettings) -> str | None:
+        """The URL of the other hub that has the dataset; None if no other hub has it."""
+        endpoint = pipeline.dataset_endpoint.rstrip("/")
+        return None if endpoint in ("hub", self.hub_url) else endpoint
 
     def server_port(self, pipeline: PipelineSettings) -> int:
         if pipeline.port is not None:
@@ -272,6 +296,7 @@ def explain(location: tuple[int | str, ...], kind: str, message: str, given: Any
 _SPELLING = {
     "name": "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit",
     "dataset": "write it as OWNER/NAME, or as a git URL",
+    "dataset_endpoint": "write `hub`, or a URL",
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }

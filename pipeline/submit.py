@@ -1,8 +1,9 @@
 """Submits a job that a person asks for: the retraining of a commit, or a command."""
 
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -12,6 +13,7 @@ from jobs.store import JobStore
 from pipeline.errors import PipelineError
 from pipeline.paths import Home
 from pipeline.retrain.git_snapshot import GitDataset
+from pipeline.retrain.own_token import own_token
 from pipeline.retrain.settings import SkipIf, is_git_url
 from pipeline.rules import branch_ref, retrain_rule
 from pipeline.settings import PipelineSettings, Settings
@@ -50,10 +52,11 @@ def submit_retraining(
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
-    sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, sha)
+    hub = _hub_of(hub_url, home, settings, pipeline)
+    sha = _resolve(hub, pipeline, sha)
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
-        payload = _push_payload(hub_url, pipeline, revisions)
+        payload = _push_payload(hub.url, pipeline, revisions)
     # No dedupe key, because a person may want to train again on a commit that was trained on
     # before. No debounce, because no later commit is merged into this job, so waiting is useless.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
@@ -83,8 +86,9 @@ def submit_command(
     if pipeline is not None:
         env = retrain_rule(settings, home, pipeline).env
         if payload is None:
+            hub = _hub_of(hub_url, home, settings, pipeline)
             try:
-                sha = _resolve(hub_url, load_tokens(home.tokens_file).hub, pipeline, revision)
+                sha = _resolve(hub, pipeline, revision)
             except PipelineError:
                 if revision is not None:
                     raise
@@ -92,7 +96,7 @@ def submit_command(
                 revisions = RevisionRange(
                     repo=pipeline.dataset, ref=branch_ref(pipeline), new_sha=sha
                 )
-                payload = _push_payload(hub_url, pipeline, revisions)
+                payload = _push_payload(hub.url, pipeline, revisions)
     spec = JobSpec(command=command, env=env)
     return store.submit(spec, payload=payload, by_hand=True).job
 
@@ -109,7 +113,30 @@ def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
     return next((each.newSha for each in webhook.updatedRefs or () if each.ref == ref), None)
 
 
-def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str | None) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Hub:
+    """The hub that has a pipeline's dataset."""
+
+    url: str
+    token: str | Literal[False] = field(repr=False)
+    """False: the user has no token for this hub."""
+    if_missing: str
+    """What to do if the hub shows no such dataset."""
+
+
+def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
+    token = load_tokens(home.tokens_file).hub
+    other = settings.other_hub(pipeline)
+    if other is None:
+        return _Hub(url=hub_url, token=token, if_missing="`pipeline up` creates it")
+    return _Hub(
+        url=other,
+        token=own_token(os.environ, token) or False,
+        if_missing="or your token may not read it: set HF_TOKEN, or run `hf auth login`",
+    )
+
+
+def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str:
     import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -124,7 +151,9 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
             return revision
         return GitDataset(pipeline.dataset, Path(os.devnull)).head(branch_ref(pipeline))
     try:
-        info = HfApi(endpoint=hub_url, token=token).dataset_info(pipeline.dataset, revision=wanted)
+        info = HfApi(endpoint=hub.url, token=hub.token).dataset_info(
+            pipeline.dataset, revision=wanted
+        )
     except RevisionNotFoundError:
         what = (
             f"has no commit {revision!r}; push this commit, or leave --revision out to train on "
@@ -135,11 +164,11 @@ def _resolve(hub_url: str, token: str, pipeline: PipelineSettings, revision: str
         raise PipelineError(f"dataset {pipeline.dataset} {what}") from None
     except RepositoryNotFoundError:
         raise PipelineError(
-            f"there is no dataset {pipeline.dataset} on {hub_url}; `pipeline up` creates it"
+            f"there is no dataset {pipeline.dataset} on {hub.url}; {hub.if_missing}"
         ) from None
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         raise PipelineError(
-            f"could not ask the hub at {hub_url} for {pipeline.dataset}@{wanted}: {error}"
+            f"could not ask the hub at {hub.url} for {pipeline.dataset}@{wanted}: {error}"
         ) from error
     if info.sha is None:
         raise PipelineError(f"dataset {pipeline.dataset} is empty; push a commit to it first")

@@ -53,6 +53,13 @@ def load_tokens(file: Path) -> Tokens:
     return tokens
 
 
+def secret_in_shell(file: Path) -> str:
+    """A shell's words for the webhook secret. The command that has them does not show the
+    secret."""
+    code = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
+    return f"\"$(python3 -c '{code}' {file.parent.name}/{file.name})\""
+
+
 def _create(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     tokens = Tokens(

@@ -32,7 +32,9 @@ class RetrainRule(BaseModel):
     pipeline: Annotated[str, Field(min_length=1)]
     """The pipeline's name. A pipeline has only one rule."""
     dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
-    """`owner/name` on the hub, or the git URL of a repository elsewhere."""
+    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
+    endpoint: str | None = None
+    """The URL of the hub that has `owner/name`; None for the stack's own hub."""
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
     """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
@@ -66,12 +68,16 @@ class RetrainRule(BaseModel):
             max_wait_seconds=self.max_wait_seconds,
         )
 
+    @property
+    def is_git(self) -> bool:
+        return "://" in self.dataset or "@" in self.dataset
+
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository is this rule's dataset, by name or by URL. Hubs find a
         name in any case, and tell it as the repository has it."""
-        if "://" not in self.dataset and "@" not in self.dataset:
+        if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()
-        urls = [url for url in (payload.repo.url.web, payload.repo.url.api) if url is not None]
+        urls = _urls(payload)
         if (place := _place_by_ssh(self.dataset)) is not None:
             return place in {_place(url) for url in urls}
         return _bare_url(self.dataset) in {_bare_url(url) for url in urls}
@@ -82,9 +88,13 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
     reason = _not_about_content(payload)
     if reason is not None:
         return reason
-    watching = [rule for rule in rules if rule.watches(payload)]
+    endpoints = {rule.endpoint for rule in rules if rule.endpoint is not None}
+    sender = next((each for each in endpoints if _is_at(each, payload)), None)
+    named = [rule for rule in rules if rule.watches(payload)]
+    # Two hubs may have datasets of one name. A git URL already says where its repository is.
+    watching = [rule for rule in named if rule.endpoint == sender or rule.is_git]
     if not watching:
-        return f"no pipeline follows the dataset {_quoted(payload.repo.name)}"
+        return _nobody_follows(payload, named)
     updates = _updated_refs(payload)
     if not updates:
         return "no ref changed"
@@ -99,6 +109,24 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
             else:
                 specs.append(_spec(rule, update))
     return tuple(specs) or "; ".join(dict.fromkeys(reasons))
+
+
+def _urls(payload: WebhookPayload) -> list[str]:
+    return [url for url in (payload.repo.url.web, payload.repo.url.api) if url is not None]
+
+
+def _is_at(endpoint: str, payload: WebhookPayload) -> bool:
+    """Whether the hub with this URL has the payload's repository."""
+    beginning = f"{_bare_url(endpoint)}/"
+    return any(_bare_url(url).startswith(beginning) for url in _urls(payload))
+
+
+def _nobody_follows(payload: WebhookPayload, named: Sequence[RetrainRule]) -> str:
+    reason = f"no pipeline follows the dataset {_quoted(payload.repo.name)}"
+    if not named:
+        return reason
+    where = ", ".join(f"{rule.pipeline} at {rule.endpoint or 'its own hub'}" for rule in named)
+    return f"{reason} of {_quoted(payload.repo.url.web)}; followed by {where}"
 
 
 def _not_about_content(payload: WebhookPayload) -> str | None:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from receiver import listen
+from receiver.blocks import block_until_interrupted, is_blocks, show_as_running
 from receiver.cross_site import host_name
 from receiver.durable import DurableDeliveries
 from receiver.entrance import TunnelEntrance
@@ -80,7 +81,8 @@ class WebhooksServer:
         self.settings = settings or settings_of_the_environment()
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
         self._secret_in_shell = secret_in_shell
-        self._secrets = as_secrets(webhook_secret or os.environ.get("WEBHOOK_SECRET"))
+        self._webhook_secret = webhook_secret or os.environ.get("WEBHOOK_SECRET")
+        self._secrets = as_secrets(self._webhook_secret)
         self._history = History()
         self._bodies = BodiesInFlight(self.settings.max_body_bytes)
         self._idempotency = IdempotencyCache(self.settings.remembered_deliveries)
@@ -98,6 +100,7 @@ class WebhooksServer:
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
         self.app.get("/health")(health)
+        self._blocks: Any = ui if is_blocks(ui) else None
         self._ui = None if ui is None else application_of(ui)
         if self._ui is None:
             self.app.get("/", response_class=HTMLResponse)(self._landing_page)
@@ -244,15 +247,32 @@ class WebhooksServer:
 
         server = Server(http_config(app, shutdown_seconds=self.settings.shutdown_seconds))
         self._host = host
-        if prevent_thread_lock or listen.is_inside_event_loop():
+        returns_at_once = prevent_thread_lock or listen.is_inside_event_loop()
+        if returns_at_once or self._blocks is not None:
             self._running = server, listen.serve_in_thread(server, *sockets)
-        else:
-            try:
-                listen.serve(server, *sockets)
-            finally:
-                self._close_public_access()
-            self._host = None
+            if self._blocks is not None:
+                self._show_blocks_as_running(page, url)
+            if not returns_at_once:
+                block_until_interrupted(self._blocks)
+            return url
+        try:
+            listen.serve(server, *sockets)
+        finally:
+            self._close_public_access()
+        self._host = None
         return url
+
+    @property
+    def fastapi_app(self) -> FastAPI:
+        """The application that serves, as `huggingface_hub` names it. Routes that a script adds to
+        it are served too, before and after `launch`."""
+        return self.app
+
+    @property
+    def webhook_secret(self) -> str | Sequence[str] | None:
+        """The secret of all handlers that have none of their own. A script cannot set it here,
+        because handlers that are registered already would keep the former secret."""
+        return self._webhook_secret
 
     def close(self) -> None:
         """Stop a server that runs in a thread. Running handlers get `shutdown_seconds` to end. May
@@ -273,6 +293,15 @@ class WebhooksServer:
             if isinstance(self._ui, FastAPI):
                 await stack.enter_async_context(self._ui.router.lifespan_context(self._ui))
             yield
+
+    def _show_blocks_as_running(self, page: str, url: str) -> None:
+        show_as_running(
+            self._blocks,
+            app=self.app,
+            local_url=page,
+            share_url=None if url == page else url,
+            close=self.close,
+        )
 
     def _behind_tunnel(
         self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path

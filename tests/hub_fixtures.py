@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 from cryptography.fernet import Fernet
 from huggingface_hub import HfApi
+from starlette.types import ASGIApp
 
 from jobs.store import JobStore
 from pipeline.hub.app import create_app
@@ -148,27 +149,30 @@ def running_hub(
     limits: Limits | None = None,
     secret_key: bytes = SECRET_KEY,
     remarks_on: Remarks = lambda repository, changes: (),
+    token: str = TOKEN,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **settings: Any,
 ) -> Iterator[RunningHub]:
-    """A hub in this process, on a free port, in a thread of its own."""
+    """A hub in this process, on a free port, in a thread of its own. around: an application that
+    sees each request before the hub does."""
     listener = listening_socket()
     told = HubSettings(port=listener.getsockname()[1], **settings)
     app = create_app(
         told,
         root,
-        token=TOKEN,
+        token=token,
         secret_key=secret_key,
         jobs_store=jobs_store,
         needed_commits=needed_commits,
         remarks_on=remarks_on,
     )
-    server = Server(http_config(app, shutdown_seconds=10, limits=limits, lifespan="on"))
+    server = Server(http_config(around(app), shutdown_seconds=10, limits=limits, lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         wait_until(lambda: server.started or not thread.is_alive())
         assert server.started, "the hub did not start"
-        yield RunningHub(url=told.url, token=TOKEN, root=root, settings=told)
+        yield RunningHub(url=told.url, token=token, root=root, settings=told)
     finally:
         server.should_exit = True
         thread.join(timeout=30)

@@ -18,6 +18,10 @@ def init(
     dataset: Annotated[
         str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")
     ],
+    dataset_endpoint: Annotated[
+        str,
+        typer.Option(help="The hub that has OWNER/NAME: `hub` for the stack's own, or a URL."),
+    ] = "hub",
     base_model: Annotated[
         str,
         typer.Option(
@@ -37,7 +41,9 @@ def init(
     if file.exists() and not force:
         raise PipelineError(f"{file} already exists; edit it, or overwrite it with --force")
     try:
-        pipeline = PipelineSettings(name=name, dataset=dataset, base_model=base_model)
+        pipeline = PipelineSettings(
+            name=name, dataset=dataset, dataset_endpoint=dataset_endpoint, base_model=base_model
+        )
     except ValidationError as error:
         problem = error.errors()[0]
         option = str(problem["loc"][0]).replace("_", "-")

@@ -98,6 +98,7 @@ def replay(
 
 def _deliveries_path() -> Path:
     from pipeline.paths import Home
+    from pipeline.services import deliveries_path
     from pipeline.settings import load_settings
 
-    return services.deliveries_path(load_settings(), Home.find())
+    return deliveries_path(load_settings(), Home.find())

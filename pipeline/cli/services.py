@@ -14,13 +14,11 @@ from pipeline.errors import PipelineError
 from pipeline.paths import Home
 
 if TYPE_CHECKING:
-    from pipeline.settings import Settings
     from serving.engine import Engine
     from serving.settings import ServingSettings
 
 HostOption = Annotated[str | None, typer.Option(help="Overrules `host` in the settings.")]
 EngineName = Literal["torch", "vllm", "sglang", "echo"]
-_READ_SECRET = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
 
 PortOption = Annotated[int | None, typer.Option(help="Overrules `port` in the settings.")]
 
@@ -48,7 +46,9 @@ def hub(host: str | None, port: int | None) -> None:
             secret_key=tokens.key.encode(),
             jobs_store=store,
             needed_commits=partial(needed_commits, home, store),
-            remarks_on=PushRemarks(settings.pipelines),
+            remarks_on=PushRemarks(
+                [each for each in settings.pipelines if settings.is_on_own_hub(each)]
+            ),
         )
         serve(app, hub_settings)
 
@@ -59,9 +59,12 @@ def receiver(
     """Run the webhook receiver."""
     from pipeline.job_store import open_job_store
     from pipeline.logs import log_to_stderr
+    from pipeline.other_hubs import credentials_of_other_hubs
+    from pipeline.retrain.settings import is_git_url
     from pipeline.rules import retrain_rules
+    from pipeline.services import deliveries_path
     from pipeline.settings import load_settings
-    from pipeline.tokens import load_tokens
+    from pipeline.tokens import load_tokens, secret_in_shell
     from receiver.liveness import add_live_route
     from receiver.metrics import measure
     from receiver.moved_webhooks import HubCredentials
@@ -87,24 +90,21 @@ def receiver(
         server = WebhooksServer(
             webhook_secret=tokens.webhook,
             settings=ReceiverSettings.model_validate(receiver_settings),
-            hubs=[HubCredentials(endpoint=settings.hub_url, token=tokens.hub), *elsewhere],
-            secret_in_shell=f"\"$(python3 -c '{_READ_SECRET}' {home.root.name}/tokens.json)\"",
+            hubs=[
+                HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
+                *elsewhere,
+                *credentials_of_other_hubs(settings, tokens),
+            ],
+            secret_in_shell=secret_in_shell(home.tokens_file),
         )
         measure(server.app)
         add_live_route(server.app, store)
         retrain = retrain_handler(store, retrain_rules(settings, home))
         server.add_webhook("/retrain", knows_repeats=True)(retrain)
-        if len(settings.datasets_on_hub) < len({each.dataset for each in settings.pipelines}):
+        if any(is_git_url(pipeline.dataset) for pipeline in settings.pipelines):
             for sender in get_args(PushSender):
                 server.add_webhook(f"/retrain/{sender}", proof=sender, knows_repeats=True)(retrain)
         server.launch(server_name=host, server_port=port, share=server.settings.tunnel is not None)
-
-
-def deliveries_path(settings: "Settings", home: Home) -> Path:
-    """The file in which the stack's receiver keeps the deliveries for durable handlers."""
-    if "deliveries_path" in settings.receiver.model_fields_set:
-        return settings.receiver.deliveries_path
-    return home.root / "receiver.db"
 
 
 def serve(

@@ -127,7 +127,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
             jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
             head = (
                 _head(home, settings, pipeline)
-                if record and pipeline.dataset in settings.datasets_on_hub
+                if record and settings.is_on_own_hub(pipeline)
                 else None
             )
             lines = [{"id": job.id, "state": job.state, "line": describe(job)} for job in jobs]

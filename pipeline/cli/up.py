@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 STARTING = "is starting:"
 """Text in each line that says how long `up` has waited for a service. `up --detach` finds these
 lines in the log by this text."""
+OTHER_HUB = "another hub: "
+"""Begins each line about the webhook at another hub. `up --detach` finds these lines too."""
 
 
 def up(
@@ -50,6 +52,7 @@ def up(
     from jobs.errors import StoreError
     from pipeline.job_store import open_job_store
     from pipeline.journal import Journal
+    from pipeline.other_hubs import subscribe_at_other_hubs
     from pipeline.stack import Stack
     from pipeline.subscriptions import subscribe
     from pipeline.tokens import load_tokens
@@ -68,6 +71,8 @@ def up(
             ),
         )
         subscribe(settings, tokens)
+        for line in subscribe_at_other_hubs(settings, home, tokens):
+            print(f"{OTHER_HUB}{line}", flush=True)
         stack.mark_ready()
         _say_where_to_push(settings)
         journal = Journal(open_job_store(settings, home))
@@ -117,8 +122,10 @@ def down() -> None:
 
 def _say_where_to_push(settings: "Settings") -> None:
     for pipeline in settings.pipelines:
-        if pipeline.dataset not in settings.datasets_on_hub:
-            print(f"{pipeline.name}: push to {pipeline.dataset}")
+        if not settings.is_on_own_hub(pipeline):
+            hub = settings.other_hub(pipeline)
+            where = pipeline.dataset if hub is None else f"{hub}/datasets/{pipeline.dataset}"
+            print(f"{pipeline.name}: push to {where}")
             continue
         remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
         print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
@@ -143,14 +150,15 @@ def _detach(home: Home) -> None:
     num_printed = 0
     try:
         while True:
+            # Before the log, so that every line before readiness is told.
+            record = read_stack(home)
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
             for line in lines[num_printed:]:
-                if STARTING in line:
+                if STARTING in line or line.startswith(OTHER_HUB):
                     print(line, end="", file=sys.stderr)
             num_printed = len(lines)
             if process.poll() is not None:
                 raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
-            record = read_stack(home)
             if record is not None and record.process.pid == process.pid and record.is_ready:
                 break
             time.sleep(0.05)

@@ -13,8 +13,8 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from pipeline.hub.errors import HubError
 
-SCHEMA_REVISION = "0005"
-KNOWN_REVISIONS = ("0001", "0002", "0003", "0004", "0005")
+SCHEMA_REVISION = "0006"
+KNOWN_REVISIONS = ("0001", "0002", "0003", "0004", "0005", "0006")
 
 
 class Database:

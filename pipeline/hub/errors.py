@@ -11,6 +11,7 @@
         ├── RevisionNotFound     404, code RevisionNotFound
         ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
         ├── WebhookNotFound      404
+        ├── SpaceSettingNotFound 404
         ├── TokenNotFound        404
         ├── DiscussionNotFound   404
         ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
@@ -105,6 +106,10 @@ class EntryNotFound(RequestError):
 
 
 class WebhookNotFound(RequestError):
+    status = 404
+
+
+class SpaceSettingNotFound(RequestError):
     status = 404
 
 

@@ -19,6 +19,7 @@ from pipeline.hub import (
     listing_routes,
     ref_routes,
     repository_routes,
+    space_routes,
     xet_routes,
 )
 from pipeline.hub.errors import RepositoryMoved
@@ -31,6 +32,8 @@ _READ = {
     "tree": content_routes.tree,
     "commits": content_routes.commits,
     "discussions": discussion_routes.read,
+    "secrets": space_routes.show,
+    "variables": space_routes.show,
     "xet-write-token": xet_routes.write_token,
     "xet-read-token": xet_routes.refuse_reading,
 }
@@ -43,8 +46,15 @@ _POST = {
     "commit": commit_routes.commit,
     "discussions": discussion_routes.change,
     "lfs-files": lfs_routes.duplicate,
+    "secrets": space_routes.put,
+    "variables": space_routes.put,
 }
-_DELETE = {"branch": ref_routes.delete_branch, "tag": ref_routes.delete_tag}
+_DELETE = {
+    "branch": ref_routes.delete_branch,
+    "tag": ref_routes.delete_tag,
+    "secrets": space_routes.remove,
+    "variables": space_routes.remove,
+}
 _BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
 METHODS = ("GET", "POST", "PUT", "DELETE")
 VERBS = frozenset({"refs", "settings", "auth-check"}).union(*_BY_METHOD.values())

@@ -130,6 +130,23 @@ discussion_events = Table(
     Column("data", JSON, nullable=False),
 )
 
+# The environment of a Space's app. A secret has no `value`, a variable no `encrypted_value`.
+space_settings = Table(
+    "space_settings",
+    metadata,
+    Column(
+        "repository_id",
+        String,
+        ForeignKey("repositories.id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    Column("key", String, primary_key=True),
+    Column("value", String),
+    Column("encrypted_value", LargeBinary),
+    Column("description", String),
+    Column("updated_at", Float, nullable=False),
+)
+
 webhooks = Table(
     "webhooks",
     metadata,

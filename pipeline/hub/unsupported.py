@@ -46,12 +46,10 @@ _OF_REPOSITORY: Mapping[str, str] = {
     "runtime": "The runtime of Spaces",
     "safetensors-metadata": "Summaries of safetensors files",
     "scan": "Scans for malware",
-    "secrets": "Secrets of a Space",
     "sleeptime": "The runtime of Spaces",
     "storage": "The runtime of Spaces",
     "treesize": "Sizes of folders",
     "user-access-request": "Gated repositories",
-    "variables": "Variables of a Space",
     "volumes": "The runtime of Spaces",
 }
 UNSUPPORTED_VERBS = frozenset(_OF_REPOSITORY)

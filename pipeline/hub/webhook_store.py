@@ -190,10 +190,23 @@ class SecretCipher:
             ) from None
 
     def encrypt(self, secret: str | None) -> bytes | None:
-        return self._fernet.encrypt(secret.encode()) if secret else None
+        return self.seal(secret) if secret else None
 
     def encrypt_variables(self, variables: Mapping[str, str]) -> bytes | None:
         return self.encrypt(json.dumps(variables)) if variables else None
+
+    def seal(self, value: str) -> bytes:
+        return self._fernet.encrypt(value.encode())
+
+    def unseal(self, sealed: bytes, what: str) -> str:
+        """Raises HubError where the value was encrypted under another key."""
+        try:
+            return self._fernet.decrypt(sealed).decode()
+        except InvalidToken:
+            raise HubError(
+                f"The {what} was stored under another key: "
+                "set it again, or start the hub with the old key."
+            ) from None
 
     def decrypt_secret(self, webhook: StoredWebhook) -> str | None:
         """Raises HubError where the secret was encrypted under another key."""
@@ -208,13 +221,7 @@ class SecretCipher:
     def _decrypted(self, sealed: bytes | None, webhook: StoredWebhook) -> str | None:
         if sealed is None:
             return None
-        try:
-            return self._fernet.decrypt(sealed).decode()
-        except InvalidToken:
-            raise HubError(
-                f"The secret of webhook {webhook.id} was stored under another key: "
-                "set it again, or start the hub with the old key."
-            ) from None
+        return self.unseal(sealed, f"secret of webhook {webhook.id}")
 
 
 def list_webhooks(connection: Connection) -> list[StoredWebhook]:

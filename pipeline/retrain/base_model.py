@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from pipeline.retrain.errors import BaseModelError
+from pipeline.retrain.own_token import cached_login
 from pipeline.retrain.rows import Row
 from serving.weights.atomic_file import fsync_dir
 
@@ -131,7 +132,7 @@ def _fetch(
     repo, _, revision = base_model.partition("@")
     if pinned is not None and (folder := cached_folder(cache, repo) / pinned).is_dir():
         return Base(folder=folder, revision=pinned)
-    token_or_none = token or _cached_login() or False  # None would send the HF_TOKEN of the job
+    token_or_none = token or cached_login() or False  # None would send the HF_TOKEN of the job
     try:
         info = HfApi(endpoint, token_or_none).model_info(repo, revision=pinned or revision or None)
         files = needed_files([each.rfilename for each in info.siblings or ()])
@@ -170,16 +171,6 @@ def needed_files(files: Sequence[str]) -> list[str]:
     indices = [file for file in others if file.endswith(".index.json")]
     own_index = {f"{stem}.index.json" for stem in ("model.safetensors", "pytorch_model.bin")}
     return [*weights, *(file for file in others if file not in indices or file in own_index)]
-
-
-def _cached_login() -> str | None:
-    """The token that `hf auth login` stored."""
-    from huggingface_hub import constants
-
-    try:
-        return Path(constants.HF_TOKEN_PATH).read_text().strip() or None
-    except OSError:
-        return None
 
 
 def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -> None:

@@ -17,6 +17,7 @@ from pipeline.retrain import job_folder
 from pipeline.retrain.errors import RetrainError
 from pipeline.retrain.git_snapshot import GitDataset
 from pipeline.retrain.metrics import MetricsWriter, Stage
+from pipeline.retrain.own_token import OWN_TOKEN, OWN_TOKEN_SOURCE, cached_login
 from pipeline.retrain.settings import RetrainSettings, is_git_url
 from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from serving.errors import ReleaseError
@@ -44,8 +45,8 @@ class RetrainJob:
     revisions: RevisionRange | None
     hub_endpoint: str | None
     hub_token: str | None = field(repr=False)
-    base_model_token: str | None = field(repr=False)
-    """The user's own, for the hub that a base model comes from."""
+    own_token: str | None = field(repr=False)
+    """The user's own, for other hubs: those that a dataset or a base model comes from."""
     server_url: str | None
     admin_token: str | None = field(repr=False)
     num_threads: int | None
@@ -82,7 +83,7 @@ class RetrainJob:
             revisions=spec.revisions,
             hub_endpoint=environ.get("HF_ENDPOINT"),
             hub_token=environ.get("HF_TOKEN"),
-            base_model_token=environ.get("BASE_MODEL_HF_TOKEN"),
+            own_token=environ.get(OWN_TOKEN),
             server_url=environ.get("PIPELINE_SERVER_URL"),
             admin_token=environ.get("PIPELINE_ADMIN_TOKEN"),
             num_threads=int(threads) if threads.isdigit() else None,
@@ -105,6 +106,14 @@ class RetrainJob:
     def hub(self) -> DatasetSource:
         if is_git_url(self.settings.dataset):
             return GitDataset(self.settings.dataset, self.cache_dir)
+        if self.settings.dataset_endpoint != "hub":
+            return DatasetHub(
+                self.settings.dataset,
+                self.cache_dir,
+                endpoint=self.settings.dataset_endpoint,
+                token=self.own_token or cached_login() or False,
+                token_source=OWN_TOKEN_SOURCE,
+            )
         return DatasetHub(
             self.settings.dataset,
             self.cache_dir,

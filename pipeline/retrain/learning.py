@@ -300,7 +300,7 @@ def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
         pipeline=settings.pipeline,
         seed=settings.train.seed,
         endpoint=job.hub_endpoint if on_own_hub else settings.base_model_endpoint,
-        token=job.hub_token if on_own_hub else job.base_model_token,
+        token=job.hub_token if on_own_hub else job.own_token,
         pinned=parent.lineage.base_revision if parent is not None and is_same else None,
     )
     job_folder.write_record(path, base)

@@ -15,7 +15,7 @@ HUGGING_FACE = "https://huggingface.co"
 
 SkipIf = Literal["no_row_changed", "nothing_changed", "never"]
 
-BaseModelEndpoint = Annotated[str, Field(pattern=r"^(hub|https?://\S+)$")]
+HubEndpoint = Annotated[str, Field(pattern=r"^(hub|https?://\S+)$")]
 
 
 class _Settings(BaseModel):
@@ -229,11 +229,13 @@ def is_git_url(dataset: str) -> bool:
 class RetrainSettings(_Settings):
     pipeline: str
     dataset: str
-    """`owner/name` on the hub, or the git URL of a repository elsewhere."""
+    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
+    dataset_endpoint: HubEndpoint = "hub"
+    """The hub that has `owner/name`: `hub` for the stack's own, or the URL of another hub."""
     ref: str = "refs/heads/main"
     base_model: str = "preset:tiny"
     """`preset:tiny`, the folder of a checkpoint, or the id of a model on a hub."""
-    base_model_endpoint: BaseModelEndpoint = HUGGING_FACE
+    base_model_endpoint: HubEndpoint = HUGGING_FACE
     """The hub that such an id is looked up on; `hub` for the one that has the dataset."""
     releases_dir: Path
     """`<home>/releases`: holds one folder per pipeline."""

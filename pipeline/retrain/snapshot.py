@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import httpx
 from pydantic import BaseModel, ConfigDict
@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 60.0
 """How long a hub that does not answer is asked again: one that was killed is back by then."""
 RETRY_SECONDS = 1.0
+OVERLOADED = (429, 502, 503, 504)
+"""Answers of a hub that is there, but cannot serve now. They count as no answer."""
 FOLLOWED = "followed.json"
 """In the cache of the pipeline: a `Followed`."""
 
@@ -86,18 +88,26 @@ class DatasetHub:
     """One dataset on a hub, as this job reads it. `cache_dir` belongs to the job's pipeline."""
 
     def __init__(
-        self, dataset: str, cache_dir: Path, *, endpoint: str | None, token: str | None
+        self,
+        dataset: str,
+        cache_dir: Path,
+        *,
+        endpoint: str | None,
+        token: str | Literal[False] | None,
+        token_source: str = "HF_TOKEN",
     ) -> None:
+        """token: False sends none. token_source: where the token comes from, for error messages."""
         self.dataset = dataset
         self._cache_dir = cache_dir
         self._endpoint = endpoint
         self._token = token
+        self._token_source = token_source
 
     def head(self, ref: str) -> str:
         """The commit that `ref` points to. Raises SnapshotError."""
         from huggingface_hub import HfApi
 
-        with _translated(f"{ref} of {self.dataset}", self._endpoint):
+        with self._translated(f"{ref} of {self.dataset}"):
             info = HfApi(endpoint=self._endpoint, token=self._token).dataset_info(
                 self.dataset, revision=ref.removeprefix("refs/heads/")
             )
@@ -112,7 +122,7 @@ class DatasetHub:
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         disable_progress_bars()  # they would fill the job's log
-        with _translated(f"revision {sha} of {self.dataset}", self._endpoint):
+        with self._translated(f"revision {sha} of {self.dataset}"):
             files = HfApi(endpoint=self._endpoint, token=self._token).list_repo_files(
                 self.dataset, repo_type="dataset", revision=sha
             )
@@ -140,7 +150,7 @@ class DatasetHub:
         ends = {old}
         if followed is not None and followed.ancestor == old:
             ends.add(followed.descendant)
-        with _translated(f"the history of {new} in {self.dataset}", self._endpoint):
+        with self._translated(f"the history of {new} in {self.dataset}"):
             found = not ends.isdisjoint(self._history(new))
         if found:
             self._cache_dir.mkdir(parents=True, exist_ok=True)
@@ -163,17 +173,19 @@ class DatasetHub:
 
     def _history(self, sha: str) -> Iterator[str]:
         # HfApi.list_repo_commits fetches the whole history before it returns the first commit.
-        from huggingface_hub import constants, get_token
+        from huggingface_hub import constants
+        from huggingface_hub.utils import build_hf_headers, paginate  # type: ignore[attr-defined]
 
-        token = self._token or get_token()
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
         endpoint = self._endpoint or constants.ENDPOINT
-        page: str | None = f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}"
-        with httpx.Client(headers=headers, timeout=30.0, trust_env=False) as client:
-            while page is not None:
-                response = client.get(page).raise_for_status()
-                yield from (commit["id"] for commit in response.json())
-                page = response.links.get("next", {}).get("url")
+        commits = paginate(
+            f"{endpoint}/api/datasets/{self.dataset}/commits/{sha}",
+            params={},
+            headers=build_hf_headers(token=self._token),
+        )
+        yield from (commit["id"] for commit in commits)
+
+    def _translated(self, what: str) -> "_translated":
+        return _translated(what, self._endpoint, self._token_source if self._token else None)
 
 
 class DatasetSource(Protocol):
@@ -242,14 +254,24 @@ def _base(
 
 
 class _translated:
-    """Turns what the hub's client raises into a SnapshotError about `what`."""
+    """Turns what the hub's client raises into a SnapshotError about `what`. token_source: None
+    where no token is sent."""
 
-    def __init__(self, what: str, endpoint: str | None) -> None:
+    def __init__(self, what: str, endpoint: str | None, token_source: str | None) -> None:
         self._what = what
         self._endpoint = endpoint or "huggingface.co"
+        self._token_source = token_source
 
     def __enter__(self) -> None:
         return None
+
+    def _refused(self, reason: str) -> str:
+        if self._token_source is not None:
+            return reason.format(token=self._token_source)
+        return (
+            "there is no such dataset, or it cannot be read without a token, and there is none: set"
+            " HF_TOKEN in the shell that starts the stack, or run `hf auth login`"
+        )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         import httpx2  # what the hub's client raises for a connection that fails
@@ -263,13 +285,20 @@ class _translated:
         if isinstance(error, RevisionNotFoundError):
             reason = "it has no such revision (was it pushed away?)"
         elif isinstance(error, RepositoryNotFoundError):
-            reason = "there is no such dataset, or HF_TOKEN may not read it"
+            reason = self._refused("there is no such dataset, or {token} may not read it")
+        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            reason = self._refused("{token} is wrong, has expired, or may not read this dataset")
+            reason += f" ({error.response.status_code})"
         elif isinstance(error, (HfHubHTTPError, httpx.HTTPError, httpx2.HTTPError, OSError)):
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         else:
             return
         # The client turns some into an error of its own, about files that it does not have.
-        is_away = any(isinstance(each, away) for each in (error, error.__cause__))
+        causes = (error, error.__cause__)
+        is_away = any(isinstance(each, away) for each in causes) or any(
+            isinstance(each, HfHubHTTPError) and each.response.status_code in OVERLOADED
+            for each in causes
+        )
         raise (HubAway if is_away else SnapshotError)(
             f"{self._what} could not be fetched from {self._endpoint}: {reason}"
         ) from error

@@ -425,7 +425,6 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
         lambda: hub.api.create_collection("x"),
         lambda: hub.api.get_space_runtime("Ada/space"),
         lambda: hub.api.restart_space("Ada/space"),
-        lambda: hub.api.add_space_secret("Ada/space", "A", "1"),
         lambda: list(hub.api.list_buckets()),
         lambda: list(hub.api.list_papers(query="x")),
         lambda: hub.api.run_job(image="x", command=["true"], namespace="Ada"),

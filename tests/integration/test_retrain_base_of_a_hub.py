@@ -51,7 +51,7 @@ def test_releases_stay_with_the_commit_that_the_first_one_was_trained_from(tmp_p
         hub.git("clone", "-q", f"{hub.url}/me/base", str(worktree), cwd=tmp_path)
         first_commit = push_model(hub, worktree, scale=1.0)
         given["base_model_endpoint"] = hub.url
-        token = {"BASE_MODEL_HF_TOKEN": hub.token}
+        token = {"OWN_HF_TOKEN": hub.token}
         pipeline = Pipeline(tmp_path / "home", **given)
         first = pipeline.run(pipeline.job(pipeline.commit({"a.jsonl": jsonl(facts())})), **token)
         assert first.result == "published", first.reason

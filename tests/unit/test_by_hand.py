@@ -61,7 +61,7 @@ def test_a_payload_that_is_none_is_refused(payload: dict[str, object], tmp_path:
 
 @pytest.mark.parametrize(
     ("variable", "given"),
-    [("hf_mine", {"BASE_MODEL_HF_TOKEN": "hf_mine"}), ("stack", {}), ("", {})],
+    [("hf_mine", {"OWN_HF_TOKEN": "hf_mine"}), ("stack", {}), ("", {})],
 )
 def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
     monkeypatch: pytest.MonkeyPatch, variable: str, given: dict[str, str]

@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from jobs.spec import RevisionRange
 from pipeline.paths import Home
 from pipeline.rules import retrain_rule
 from pipeline.settings import PipelineSettings, Settings
+from receiver.payload import WebhookPayload
+from receiver.rules import RetrainRule, decide
+from tests.receiver_payloads import dataset_update
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +43,40 @@ def test_a_relative_base_model_is_beside_the_settings(tmp_path: Path) -> None:
 
     assert told("own/base") == told("./own/base") == f"{tmp_path}/own/base"
     assert [told(each) for each in ("me/base", "preset:tiny")] == ["me/base", "preset:tiny"]
+
+
+def test_a_dataset_of_another_hub_is_told_of_by_that_hub_only(tmp_path: Path) -> None:
+    rules = []
+    for name, endpoint in (("here", "hub"), ("there", "https://hub.example/")):
+        pipeline = PipelineSettings(name=name, dataset="acme/answers", dataset_endpoint=endpoint)
+        rules.append(
+            retrain_rule(Settings.model_construct(pipelines=(pipeline,)), Home(tmp_path), pipeline)
+        )
+    assert [rule.settings["dataset_endpoint"] for rule in rules] == ["hub", "https://hub.example"]
+
+    def told(hub: str, rules: list[RetrainRule]) -> list[str | None] | str:
+        payload = dataset_update()
+        payload["repo"]["url"] = {"web": f"{hub}/datasets/acme/answers"}
+        decided = decide(WebhookPayload.model_validate(payload), rules)
+        return decided if isinstance(decided, str) else [spec.pipeline for spec in decided]
+
+    assert told("http://127.0.0.1:8070", rules) == ["here"]
+    assert told("https://Hub.example", rules) == ["there"]
+    assert told("https://hub.example.org", rules) == ["here"]
+    assert told("https://mirror.example", rules[1:]) == (
+        "no pipeline follows the dataset 'acme/answers' of"
+        " 'https://mirror.example/datasets/acme/answers'; followed by there at https://hub.example"
+    )
+
+
+def test_the_own_hub_by_its_url_is_the_own_hub(tmp_path: Path) -> None:
+    own = Settings().hub_url
+    pipeline = PipelineSettings(name="a", dataset="o/d", dataset_endpoint=own)
+    settings = Settings.model_construct(pipelines=(pipeline,))
+    assert settings.datasets_on_hub == ("o/d",)
+    assert retrain_rule(settings, Home(tmp_path), pipeline).endpoint is None
+    with pytest.raises(ValidationError, match="is a git URL; leave it out"):
+        PipelineSettings(name="a", dataset="https://h/o/d", dataset_endpoint="https://hub.example")
 
 
 def test_relative_files_of_questions_are_beside_the_settings(tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""API: the secrets and the variables of a Space."""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from sqlalchemy.engine import Connection
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pipeline.hub.auth import identity_of
+from pipeline.hub.errors import Forbidden
+from pipeline.hub.http_json import iso_time, read_json
+from pipeline.hub.names import RepositoryName
+from pipeline.hub.repositories import Repository
+from pipeline.hub.service import Hub
+from pipeline.hub.space_store import Kind, delete_setting, list_settings, put_setting
+
+MAX_VALUE_CHARACTERS = 64 * 1024
+
+Key = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,254}$")]
+Value = Annotated[
+    str, StringConstraints(min_length=1, max_length=MAX_VALUE_CHARACTERS, pattern=r"^[^\x00]*$")
+]
+
+
+class NewSetting(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: Key
+    value: Value
+    description: Annotated[str, StringConstraints(max_length=4096)] | None = None
+
+
+class OldSetting(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    key: Key
+
+
+async def show(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    kind = _kind(request, name, rest)
+    if kind == "secret":
+        _may_change(request)
+    return JSONResponse(await run_in_threadpool(lambda: _listed(hub, hub.find(name), kind)))
+
+
+async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    kind = _kind(request, name, rest)
+    _may_change(request)
+    body = await read_json(request, NewSetting)
+
+    def change(connection: Connection, space: Repository) -> None:
+        put_setting(connection, space, kind, hub.cipher, **body.model_dump())
+
+    return await _changed(hub, name, kind, change)
+
+
+async def remove(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
+    kind = _kind(request, name, rest)
+    _may_change(request)
+    key = (await read_json(request, OldSetting)).key
+    return await _changed(
+        hub, name, kind, lambda connection, space: delete_setting(connection, space, kind, key)
+    )
+
+
+async def _changed(
+    hub: Hub, name: RepositoryName, kind: Kind, change: Callable[[Connection, Repository], None]
+) -> Response:
+    """Change the settings and tell it, as the Hub does, as an event about the configuration."""
+
+    def act() -> dict[str, object]:
+        with hub.database.write() as connection:
+            space = hub.repositories.find(connection, name)
+            change(connection, space)
+            hub.log.record(connection, space, action="update", scope="repo.config")
+        return _listed(hub, space, kind)
+
+    listed = await run_in_threadpool(act)
+    hub.log.wake()
+    return JSONResponse(listed)
+
+
+def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
+    if name.type != "space" or rest:
+        raise HTTPException(404)
+    return "secret" if request.url.path.endswith("/secrets") else "variable"
+
+
+def _may_change(request: Request) -> None:
+    identity = identity_of(request)
+    if identity.job_id is not None:
+        raise Forbidden(
+            f"This is the token of job {identity.job_id}, which may read and write repositories and"
+            " nothing else: secrets and variables of a Space need another token."
+        )
+    identity.require_write(f"{request.method} {request.url.path}")
+
+
+def _listed(hub: Hub, space: Repository, kind: Kind) -> dict[str, object]:
+    with hub.database.read() as connection:
+        settings = list_settings(connection, space, kind)
+    return {
+        each.key: {
+            "key": each.key,
+            **({} if each.value is None else {"value": each.value}),
+            "description": each.description,
+            "updatedAt": iso_time(each.updated_at),
+        }
+        for each in settings
+    }

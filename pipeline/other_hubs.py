@@ -1,0 +1,109 @@
+"""Makes other hubs, such as huggingface.co, tell the receiver of pushes to followed datasets."""
+
+import ipaddress
+import json
+import os
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from pipeline.paths import Home
+from pipeline.retrain.own_token import own_token
+from pipeline.services import deliveries_path
+from pipeline.settings import Settings
+from pipeline.subscriptions import ROUTE
+from pipeline.tokens import Tokens, secret_in_shell
+from receiver.errors import ReceiverError
+from receiver.moved_webhooks import HubCredentials
+from receiver.share import remembered_urls
+from receiver.webhooks import WatchedItem, create_webhook, list_webhooks, update_webhook
+
+
+def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
+    """The hubs whose webhooks must follow the receiver's public URL; none if the user has no token
+    for them."""
+    token = own_token(os.environ, tokens.hub)
+    if token is None:
+        return []
+    return [HubCredentials(endpoint=hub, token=token) for hub in _followed(settings)]
+
+
+def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
+    """Create or correct the webhook at each other hub. Yields one line for each hub: what it does
+    now, or what the user must do. A hub that cannot be reached must not keep the stack down."""
+    token = own_token(os.environ, tokens.hub)
+    for hub, datasets in _followed(settings).items():
+        names = ", ".join(datasets)
+        receiver = _receiver_seen_from(hub, settings, home)
+        if receiver is None:
+            yield (
+                f"{hub} cannot reach this receiver to tell of pushes to {names}: set `tunnel` or "
+                "`public_url` under [receiver], then start the stack again; until then, train by "
+                "hand with `pipeline jobs run`"
+            )
+            continue
+        url = receiver + ROUTE
+        watch = " ".join(f"--watch dataset:{name}" for name in datasets)
+        by_hand = (
+            f"HF_TOKEN=… pipeline webhooks create --endpoint {hub} --url {url} {watch} "
+            f"--domain repo --secret {secret_in_shell(home.tokens_file)}"
+        )
+        if token is None:
+            yield (
+                f"no token for {hub}: run `hf auth login`, or set HF_TOKEN to a token that may "
+                f"manage webhooks there, and start the stack again; or by hand: {by_hand}"
+            )
+            continue
+        try:
+            webhook_id = _subscribe(hub, token, url, datasets, tokens.webhook)
+        except ReceiverError as error:
+            yield f"no webhook at {hub} for {names}: {error} By hand: {by_hand}"
+        else:
+            yield f"{hub} tells of pushes to {names}: its webhook {webhook_id} posts to {url}"
+
+
+def _followed(settings: Settings) -> dict[str, list[str]]:
+    """Other hub → the datasets there that pipelines follow."""
+    followed: dict[str, list[str]] = {}
+    for pipeline in settings.pipelines:
+        hub = settings.other_hub(pipeline)
+        if hub is not None and pipeline.dataset not in followed.setdefault(hub, []):
+            followed[hub].append(pipeline.dataset)
+    return followed
+
+
+def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str) -> str:
+    """The id of the webhook that posts to `url`. The user's other webhooks are left alone."""
+    watched = [WatchedItem(type="dataset", name=name) for name in datasets]
+    ours = next(
+        (each for each in list_webhooks(endpoint=hub, token=token) if each.url == url), None
+    )
+    if ours is None:
+        created = create_webhook(
+            url=url, watched=watched, domains=["repo"], secret=secret, endpoint=hub, token=token
+        )
+        return created.id
+    update_webhook(ours.id, watched=watched, secret=secret, url=url, endpoint=hub, token=token)
+    return ours.id
+
+
+def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
+    """The receiver's URL that the hub can post to; None if there is none."""
+    own = settings.receiver.model_copy(update={"deliveries_path": deliveries_path(settings, home)})
+    if own.public_url is not None:
+        return own.public_url.rstrip("/")
+    if own.tunnel is not None:
+        # The receiver writes the URL of its tunnel before it answers.
+        try:
+            urls = json.loads(remembered_urls(own, own.port).read_text())
+        except (OSError, ValueError):
+            return None
+        return str(urls[0]) if urls else None
+    return settings.receiver_url if _is_on_this_machine(hub) else None
+
+
+def _is_on_this_machine(hub: str) -> bool:
+    name = urlsplit(hub).hostname or ""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"

@@ -1,0 +1,74 @@
+"""A `gradio.Blocks` as the page of a receiver. The script finds on it what gradio's own `launch`
+would have set: `ui.server.close()`, `ui.local_url`, `ui.share_url`, `ui.is_running`."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from fastapi import FastAPI
+
+
+def is_blocks(ui: object) -> bool:
+    """Whether `ui` is a `gradio.Blocks`. Does not import gradio, which may not be installed."""
+    return any(
+        kind.__name__ == "Blocks" and kind.__module__.partition(".")[0] == "gradio"
+        for kind in type(ui).__mro__
+    )
+
+
+def application_of_blocks(blocks: Any) -> FastAPI:
+    """An application that serves `blocks`. The caller must enter its lifespan."""
+    import gradio  # must be installed, since the user passed Blocks
+
+    # Mount the interface in an application of its own, because at "/" of the server it would hide
+    # routes that are added later.
+    mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), blocks, path="/")
+    return mounted
+
+
+class ServerOfBlocks:
+    """The object that a script finds as `ui.server`."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+
+
+def show_as_running(
+    blocks: Any, *, app: FastAPI, local_url: str, share_url: str | None, close: Callable[[], None]
+) -> None:
+    """Set the attributes that a script may read after `launch`. `close` stops the server."""
+
+    def close_and_tell() -> None:
+        blocks.is_running = False
+        close()
+
+    blocks.server = ServerOfBlocks(close_and_tell)
+    blocks.server_app = app
+    blocks.local_url = f"{local_url}/"
+    blocks.share_url = share_url
+    blocks.is_running = True
+
+
+def block_until_interrupted(blocks: Any) -> None:
+    """Call `blocks.block_thread()`, which a script may replace, and close the server after it.
+    SIGTERM ends the process too, but only after the server has closed."""
+    if threading.current_thread() is not threading.main_thread():
+        blocks.block_thread()  # only the main thread can take signals
+        return
+    is_terminated = False
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        nonlocal is_terminated
+        is_terminated = True
+        raise KeyboardInterrupt  # ends the wait in `block_thread`
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        blocks.block_thread()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if is_terminated:
+        blocks.server.close()
+        signal.raise_signal(signal.SIGTERM)

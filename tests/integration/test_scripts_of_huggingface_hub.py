@@ -1,0 +1,169 @@
+"""Scripts for the `WebhooksServer` of `huggingface_hub`, each run with both import lines. A script
+prints what it found, and both runs must print the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ports import free_port
+from tests.receiver_payloads import dataset_update
+from tests.receiver_scripts import ROOT
+
+IMPORTS = {
+    "theirs": "from huggingface_hub import WebhookPayload, WebhooksServer, webhook_endpoint",
+    "ours": "from receiver import WebhookPayload, WebhooksServer, webhook_endpoint",
+}
+
+# What the tests of huggingface_hub use: a landing page whose `block_thread` is replaced, handlers
+# of all kinds, a client inside the process, and the end by `ui.server.close()`.
+LIKE_ITS_OWN_TESTS = """
+import io, contextlib, json, os, sys
+from unittest.mock import patch
+import gradio, httpx
+from fastapi import Request
+from fastapi.testclient import TestClient
+
+PAYLOAD = json.loads(os.environ["PAYLOAD"])
+found = {}
+
+with gradio.Blocks() as ui:
+    gradio.Markdown("# mine")
+app = WebhooksServer(ui=ui, webhook_secret="s3cret")
+
+@app.add_webhook
+async def with_payload(payload: WebhookPayload) -> None:
+    return {"scope": payload.event.scope}
+
+@app.add_webhook
+async def async_with_request(request: Request) -> None:
+    return {"secret": request.headers["x-webhook-secret"]}
+
+@app.add_webhook
+def sync_with_request(request: Request) -> None:
+    return {"secret": request.headers["x-webhook-secret"]}
+
+@app.add_webhook
+async def async_alone() -> None:
+    return {"alone": True}
+
+@app.add_webhook
+def sync_alone() -> None:
+    return {"alone": True}
+
+@app.add_webhook(path="/a/name/")
+async def with_a_name() -> None:
+    return {"named": True}
+
+found["registered"] = sorted(app.registered_webhooks)
+found["secret"] = app.webhook_secret
+try:
+    app.add_webhook("with_payload")(lambda: None)
+except ValueError as error:
+    found["twice"] = str(error)
+
+printed = io.StringIO()
+with patch.object(ui, "block_thread") as block, contextlib.redirect_stdout(printed):
+    app.launch(share=False)
+found["blocked"] = block.call_count
+lines = printed.getvalue().splitlines()
+url = ui.local_url.rstrip("/")
+found["port"] = url.rpartition(":")[2] == os.environ["GRADIO_SERVER_PORT"]
+found["share_url"] = ui.share_url
+found["running"] = ui.is_running
+found["ready"] = "Webhooks are correctly setup and ready to use:" in lines
+found["printed"] = [line.replace(url, "URL") for line in lines if line.startswith("  - POST ")]
+
+@app.fastapi_app.get("/of/the/script")
+def of_the_script():
+    return "served"
+
+def answers(client, url):
+    right, wrong = {"x-webhook-secret": "s3cret"}, {"x-webhook-secret": "other"}
+    for name in sorted(app.registered_webhooks):
+        told = [
+            client.post(url + name, headers=headers, json=PAYLOAD) for headers in (right, wrong, {})
+        ]
+        yield name, [(one.status_code, one.json()) for one in told]
+    yield "route", client.get(url + "/of/the/script").json()
+
+found["inside"] = list(answers(TestClient(app.fastapi_app), ""))
+with httpx.Client() as client:
+    found["by http"] = list(answers(client, url))
+    found["page"] = client.get(url + "/config").json()["components"][0]["props"]["value"]
+
+ui.close()
+found["running after close"] = ui.is_running
+with contextlib.redirect_stdout(io.StringIO()):
+    app.launch(prevent_thread_lock=True, share=False)
+found["again"] = httpx.post(
+    ui.local_url + "webhooks/sync_alone", headers={"x-webhook-secret": "s3cret"}
+).json()
+ui.server.close()
+try:
+    httpx.get(ui.local_url)
+except httpx.ConnectError:
+    found["closed"] = True
+print(json.dumps(found))
+"""
+
+# As the guide has it, without a page of its own. The script goes on after `launch`.
+WITHOUT_A_PAGE = """
+import json, os
+import httpx
+
+app = WebhooksServer()
+
+@app.add_webhook
+async def goodbye(payload: WebhookPayload):
+    return {"message": "goodbye " + payload.repo.name}
+
+app.launch(prevent_thread_lock=True, share=False, server_port=int(os.environ["PORT"]))
+
+@app.fastapi_app.post("/later")
+def later():
+    return "later"
+
+url = "http://127.0.0.1:" + os.environ["PORT"]
+payload = json.loads(os.environ["PAYLOAD"])
+with httpx.Client() as client:
+    paths = ("/webhooks/goodbye", "/later")
+    found = [client.post(url + path, json=payload).json() for path in paths]
+    found.append(client.get(url).status_code)
+print(json.dumps(found))
+"""
+
+
+def found_by(script: str, folder: Path, whose: str) -> Any:
+    """What the script printed last, read from JSON."""
+    file = folder / f"{whose}.py"
+    file.write_text(f"{IMPORTS[whose]}\n{script}")
+    port = str(free_port())
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        cwd=folder,
+        env=os.environ
+        | {
+            "PYTHONPATH": str(ROOT),
+            "PYTHONWARNINGS": "ignore",
+            "GRADIO_ANALYTICS_ENABLED": "False",
+            "GRADIO_SERVER_PORT": port,
+            "PORT": port,
+            "PAYLOAD": json.dumps(dataset_update()),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", [LIKE_ITS_OWN_TESTS, WITHOUT_A_PAGE], ids=["ui", "no_ui"])
+def test_a_script_finds_the_same_with_either_import(tmp_path: Path, script: str) -> None:
+    ours = found_by(script, tmp_path, "ours")
+    assert ours == found_by(script, tmp_path, "theirs")
