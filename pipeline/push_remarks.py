@@ -12,7 +12,7 @@ from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 from pipeline.pointers import Pointer
-from pipeline.retrain.data_files import CARD, is_needed
+from pipeline.retrain.data_files import CARD
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.rules import branch_ref
@@ -20,8 +20,10 @@ from pipeline.settings import PipelineSettings
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 16 * 1024 * 1024
-"""Of changed files that are read. The client waits meanwhile."""
+MAX_BYTES = 4 * 1024 * 1024
+"""The hub reads changed files up to this size together, because the client waits meanwhile."""
+PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+"""The hub opens no other files: a small compressed file may fill its memory."""
 MAX_NAMED = 5
 
 
@@ -61,7 +63,7 @@ def _unreadable(
     """The rows of the changed files that a job of the pipeline could not read."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
-    wanted = [file for file in files if is_needed(file.path) and file.path != CARD]
+    wanted = [file for file in files if file.path.lower().endswith(PLAIN)]
     num_bytes = 0
     bad: list[DataError] = []
     missing = []

@@ -23,6 +23,7 @@ from pipeline.pointers import Pointer
 from tests.hub_fixtures import (
     SECRET_KEY,
     TOKEN,
+    create_empty,
     git_env,
     listening_socket,
     run_git,
@@ -66,7 +67,7 @@ class MeasuredHub:
         arguments = [str(root), str(port), TOKEN, SECRET_KEY.decode()]
         self._process = subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments])
         wait_until(self._answers, every_seconds=0.05)
-        self.api.create_repo("local/facts", repo_type="dataset")
+        create_empty(self.url, "local/facts")
         self._before = mib(self._process.pid, "VmHWM")
         self._git: dict[str, int] = {}
         self._is_over = threading.Event()

@@ -65,6 +65,11 @@ def test_a_row_that_cannot_be_read_is_told_with_file_and_line(hub: RunningHub, c
     assert push(hub, clone, {"good3.jsonl": GOOD}) == []
 
 
+def test_a_compressed_file_is_not_opened(hub: RunningHub, clone: Path) -> None:
+    (clone / "bomb.jsonl.gz").write_bytes(gzip.compress(b"{no json\n"))
+    assert push(hub, clone, {"good4.jsonl": GOOD}) == []
+
+
 def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 9\n"
     first, _ = push(hub, clone, {"large.jsonl": pointer})
