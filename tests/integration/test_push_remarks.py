@@ -1,5 +1,6 @@
 """What a person who pushed is told at once: by git, and by the client of the Hub."""
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 
