@@ -199,7 +199,7 @@ class Stack:
                 # In a session of its own, so that Ctrl-C reaches only the parent, which then stops
                 # the children in order.
                 start_new_session=True,
-                preexec_fn=_end_with_parent(os.getpid()) if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
             )
         self._started_at[service.name] = time.monotonic()
         earlier = self._children.get(service.name)
@@ -279,7 +279,7 @@ def _end(process: ProcessIdentity) -> None:
         time.sleep(0.05)
 
 
-def _end_with_parent(parent: int) -> Callable[[], None]:
+def end_with_parent(parent: int) -> Callable[[], None]:
     """A function for the child process. It makes the kernel end the child when the parent dies, so
     that no child keeps a port."""
 

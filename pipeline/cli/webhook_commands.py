@@ -257,6 +257,12 @@ def _domains(given: list[str] | None) -> Any:
     return given
 
 
+def secrets_in(file: str, option: str) -> dict[str, str]:
+    """The variables in the file that `option` names. Raises PipelineError for a name without a
+    value that is not set in this shell."""
+    return _with_values(_lines_of(file, option))
+
+
 def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
     """The secrets of both options; --secrets overrules the file. None if neither is given."""
     if given is None and file is None:
@@ -265,6 +271,10 @@ def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None
     for text in given or ():
         name, equals, value = text.partition("=")
         named[name] = value if equals else None
+    return _with_values(named)
+
+
+def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
     found = {}
     for name, given_value in named.items():
         secret = os.environ.get(name) if given_value is None else given_value
@@ -276,19 +286,19 @@ def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None
     return found
 
 
-def _lines_of(file: str) -> dict[str, str | None]:
+def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
     """Name → value; None for a name without a value."""
     from dotenv.parser import parse_stream
 
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"--secrets-file {file} cannot be read: {error}") from None
+        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
     found = {}
     for line in parse_stream(io.StringIO(text)):
         if line.error:
             raise PipelineError(
-                f"--secrets-file {file}: line {line.original.line} is neither NAME=VALUE nor NAME"
+                f"{option} {file}: line {line.original.line} is neither NAME=VALUE nor NAME"
             )
         if line.key is not None:
             found[line.key] = line.value
