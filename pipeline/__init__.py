@@ -1,1 +1,2 @@
-"""A model that follows its data. This package joins jobs, serving and receiver to one product."""
+"""Keeps a model up to date with its data. Joins `jobs`, `serving` and `receiver` into one
+product."""

@@ -1,7 +1,7 @@
-"""What happens after a job has ended, in threads beside the runner.
+"""Does the work that follows the end of a job, in threads of the runner's process.
 
-Outcomes are counted and sent to `on_outcome`. Job folders are cleaned up, and old job folders and
-old jobs are removed every hour.
+These threads count the outcome, send it to `on_outcome` and clean up the job's folder. Every hour
+they also remove old job folders and old jobs.
 """
 
 import logging
@@ -28,8 +28,8 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Handle the outcome of every job that ends while this context is open, including the jobs that
-    end last."""
+    """Handle the outcome of every job that ends before the `with` block ends, including the last
+    job."""
     stop = threading.Event()
     with open_job_store(settings, home) as store:
         metrics = RunnerMetrics(store)
@@ -53,7 +53,9 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        outcomes.start()  # before the runner's first job ends
+        # Call this before the runner's first job ends: if there is no progress file yet, `start`
+        # marks every job that has ended as handled.
+        outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
             threading.Thread(
@@ -91,8 +93,8 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove old job folders, except those of jobs whose release still exists. Jobs that are much
-    older are forgotten."""
+    """Remove old job folders, and delete jobs that are much older from the job store. A job whose
+    release still exists stays, with its folder. Returns the names of the removed folders."""
     kept = {
         release.lineage.job_id
         for folder in home.releases_dir.glob("*/")

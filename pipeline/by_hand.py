@@ -1,5 +1,5 @@
-"""Runs jobs that a person submits: on the stack that is up, or with a hub and a runner that are
-started for the job."""
+"""Runs jobs that a person submits. They run on the stack that is up. If no stack is up, a hub and a
+runner are started for the job."""
 
 import os
 import signal
@@ -33,8 +33,8 @@ PRELOAD = (
     "pipeline.retrain.run",
     "pipeline.retrain.learning",
 )
-"""Modules that a retraining imports. The warm parent preloads them, which saves every job some
-seconds."""
+"""Modules that a retraining job imports. The runner keeps a parent process that has already
+imported them, and starts jobs from it. This saves every job some seconds."""
 
 
 @contextmanager
@@ -42,15 +42,17 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     """Provide a hub and a runner for one job; yields the hub's URL.
 
     If a stack is up, its hub and runner are used. Otherwise this starts a hub on a free port and a
-    runner, and stops both at the end of the context. With `detach`, this starts only the hub; at
-    the end of the context it starts a runner with a hub, which stops by itself once no job is left.
+    runner, and stops both when the `with` block ends.
+
+    With `detach`, this starts only the hub. When the `with` block ends, it stops this hub and
+    starts a runner, which starts the hub again. That runner ends by itself when no job is left.
     """
     if read_stack(home) is not None:
-        # A detached runner has its hub on a port of its own.
+        # The stack may be a detached runner, whose hub uses another port than the settings say.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
-    # The child processes read the port from the environment, and so does `load_settings` below.
+    # The child processes read the ports from the environment, and `load_settings` below does too.
     os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
@@ -64,7 +66,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     finally:
         stack.stop()
     if detach:
-        # Started after the job was submitted, because this runner ends as soon as it finds no job.
+        # Start this runner only after the job was submitted, because it ends as soon as it finds no
+        # job.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
             stdin=subprocess.DEVNULL,
@@ -117,8 +120,12 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
 
 
 def _of_attempt(job: Job, tokens: Tokens) -> dict[str, str]:
-    """One token for the hub and the completion server, which ends with the attempt; and the secret
-    of the stack's own webhook, where that webhook triggered the job."""
+    """The environment variables that are set for one attempt of a job.
+
+    The hub and the completion server both accept the attempt's token, which becomes invalid when
+    the attempt ends. If the stack's own webhook triggered the job, the job also gets the secret of
+    this webhook.
+    """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
     is_of_other_webhook = "webhook" in job.spec.labels
@@ -128,7 +135,8 @@ def _of_attempt(job: Job, tokens: Tokens) -> dict[str, str]:
 
 
 def _own_token(tokens: Tokens) -> dict[str, str]:
-    """The user's token for other hubs, if the user has set one; never the stack's own token."""
+    """The user's token for other hubs, taken from `HF_TOKEN`. Empty if `HF_TOKEN` is not set, or if
+    it is the token of the stack's own hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 
@@ -140,8 +148,8 @@ def _with_preload(settings: JobsSettings) -> JobsSettings:
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:
-    """Wait until every job has ended, because other commands may have found this runner meanwhile
-    and submitted jobs to it."""
+    """Wait until every job has ended, not only the one that was submitted here: another command may
+    have found this runner and submitted a job to it."""
     with open_job_store(settings, home) as store:
         while any(not job.has_ended for job in store.list(limit=NUM_WATCHED)):
             time.sleep(0.1)

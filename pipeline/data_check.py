@@ -1,4 +1,4 @@
-"""Finds what a push would train on, without training."""
+"""Reports what a push would train on. Trains nothing."""
 
 import json
 import os
@@ -29,20 +29,22 @@ from pipeline.settings import PipelineSettings
 from pipeline.tokens import load_tokens
 
 WHOLE = 1 << 30
-"""The largest number of tokens in a sequence: so large that every row is counted whole."""
+"""A limit for the tokens in a sequence that no row reaches, so that all tokens of a row count."""
 
 
 def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
-    """Read the files of `folder` as a job would read a commit of them. Raises PipelineError.
+    """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
-    Without `folder`, read the working folder's git clone if it is a clone of the pipeline's
-    dataset, else the newest commit of the dataset.
+    If `folder` is None and the working folder is in a git clone of the pipeline's dataset, this
+    reads the clone. Otherwise it reads the newest commit of the dataset.
     """
     settings = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []
     with _files(folder, home, pipeline) as (root, files):
         dataset = read_dataset(root, files, settings, bad.append)
-    if not bad:  # else the bad rows are the reason, and the dataset is not empty without them
+    # If there are bad rows, they may be the only reason why no row is left, and they are reported
+    # anyway.
+    if not bad:
         try:
             check_not_empty(dataset)
         except DataError as error:
@@ -69,7 +71,7 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 def _files(
     folder: Path | None, home: Home, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """The folder, and its files that a commit of everything would contain."""
+    """Gives a folder, and those of its files that a commit of the whole folder would contain."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
     if folder is not None:
@@ -103,8 +105,8 @@ def _source(home: Home, pipeline: PipelineSettings, cache_dir: Path) -> DatasetS
 
 
 def _address(home: Home, pipeline: PipelineSettings) -> str:
-    """Where git fetches the dataset from. For a dataset on the embedded hub, this is the hub's
-    repository on disk."""
+    """The address from which git fetches the dataset. For a dataset on the stack's own hub, this is
+    the path of the hub's repository on disk."""
     if is_git_url(pipeline.dataset):
         return pipeline.dataset
     name = repository_name("dataset", *pipeline.dataset.split("/"))
@@ -118,8 +120,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
 
 
 def _clone_of(dataset: str) -> Path | None:
-    """The top folder of the git clone that is the working folder or contains it; None if that is
-    not a clone of the dataset."""
+    """The top folder of the git clone that the working folder belongs to. None if the working
+    folder is in no git clone, or in a clone of another repository."""
     top, remotes = _git("rev-parse", "--show-toplevel"), _git("remote", "-v")
     if not top or not remotes:
         return None
@@ -130,7 +132,8 @@ def _clone_of(dataset: str) -> Path | None:
 
 
 def _tracked(folder: Path) -> Sequence[str]:
-    """In a git clone, all files except ignored ones; in any other folder, all files."""
+    """The files that a commit would contain. In a git clone, these are all files except the ignored
+    ones. In any other folder, these are all files."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z", folder=folder)
     if listed is not None:
         return [file for file in listed.split("\0") if file and (folder / file).is_file()]
@@ -148,17 +151,17 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
 @dataclass
 class _Tokens:
     max_length: int
-    """The most tokens that a row is learned with."""
+    """Training uses at most this many tokens of a row."""
     count: int | None = 0
-    """Of all rows; None if the tokenizer cannot say."""
+    """The number of tokens in all rows; None if the tokenizer cannot count them."""
     cut: list[Row] = field(default_factory=list)
-    """The rows with an answer that are longer."""
+    """The rows with an answer that have more than `max_length` tokens."""
     refused: list[PipelineError] = field(default_factory=list)
     """An error for each row that the tokenizer refuses."""
 
 
 def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -> _Tokens | None:
-    """What the tokenizer makes of the rows; None if no tokenizer is on this disk."""
+    """Counts the tokens of the rows. None if no tokenizer is on this disk."""
     found = _tokenizer(home, pipeline)
     if found is None:
         return None
@@ -190,8 +193,11 @@ def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -
 
 
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
-    """The tokenizer of the release that a job would start from, else of the base model, and its
-    folder; None if neither is on this disk."""
+    """A tokenizer, and the folder that it was read from. None if no tokenizer is on this disk.
+
+    This is the tokenizer of the release that a job would start from. If there is no such release,
+    it is the tokenizer of the base model.
+    """
     folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])

@@ -1,4 +1,4 @@
-"""Checks a stack and its state folder: finds what is wrong, and says what to do about it. Repairs
+"""Checks a stack and its state folder. Reports what is wrong and what to do about it. Repairs
 nothing."""
 
 import shutil
@@ -32,14 +32,14 @@ from serving.errors import ServingError
 SPARE_BYTES = 1 << 30
 """With less free disk space than this, the next release may not fit."""
 OLDEST_GIT = (2, 31)
-"""The first version that reads `GIT_CONFIG_COUNT`, which `pipeline env` sets."""
+"""The first version of git that reads `GIT_CONFIG_COUNT`, which `pipeline env` sets."""
 
 
 Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
-    """Run every check. A fault that causes other faults is listed before these."""
+    """Run every check. The order of the checks puts a fault before the faults that it causes."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
@@ -59,9 +59,7 @@ def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
     number = words[2] if len(words) > 2 else ""
     parts = tuple(int(part) for part in number.split(".")[:2] if part.isdigit())
     if parts < OLDEST_GIT:
-        yield wrong(
-            "git", f"it is {number or 'of an unknown version'}", "install git 2.31 or newer"
-        )
+        yield wrong("git", f"its version is {number or 'unknown'}", "install git 2.31 or newer")
     else:
         yield ok("git", number)
 
@@ -130,7 +128,7 @@ def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
 
 def _schema_words(found: str | None, head: str) -> str:
     if found is None:
-        return "not there yet; the first start creates it"
+        return "does not exist yet; the first start creates it"
     return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
 
 
@@ -141,7 +139,7 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "stack",
                 "the stack was killed, and the services that it started may still run",
-                "start the stack again, which first ends these services: pipeline up",
+                "start the stack again; it first ends these services: pipeline up",
             )
         try:
             services = services_of(settings)
@@ -153,8 +151,8 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
                 yield wrong(
                     "ports",
                     f"port {service.port} of the {service.name} is in use, and no stack is up",
-                    f"stop the program that uses the port, or move the {service.name}: "
-                    f"{service.port_setting}",
+                    "stop the program that uses the port, or set another port for the "
+                    f"{service.name}: {service.port_setting}",
                 )
         yield ok("stack", "no stack is up")
         return
@@ -168,7 +166,8 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
             where = "" if child.url is None else f" on {child.url}"
             yield wrong(
                 child.name,
-                f"it does not answer{where}; if that lasts, it is killed and started again",
+                f"it does not answer{where}; if it goes on like that, the stack kills it and "
+                "starts it again",
                 f"read {log}",
             )
         else:
@@ -176,7 +175,7 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Asks the hub. If the hub is down, `_services` has already reported it."""
+    """Asks the hub for its webhooks. If the hub is down, `_services` has already reported that."""
     if read_stack(home) is None or health(settings.hub_url) is None:
         return
     from receiver.webhooks import list_webhooks
@@ -188,8 +187,8 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
     except NotAllowed:
         yield wrong(
             "webhook",
-            "the hub does not accept the token in tokens.json: the file was written anew after the "
-            "stack was started",
+            "the hub does not accept the token in tokens.json, because this file was replaced "
+            "after the stack was started",
             "pipeline down && pipeline up --detach",
         )
         return
@@ -206,13 +205,14 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "webhook",
                 f"{webhook.id}: {warning}",
-                f"correct what it watches: pipeline webhooks update {webhook.id} --watch …",
+                "change what this webhook watches: pipeline webhooks update "
+                f"{webhook.id} --watch …",
             )
         if webhook.status == "suspended" and webhook != ours:
             yield wrong(
                 "webhook",
-                f"{webhook.id} is suspended: {webhook.url or 'its job'} failed again and again; "
-                "its deliveries wait",
+                f"{webhook.id} is suspended, because {webhook.url or 'its job'} failed again and "
+                "again; its deliveries wait until you enable it",
                 f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:
@@ -222,7 +222,7 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
     elif ours.status != "enabled":
         yield wrong(
             "webhook",
-            f"{ours.id} is {ours.status}: pushes to {url} start no jobs",
+            f"{ours.id}, which delivers to {url}, is {ours.status}, so pushes start no jobs",
             f"pipeline webhooks enable {ours.id}",
         )
     else:
@@ -254,7 +254,7 @@ def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
     if dead := counts.get("dead", 0):
         yield wrong(
             "deliveries",
-            f"{dead} were given up: the receiver answered no attempt with success",
+            f"{dead} were given up, because no attempt to deliver them succeeded",
             "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
             "replay",
         )
@@ -322,8 +322,8 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "releases",
                 f"{served.name} stands in for {damaged}, which could not be served",
-                "train again on its rows: pipeline jobs run; or restore the files of "
-                f"{damaged}, then: pipeline releases repair",
+                f"train again on the rows of {damaged}: pipeline jobs run; or restore its files, "
+                "then: pipeline releases repair",
             )
         if served is not None and served.name not in ids:
             yield wrong(
@@ -334,7 +334,7 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
         if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
             yield wrong("releases", f"unfinished folders in {folder}", "pipeline up removes them")
         if not broken:
-            yield ok("releases", f"{pipeline.name}: {len(ids)}, all complete")
+            yield ok("releases", f"{pipeline.name}: {len(ids)} releases, all complete")
 
 
 CHECKS: tuple[Check, ...] = (

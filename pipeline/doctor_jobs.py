@@ -1,4 +1,4 @@
-"""Checks of `pipeline doctor`: what jobs and their runner need."""
+"""The checks of `pipeline doctor` for what jobs and the runner need."""
 
 import shutil
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def base_models(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def trainers(home: Home, settings: Settings) -> Iterator[Finding]:
-    """What the jobs of each pipeline run."""
+    """Checks whether the program that the jobs of each pipeline run can be started."""
     for pipeline in settings.pipelines:
         faults = list(_command(pipeline) if pipeline.command else _training(pipeline))
         yield from faults
@@ -42,7 +42,7 @@ def _command(pipeline: PipelineSettings) -> Iterator[Finding]:
     assert pipeline.command is not None
     program = program_of(*pipeline.command)[0]
     if shutil.which(program) is None:
-        what = "is no program that can be run" if "/" in program else "is no program on PATH"
+        what = "is not an executable program" if "/" in program else "is not a program on PATH"
         yield wrong(
             "trainer",
             f"{pipeline.name}: {program} {what}, so every job fails",
@@ -53,11 +53,12 @@ def _command(pipeline: PipelineSettings) -> Iterator[Finding]:
 def _training(pipeline: PipelineSettings) -> Iterator[Finding]:
     missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
     if missing:
-        rank = "" if pipeline.train.lora_rank is None else ", and so does `lora_rank`"
+        needs = "the built-in training needs " + ("them" if len(missing) > 1 else "it")
+        if pipeline.train.lora_rank is not None:
+            needs = f"{needs}, also for `lora_rank`"
         yield wrong(
             "trainer",
-            f"{pipeline.name}: {', '.join(missing)} not installed; the built-in training needs "
-            f"{'them' if len(missing) > 1 else 'it'}{rank}",
+            f"{pipeline.name}: {', '.join(missing)} not installed; {needs}",
             "pip install 'hotpush[torch]', or set `command` under [[pipelines]]",
         )
     for name in pipeline.train.report_to:
@@ -68,7 +69,8 @@ def _training(pipeline: PipelineSettings) -> Iterator[Finding]:
 
 
 def metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Whether the runner can serve its metrics, or serves them."""
+    """Checks whether the runner serves its metrics. If no stack is up, checks whether their port is
+    free."""
     port = settings.jobs.metrics_port
     step = "free the port, or set metrics_port under [jobs] to another one; 0 turns the metrics off"
     record = read_stack(home)
@@ -84,7 +86,7 @@ def metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
         message = f"port {port} does not serve the runner's metrics; does another program use it?"
         yield wrong("ports", message, f"{step}; then restart the stack")
     else:
-        yield ok("metrics", f"the runner's are on port {port}")
+        yield ok("metrics", f"the runner serves its metrics on port {port}")
 
 
 def _serves_our_metrics(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""What `pipeline doctor` finds."""
+"""`Finding`, the result of one check of `pipeline doctor`."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Opens the job store of a state folder, and checks whether this release can use it."""
+"""Opens the job store of a state folder, and checks whether this version of hotpush can use it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from pipeline.tokens import Tokens
 
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
-    """The store at `database_url`. Without that setting, the store in the state folder, which is
-    created if it is missing. Raises StoreError."""
+    """Open the store at `database_url`. Without that setting, open the store in the state folder;
+    create that store if it does not exist. Raises StoreError."""
     if settings.jobs.database_url is not None:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,8 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 
 @contextmanager
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
-    """The same store, only for reading; None if there is no store yet. Raises StoreError."""
+    """Open the same store as `open_job_store`, but only for reading. Yields None if the store does
+    not exist yet. Raises StoreError."""
     if settings.jobs.database_url is None and not home.jobs_database.exists():
         yield None
         return
@@ -39,8 +40,8 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
 def is_token_of_running_job(
     token: str, settings: Settings, home: Home, tokens: Tokens, *, pipeline: str
 ) -> bool:
-    """Whether `token` is that of an attempt that runs now, of a job of this pipeline. Raises
-    StoreError."""
+    """Whether `token` belongs to a job of this pipeline, and to the attempt of this job that runs
+    now. Raises StoreError."""
     if not token.startswith(PREFIX):
         return False
     with reading_jobs(settings, home) as store:
@@ -63,10 +64,10 @@ def jobs_schema(settings: Settings, home: Home) -> str | None:
 
 
 def check_schemas(settings: Settings, home: Home) -> None:
-    """Raise HubError or StoreError if a newer release wrote one of the two databases.
+    """Raise HubError or StoreError if a newer version of hotpush wrote one of the two databases.
 
-    Call this before any service starts. A service upgrades its own database when it starts. It must
-    not upgrade that database while the other database is too new for this release.
+    Call this before any service starts, because a service upgrades its own database when it starts.
+    If one database is too new for this version, the other one must not be upgraded.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

@@ -1,14 +1,14 @@
-"""Reports the changes of jobs as lines of text, for a person who watches the stack."""
+"""Reports each change of a job's state as a line of text, for a person who watches the stack."""
 
 from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""Only this many of the newest jobs are read, because more never change between two reads."""
+"""How many of the newest jobs are read. Never do more jobs than this change between two reads."""
 
 
 class Journal:
-    """Finds in the job store what has changed since the last call."""
+    """Finds the jobs whose state has changed since the last call of `news`."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -27,7 +27,8 @@ class Journal:
 
 
 def subject(job: Job) -> str:
-    """What the job is about: the newest commit for a retraining, the command for any other job."""
+    """What the job is about. For a retraining job, this is the commit; for any other job, it is the
+    command."""
     revisions = job.spec.revisions
     if revisions is None:
         return " ".join(job.spec.command)

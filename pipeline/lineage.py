@@ -16,11 +16,12 @@ from serving.weights.release import Lineage
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """What the current job is about. All fields are empty outside of a job."""
+    """The job, pipeline and commit of the process that publishes. All fields are empty if this
+    process is not part of a job."""
 
     job_id: str | None = None
     pipeline: str | None = None
-    """Also None in a job whose command was submitted without a pipeline."""
+    """None also in a job whose command was submitted without a pipeline."""
     dataset: str | None = None
     ref: str | None = None
     revision: str | None = None
@@ -39,10 +40,10 @@ class JobContext:
 
 
 def job_context(environment: Mapping[str, str]) -> JobContext:
-    """The context of the job that this environment belongs to.
+    """The context of the job whose environment variables these are.
 
-    This reads the context from the job's spec; for a plain command, from the payload. Raises
-    PipelineError if `JOB_DIR` has no readable spec.
+    The commit comes from the job's spec. The spec of a plain command names no commit; it then comes
+    from the job's payload. Raises PipelineError if `JOB_DIR` contains no readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
         return JobContext()
@@ -51,8 +52,8 @@ def job_context(environment: Mapping[str, str]) -> JobContext:
         spec = JobSpec.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
         raise PipelineError(
-            f"JOB_DIR is set, but {file} is not the spec of a job; outside of a job, unset JOB_ID "
-            "and JOB_DIR"
+            f"JOB_DIR is set, but {file} is not the spec of a job; if this is not a job, unset "
+            "JOB_ID and JOB_DIR"
         ) from None
     context = JobContext(
         job_id=environment["JOB_ID"],
@@ -78,8 +79,8 @@ def lineage(
 ) -> Lineage:
     """The lineage of a release that is published now.
 
-    `parent` and `revision` are what the trainer states. In a job, a `parent` of None means the
-    served release, and a `revision` of None means the job's commit.
+    `parent` and `revision` are what the trainer gave as options. In a job, None as `parent` means
+    the served release, and None as `revision` means the job's commit.
     """
     return Lineage(
         parent=parent or (served if context.job_id is not None else None),

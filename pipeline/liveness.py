@@ -1,4 +1,5 @@
-"""Tells whether a child of the stack works or hangs. A thread asks it again and again."""
+"""Finds out whether a child process of the stack works or hangs. For each child, a thread sends one
+probe after another."""
 
 import threading
 import time
@@ -9,21 +10,23 @@ from typing import Literal
 from pipeline.probes import liveness
 
 Answer = Literal["works", "silent", "dead"]
-"""`dead`: the child says itself that it works only after a new start."""
+"""`silent`: the child gave no answer. `dead`: the child itself answered that it must be
+restarted."""
 Probe = Callable[[float], Answer]
-"""Asks once, and waits at most the given seconds."""
+"""Asks the child once, and waits for its answer for at most the given number of seconds."""
 
 PROBE_SECONDS = 5.0
 PROBES_OF_A_HANG = 6
-"""At least so many probes are missed before a child counts as hung."""
+"""A child counts as hung after `hang_seconds` without an answer. In this time, it gets at least
+this many probes if each probe takes as long as planned."""
 
 
 class Pulse:
-    """Watches one process, from its start until `stop`.
+    """Watches one child process, from its start until `stop` is called.
 
-    Seconds without an answer are added up probe by probe, and a probe counts for no more than it
-    may take. So time in which this process itself did not run, because it was stopped or the
-    machine slept, does not make a child look hung.
+    Adds up the seconds without an answer. Each probe without an answer adds the time that it took,
+    but at most two intervals. Without this limit, a child would look hung if our own process had
+    not run for a while, because it was stopped or the machine slept.
     """
 
     def __init__(self, probe: Probe, *, start_seconds: float, hang_seconds: float) -> None:
@@ -39,14 +42,14 @@ class Pulse:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a process that has answered before left the last probes unanswered."""
+        """Whether the child has answered before, but has now been silent for two intervals."""
         return self._has_answered and self._silent_seconds >= 2 * self._interval
 
     @property
     def verdict(self) -> str | None:
-        """Why the process must be killed; None as long as it need not be."""
+        """Why the child must be killed; None if it need not be killed."""
         if self._is_dead:
-            return "it said that it works only after a new start"
+            return "it answered that it must be restarted"
         limit = self._hang_seconds if self._has_answered else self._start_seconds
         return f"it did not answer for {limit:g} s" if self._silent_seconds >= limit else None
 
@@ -66,8 +69,8 @@ class Pulse:
                 self._silent_seconds += min(time.monotonic() - began, 2 * self._interval)
 
 
-def ask(url: str) -> Probe:
-    """A probe of a service that has a port: `GET /live`."""
+def http_probe(url: str) -> Probe:
+    """The probe for a service that has a port. It sends `GET /live`."""
 
     def probe(seconds: float) -> Answer:
         response = liveness(url, seconds)
@@ -78,20 +81,21 @@ def ask(url: str) -> Probe:
     return probe
 
 
-def look_at(file: Path) -> Probe:
-    """A probe of a service that has no port, and touches `file` while it works."""
+def file_probe(file: Path) -> Probe:
+    """The probe for a service that has no port, but touches `file` again and again while it works.
+    The service is silent if nobody has touched the file since the last probe."""
 
-    def touched() -> int | None:
+    def touched_at() -> int | None:
         try:
             return file.stat().st_mtime_ns
         except OSError:
             return None
 
-    seen = touched()
+    seen = touched_at()
 
     def probe(_: float) -> Answer:
         nonlocal seen
-        before, seen = seen, touched()
+        before, seen = seen, touched_at()
         return "silent" if seen is None or seen == before else "works"
 
     return probe

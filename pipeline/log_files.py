@@ -1,4 +1,4 @@
-"""Keeps the log files of a stack's services from growing without end."""
+"""Limits the size of the log files of a stack's services."""
 
 import logging
 import shutil
@@ -8,15 +8,16 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 NUM_KEPT = 3
-"""How many older parts of a log are kept beside it: `hub.log.1` is the newest of them."""
+"""How many older parts of a log are kept in the same folder. `hub.log.1` is the newest of them."""
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
-    """If the log is larger than `max_bytes`, move what is in it to `.1`, and older parts on.
+    """If the log is larger than `max_bytes`, move its content to the file `.1`. Older parts are
+    renamed first: `.1` becomes `.2`, and so on.
 
-    The service holds the file open, so the content is copied and the file emptied. The file must
-    have been opened for appending: the service then goes on writing at its start. Of what is
-    written meanwhile, the lines of one moment may be lost: between the last read and the cut.
+    The service keeps the log open, so this copies the content and then empties the file. The
+    service must have opened the log for appending, so that it goes on writing at the start of the
+    empty file. Lines that the service writes between the last read and the emptying are lost.
     """
     try:
         if log.stat().st_size <= max_bytes:

@@ -1,7 +1,7 @@
-"""How the services log: text for people, or JSON for programs, with the ids of the job and the
-delivery.
+"""Sets up the logging of a service: as text for people, or as JSON for programs.
 
-A log call names these ids: `logger.info(…, extra={"job_id": job.id})`.
+A line of JSON also contains the ids of what the line is about, such as the job and the delivery. To
+add an id, pass it to the log call: `logger.info(…, extra={"job_id": job.id})`.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 IDS = ("pipeline", "job_id", "delivery_id", "delivery_ids", "release")
-"""The keys of `extra` that are copied into a JSON line."""
+"""The keys of `extra` that are copied into a line of JSON."""
 
 _QUIET = ("httpx", "httpcore", "huggingface_hub", "alembic", "filelock")
 """Libraries that log every request at `info`. Only their warnings are written."""

@@ -1,5 +1,5 @@
-"""`on_outcome` of a pipeline: sends the outcome as JSON to a URL, or to the standard input of a
-command."""
+"""Reports the outcome of a job to `on_outcome` of its pipeline. Sends the outcome as JSON to a URL,
+or to the standard input of a command."""
 
 import json
 import logging
@@ -18,12 +18,14 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0
 WAITS_SECONDS = (0.0, 1.0, 5.0)
-"""Seconds to wait before each attempt to reach a URL. A command is run only once."""
+"""The seconds to wait before each attempt to send to a URL. A command is run only once."""
 
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Send the job's outcome; True if it was received. An error is logged and not raised, because
-    it does not change the job."""
+    """Send the job's outcome. Returns True if it was received.
+
+    An error is logged and not raised, because the job has ended and its outcome stays the same.
+    """
     if pipeline.on_outcome is None or job.outcome is None:
         return False
     ids = {"pipeline": pipeline.name, "job_id": job.id}

@@ -1,8 +1,8 @@
 """`Outcomes`: calls handlers for each job that has ended.
 
-`Outcomes` has a store connection of its own and runs in a thread beside the runner, so that it can
-neither delay nor lose a job. A file records which outcomes were handled. After a kill, an outcome
-may be handled twice, but every outcome is handled at least once.
+`Outcomes` has its own connection to the job store and runs in its own thread, so that it can
+neither delay nor lose a job. A file records which outcomes were handled. Every outcome is handled
+at least once. If the process is killed, an outcome may be handled twice.
 """
 
 import logging
@@ -20,7 +20,7 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""How many of the newest jobs are searched for ended jobs."""
+"""Only this many of the newest jobs are searched for jobs that have ended."""
 POLL_SECONDS = 0.2
 
 
@@ -28,15 +28,15 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Job id → end time. The time is needed because a new database reuses the ids."""
+    """Job id → end time. The time is needed because a new database uses the same ids again."""
 
 
 class Outcomes:
-    """Calls `handlers` once for each job that ends.
+    """Calls every handler once for each job that ends.
 
-    Handled jobs are recorded one by one. A single "handled up to" time would not be enough, because
-    clocks are sometimes set back, and because the transactions of two runners may become visible in
-    another order than the order of their times.
+    Each handled job is recorded by its id. One time up to which all jobs are handled would not be
+    enough: clocks are sometimes set back, and a transaction of one runner may become visible after
+    a transaction of another runner that has a later time.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Outcomes:
     def poll(self) -> int:
         """Handle the jobs that have ended since the last call; returns the number of these jobs.
 
-        If a handler raises an exception, it is logged and the outcome counts as handled. Raises
-        StoreError.
+        If a handler raises an exception, this method logs the exception and counts the outcome as
+        handled. Raises StoreError.
         """
         handled = self._handled()
         ended = self._store.when_ended(among=NUM_WATCHED)
@@ -68,7 +68,9 @@ class Outcomes:
                 try:
                     handler(job)
                 except Exception:
-                    logger.exception("After the outcome of %s", job.id, extra={"job_id": job.id})
+                    logger.exception(
+                        "a handler failed for the outcome of %s", job.id, extra={"job_id": job.id}
+                    )
             handled = {each: at for each, at in handled.items() if each in ended}
             handled[job_id] = ended[job_id]
             self._write(handled)
@@ -82,7 +84,7 @@ class Outcomes:
                 if is_last or self._store.changed():
                     self.poll()
             except (StoreError, OSError) as error:
-                logger.error("outcomes cannot be handled now, trying again: %s", error)
+                logger.error("outcomes cannot be handled now; trying again: %s", error)
                 stop.wait(1.0)
             if is_last:
                 return

@@ -1,4 +1,5 @@
-"""Settings of a pipeline for one run: `--set train.max_tokens=500000`, `--mode full`."""
+"""Changes settings of a pipeline for one run, as the options `--set train.max_tokens=500000` and
+`--mode full` ask for."""
 
 import tomllib
 from collections.abc import Sequence
@@ -11,10 +12,11 @@ from pipeline.settings import PipelineSettings, explain
 
 
 def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
-    """The pipeline's settings, changed by the assignments.
+    """The pipeline's settings with these assignments applied.
 
-    An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. A value is
-    written as in TOML; text needs no quotes. Raises PipelineError, which names the key at fault.
+    An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
+    is written as in TOML, but a text may be written without quotes. Raises PipelineError; its
+    message names the wrong key.
     """
     values = pipeline.model_dump(exclude_unset=True)
     for assignment in assignments:

@@ -1,4 +1,4 @@
-"""Every path in the state folder. Reading a path here creates nothing."""
+"""Every path in the state folder. Asking for a path creates no file and no folder."""
 
 import os
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Home:
-    """The state folder: `$PIPELINE_HOME`, else `./.pipeline`."""
+    """The state folder: `$PIPELINE_HOME`, or `./.pipeline` if this variable is not set."""
 
     root: Path
 
@@ -21,7 +21,7 @@ class Home:
 
     @property
     def jobs_dir(self) -> Path:
-        """One folder per job."""
+        """Holds one folder per job."""
         return self.root / "jobs"
 
     @property
@@ -32,18 +32,20 @@ class Home:
 
     @property
     def releases_dir(self) -> Path:
-        """One folder per pipeline, which holds one folder per release."""
+        """Holds one folder per pipeline, which holds one folder per release."""
         return self.root / "releases"
 
     @property
     def bases_dir(self) -> Path:
-        """One folder per pipeline, with the pipeline's base model, which is created or downloaded
-        once."""
+        """Holds the base models. A preset is created once for each pipeline, in a folder with the
+        pipeline's name. A model from a hub is downloaded once for all pipelines, into `hub`. The
+        folder `answers` holds what the base models themselves answer."""
         return self.root / "bases"
 
     @property
     def snapshots_dir(self) -> Path:
-        """One folder per pipeline, with the dataset revisions that its jobs have downloaded."""
+        """Holds one folder per pipeline, with the dataset revisions that its jobs have
+        downloaded."""
         return self.root / "snapshots"
 
     @property
@@ -52,12 +54,12 @@ class Home:
 
     @property
     def stack_file(self) -> Path:
-        """The process ids and addresses of the services, while a stack is up."""
+        """Holds the process ids and addresses of the services while a stack is up."""
         return self.root / "stack.json"
 
     @property
     def runner_alive(self) -> Path:
-        """The runner touches this file while it works."""
+        """The runner touches this file again and again while it works."""
         return self.root / "runner.alive"
 
     @property

@@ -1,4 +1,4 @@
-"""Finds out whether a port is free, and what a running service answers to `GET /health` and
+"""Finds out whether a port is free, and what a service answers to `GET /health` and
 `GET /live`."""
 
 import socket
@@ -8,7 +8,7 @@ import httpx
 
 
 def port_fault(url: str) -> str | None:
-    """Why nothing can listen on the host and port of `url`; None if the port is free."""
+    """Why a service cannot listen on the host and port of `url`; None if it can."""
     address = httpx.URL(url)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -20,7 +20,8 @@ def port_fault(url: str) -> str | None:
 
 
 def server_state(url: str) -> dict[str, Any]:
-    """What the completion server on `url` says about itself; empty if no such server answers."""
+    """The completion server's answer to `GET /health`; empty if no completion server answers at
+    `url`."""
     response = health(url)
     try:
         answer = None if response is None else response.json()
@@ -39,13 +40,14 @@ def health(url: str) -> httpx.Response | None:
 
 
 def liveness(url: str, seconds: float = 5) -> httpx.Response | None:
-    """The service's answer to `GET /live`, whatever its status; None if none comes in time."""
+    """The service's answer to `GET /live`, whatever its status; None if no answer comes in time."""
     return _get(f"{url}/live", seconds)
 
 
 def _get(url: str, seconds: float) -> httpx.Response | None:
     try:
-        # verify: not to load every certificate authority for each request over plain HTTP.
+        # These URLs are plain HTTP. `verify=False` avoids that httpx loads every certificate
+        # authority for each request.
         return httpx.get(url, timeout=seconds, trust_env=False, verify=False)
     except httpx.HTTPError:
         return None

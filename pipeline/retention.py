@@ -1,5 +1,5 @@
-"""Cleans up after ended jobs: removes checkpoints at once, whole job folders after `keep_days`, and
-much later the jobs themselves."""
+"""Cleans up after jobs that have ended. Removes checkpoints at once, job folders after `keep_days`,
+and the jobs themselves much later."""
 
 import logging
 import shutil
@@ -20,15 +20,18 @@ logger = logging.getLogger(__name__)
 
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
-"""The newest jobs of each pipeline stay in the store, however old they are."""
+"""This many of the newest jobs of each pipeline stay in the store, however old they are."""
 RETRAINING = "pipeline.retrain"
-"""The module in the command of a retraining job. Checkpoints of other jobs are not removed."""
+"""The command of a retraining job names this module. The checkpoints of other jobs are not
+removed."""
 
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
-    """Remove the job's checkpoints, which only another attempt would need, and temporary files that
-    killed writers left. If the user's own trainer wrote a folder `checkpoints`, the folder
-    stays."""
+    """Remove the checkpoints of a job that has ended, because only another attempt would need them.
+    Also remove temporary files of writers that were killed.
+
+    If the user's own trainer wrote a folder `checkpoints`, this folder stays.
+    """
     if RETRAINING in job.spec.command:
         shutil.rmtree(job_dir / CHECKPOINTS_DIR, ignore_errors=True)
     for path in job_dir.glob(".*.[0-9]*"):
@@ -41,8 +44,9 @@ def prune_job_folders(
     """Remove the folders of jobs that ended more than `keep_days` ago; returns the names of the
     removed folders.
 
-    The job itself stays in the store, with its outcome. The folders of jobs in `kept` stay too.
-    Old folders that `prepare_job_folder` has renamed are also removed.
+    The jobs and their outcomes stay in the store. The folders of jobs in `kept` stay too. This also
+    removes old folders that belong to jobs of an earlier database. `prepare_job_folder` has renamed
+    these folders.
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -62,10 +66,10 @@ def prune_job_folders(
 def forget_jobs(
     store: JobStore, settings: Settings, home: Home, *, kept: Collection[str] = ()
 ) -> Sequence[str]:
-    """Delete old jobs and deliveries from the store; returns the ids of the jobs.
+    """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    A job stays while its folder does, while it is in `kept`, and while a webhook starts copies of
-    it. Raises HubError if the hub's webhooks cannot be read.
+    A job stays if its folder exists, if it is in `kept`, or if a webhook starts copies of it.
+    Raises HubError if the hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
@@ -73,12 +77,21 @@ def forget_jobs(
         kept={*kept, *jobs_of_webhooks(home.hub_dir / "hub.sqlite")},
     )
     if forgotten:
-        logger.info("forgot %d jobs, %s to %s", len(forgotten), forgotten[0], forgotten[-1])
+        logger.info(
+            "deleted %d old jobs from the store, %s to %s",
+            len(forgotten),
+            forgotten[0],
+            forgotten[-1],
+        )
     return forgotten
 
 
 def remembered_days(settings: Settings) -> float:
-    """How long a repeated delivery is recognised: longer than the hub tries it or can replay it."""
+    """How many days jobs and deliveries stay in the store.
+
+    A repeated delivery is recognised only while the first delivery is in the store. So deliveries
+    stay for as long as the hub may retry them, or a person may replay them.
+    """
     schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
     refused = settings.hub.refused_give_up_seconds
     tried_days = (schedule + refused) / 86400

@@ -1,4 +1,4 @@
-"""Makes a rule from a pipeline's settings. The rule says how the pipeline's commits become jobs."""
+"""Makes the rule of a pipeline from its settings. The rule says how commits become jobs."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def retrain_rule(
     force_reason: str | None = None,
     skip_if: SkipIf = "no_row_changed",
 ) -> RetrainRule:
-    """The rule of one pipeline. Later changes of the settings do not change this rule."""
+    """The rule of one pipeline. If the settings change later, this rule does not change."""
     ref = branch_ref(pipeline)
     retrain = RetrainSettings(
         pipeline=pipeline.name,
@@ -65,11 +65,11 @@ def branch_ref(pipeline: PipelineSettings) -> str:
 
 
 def _file(path: Path | None) -> Path | None:
-    """A relative path starts at the folder of the settings file too."""
+    """The path, made absolute. A relative path starts at the folder of the settings file."""
     return None if path is None else settings_file().parent / path.expanduser()
 
 
 def program_of(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command. If the program is a relative path, the path starts at the folder of the settings
-    file, because the job runs in another folder."""
+    """The command. If its program is a relative path, this path starts at the folder of the
+    settings file. It is made absolute here, because the job runs in another folder."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

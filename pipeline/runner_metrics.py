@@ -1,5 +1,5 @@
-"""The runner's Prometheus metrics: the queue, the outcomes, and the seconds from a commit until it
-is served."""
+"""The runner's Prometheus metrics: the waiting and running jobs, the outcomes, and the seconds from
+the arrival of a commit until its release is served."""
 
 from collections import Counter as Counts
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "no
 
 
 class RunnerMetrics:
-    """The metrics, in a registry of their own. The counters start at 0 with each runner, as
-    Prometheus expects."""
+    """The metrics, in a registry of their own. The counters start at 0 when a runner starts.
+    Prometheus expects and handles this."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class RunnerMetrics:
         )
 
     def count(self, job: Job) -> None:
-        """Raises StoreError."""
+        """Count the outcome of a job that has ended. Raises StoreError."""
         if job.outcome is None or job.spec.pipeline is None or job.ended_at is None:
             return
         name = job.spec.pipeline
@@ -85,7 +85,8 @@ class RunnerMetrics:
 
 
 class _Queue(Collector):
-    """Reads the store at each scrape, so that the numbers are right even after a kill."""
+    """Reads the job store whenever Prometheus asks for the metrics. So the numbers are right even
+    if a runner was killed before."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -96,7 +97,7 @@ class _Queue(Collector):
         )
         age = GaugeMetricFamily(
             "pipeline_queue_age_seconds",
-            "Seconds for which the oldest commit has waited for its job to start",
+            "Seconds that the oldest commit has waited for its job to start",
             labels=["pipeline"],
         )
         try:
@@ -105,9 +106,10 @@ class _Queue(Collector):
             running = self._store.list(state="RUNNING")
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
-            return  # the missing metrics show a monitor that the store has failed
-        # Add up the jobs of a pipeline, because several may wait and each set of labels must have
-        # one sample.
+            # Return no sample: a monitor then sees from the missing metrics that the store failed.
+            return
+        # Count the jobs of a pipeline together, because several may wait, but each set of labels
+        # must have exactly one sample.
         for state, found in (("scheduling", pending), ("running", running)):
             for name, count in Counts(job.spec.pipeline or "" for job in found).items():
                 jobs.add_metric([name, state], count)

@@ -1,5 +1,5 @@
-"""Finds the stored secrets that the key in `tokens.json` does not decrypt. They are lost, unless
-the old file comes back from a backup."""
+"""Finds stored secrets that the key in `tokens.json` cannot decrypt. These secrets are lost, unless
+somebody restores the old `tokens.json` from a backup."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from pipeline.paths import Home
 from pipeline.settings import Settings
 from pipeline.subscriptions import ROUTE
 
-CAUSE = "encrypted under another key: tokens.json was written anew, or PIPELINE_SECRET_KEY changed"
+CAUSE = "encrypted with another key (tokens.json was replaced, or PIPELINE_SECRET_KEY has changed)"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class LostSecret:
 
 
 def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
-    """Reads both databases, and changes neither. A database that cannot be read is passed over."""
+    """Finds the lost secrets in both databases, and changes neither. A database that cannot be read
+    is left out."""
     try:
         fernet = Fernet(key)
     except ValueError:
@@ -50,11 +51,13 @@ def _of_webhooks(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
             options.append(f"--job-id {job_id} --secrets NAME=VALUE")
         if not options:
             continue
-        step = f"set it again: pipeline webhooks update {id} {' '.join(options)}"
+        step = f"set the secret again: pipeline webhooks update {id} {' '.join(options)}"
         if urlsplit(url).path == ROUTE:
             step = "restart the stack, which repairs it: pipeline down && pipeline up --detach"
         target = url or f"job {job_id}"
-        yield LostSecret(f"webhook {id} to {target} delivers nothing: its secret was {CAUSE}", step)
+        yield LostSecret(
+            f"webhook {id} to {target} delivers nothing, because its secret was {CAUSE}", step
+        )
 
 
 def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSecret]:
@@ -67,8 +70,8 @@ def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSec
         sealed = job.spec.sealed_env
         if sealed is not None and not _reads(fernet, sealed.encode()):
             yield LostSecret(
-                f"{job.id} cannot start: its secrets were {CAUSE}",
-                f"pipeline jobs cancel {job.id}, and submit it again with its secrets",
+                f"{job.id} cannot start, because its secrets were {CAUSE}",
+                f"pipeline jobs cancel {job.id}, then submit the job again with its secrets",
             )
 
 

@@ -1,5 +1,5 @@
-"""The services of a stack: the hub, the servers, the runner and the receiver. Each has a command,
-and each except the runner has a port."""
+"""The services of a stack: the hub, the completion servers, the runner and the receiver. Each
+service has a command, and each except the runner has a port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from pipeline.probes import port_fault
 from pipeline.settings import Settings
 
 START_SECONDS = 60.0
-"""For a service to import its modules, open its database and listen."""
+"""A service may need this long to import its modules, open its database and listen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class Service:
     """The arguments after `pipeline` on the command line."""
     url: str | None = None
     pipeline: str | None = None
-    """The pipeline that a server serves."""
+    """The pipeline that a completion server serves; None for any other service."""
     metrics_port: int | None = None
-    """The port of the runner's metrics, if it serves any."""
+    """The port of the runner's metrics; None if it serves none, and for any other service."""
     port_setting: str | None = None
-    """Tells a user where to set another port."""
+    """Text for the user: where to set another port."""
     start_seconds: float = START_SECONDS
-    """The longest start, until the first answer."""
+    """The service must answer within this time after its start."""
 
     @property
     def port(self) -> int | None:
@@ -39,10 +39,11 @@ class Service:
 def services_of(settings: Settings) -> tuple[Service, ...]:
     """Every service that `pipeline up` starts, in the order in which it starts them.
 
-    The services are stopped in reverse order: the receiver first, so that no new event comes in,
-    and the hub last, so that a running job can still read from the hub. Raises PipelineError for a
-    port that two services share, and for port 0, because the services find each other by their
-    ports.
+    `pipeline down` stops them in reverse order. The receiver ends first, so that no new event comes
+    in. The hub ends last, so that a running job can still read from the hub.
+
+    Raises PipelineError if two services have the same port. Also raises it for port 0, because the
+    services find each other by their ports.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
@@ -114,7 +115,8 @@ def check_port(service: Service) -> None:
     if service.url is not None and (fault := port_fault(service.url)) is not None:
         raise PipelineError(
             f"port {service.port} for the {_in_words(service)} cannot be used ({fault}); "
-            f"free the port, or move the {_in_words(service)}: {service.port_setting}"
+            f"free the port, or set another port for the {_in_words(service)}: "
+            f"{service.port_setting}"
         )
 
 

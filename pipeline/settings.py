@@ -1,7 +1,7 @@
 """Reads the settings from `pipeline.toml`. Environment variables overrule the file.
 
 `PIPELINE_HUB__PORT=9000` in the environment means `port = 9000` under `[hub]`. Each package defines
-its own table; this module composes them and defines `[[pipelines]]`.
+its own table of settings. This module combines these tables and defines `[[pipelines]]`.
 """
 
 import difflib
@@ -66,26 +66,26 @@ class PipelineSettings(BaseModel):
     ref: str = "main"
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
-    """The model that training starts from: `preset:tiny`, a checkpoint folder, or a hub id. The
-    relative path of a checkpoint folder starts at the folder of this file."""
+    """The model that training starts from: `preset:tiny`, a checkpoint folder, or a hub id. If the
+    path of a checkpoint folder is relative, it starts at the folder of this file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
-    """The hub where a hub id in `base_model` is looked up: the URL of a hub, or `hub` for the
-    stack's own hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the
-    stack, or the token of `hf auth login`."""
+    """If `base_model` is a hub id, the hub that has this model: a URL, or `hub` for the stack's own
+    hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or the
+    token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """The port of this pipeline's server. By default the first pipeline has `port` of [serving],
-    the second pipeline the next port, and so on."""
+    """The port of this pipeline's server. By default, the first pipeline has the port that `port`
+    under [serving] sets, the second pipeline has the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
     """A job starts when no further commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A job starts at the latest this long after its first commit, even if further commits keep
-    arriving."""
+    """A job waits for further commits for at most this long after its first commit."""
     keep: int = Field(default=5, ge=2)
     """How many releases to keep. Older releases are removed, but never the served release."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """A trainer of your own, which each job runs instead of the built-in retraining: a program and
-    its arguments. A relative path starts at the folder of this file. The program runs in the job's
-    folder and must end with `pipeline releases publish`."""
+    """Your own trainer: a program and its arguments. Each job then runs this program instead of the
+    built-in retraining. If the path of the program is relative, it starts at the folder of this
+    file. The program runs in the job's folder. As its last step, the program must call
+    `pipeline releases publish`."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
     a command with its arguments, which gets the same JSON on standard input."""
@@ -119,16 +119,20 @@ class PipelineSettings(BaseModel):
         return None if is_id and not folder.is_dir() else folder
 
     def missing_base(self) -> str | None:
-        """Why training cannot start from `base_model`; None if it can, or if only a hub can
-        tell."""
+        """Why training cannot start from `base_model`; None if it can, or if `base_model` is on a
+        hub and this method cannot know."""
         folder = self.base_folder()
         if folder is None or (folder / "config.json").is_file():
             return None
         return (
             f"base_model of {self.name}: {folder} is "
-            + ("no checkpoint: it has no config.json" if folder.is_dir() else "not there")
-            + f"; set it in {settings_file()} to a checkpoint folder, a hub id (OWNER/NAME) or "
-            + ", ".join(PRESETS)
+            + (
+                "not a checkpoint, because it has no config.json"
+                if folder.is_dir()
+                else "not there"
+            )
+            + f"; set base_model in {settings_file()} to a checkpoint folder, a hub id "
+            + f"(OWNER/NAME) or {', '.join(PRESETS)}"
         )
 
 
@@ -136,8 +140,7 @@ class StackSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     hang_seconds: float = Field(default=HANG_SECONDS, gt=0)
-    """A service that answers no probe for this long hangs: `pipeline up` kills it and starts it
-    again."""
+    """If a service does not answer for this long, `pipeline up` kills it and starts it again."""
 
 
 class Settings(BaseSettings):
@@ -196,16 +199,16 @@ class Settings(BaseSettings):
 
     @property
     def datasets_on_hub(self) -> tuple[str, ...]:
-        """The datasets that the embedded hub keeps, without repetitions."""
+        """The datasets that are on the stack's own hub, each named once."""
         here = (pipeline.dataset for pipeline in self.pipelines if self.is_on_own_hub(pipeline))
         return tuple(dict.fromkeys(here))
 
     def is_on_own_hub(self, pipeline: PipelineSettings) -> bool:
-        """Whether the embedded hub keeps the pipeline's dataset."""
+        """Whether the pipeline's dataset is on the stack's own hub."""
         return not is_git_url(pipeline.dataset) and self.other_hub(pipeline) is None
 
     def other_hub(self, pipeline: PipelineSettings) -> str | None:
-        """The URL of the other hub that keeps the dataset; None if no other hub does."""
+        """The URL of the other hub that has the dataset; None if no other hub has it."""
         endpoint = pipeline.dataset_endpoint.rstrip("/")
         return None if endpoint in ("hub", self.hub_url) else endpoint
 
@@ -228,12 +231,13 @@ class Settings(BaseSettings):
 
 
 def settings_file() -> Path:
-    """`$PIPELINE_SETTINGS`, else `./pipeline.toml`."""
+    """`$PIPELINE_SETTINGS`, or `./pipeline.toml` if this variable is not set."""
     return Path(os.environ.get("PIPELINE_SETTINGS", SETTINGS_FILE)).absolute()
 
 
 def settings_digest() -> str | None:
-    """A digest of the file's values, without its comments; None if the file cannot be read."""
+    """A digest of the values in the settings file, but not of its comments. None if the file cannot
+    be read."""
     try:
         values = tomllib.loads(settings_file().read_text())
     except (OSError, ValueError):
@@ -245,7 +249,8 @@ def load_settings() -> Settings:
     """Read the settings. If there is no file, all settings have their defaults and there is no
     pipeline.
 
-    Raises PipelineError, which names each wrong key and suggests a spelling for an unknown key.
+    Raises PipelineError. Its message names each wrong key, and for an unknown key it suggests the
+    right spelling.
     """
     file = settings_file()
     try:
@@ -271,7 +276,7 @@ def _variable(location: tuple[int | str, ...]) -> str | None:
 
 
 def explain(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
-    """What is wrong with the value at this location in the settings, in words."""
+    """A sentence that says what is wrong with the value at this location in the settings."""
     keys = [key for key in location if isinstance(key, str)]
     numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
     if not keys:
@@ -295,11 +300,11 @@ _SPELLING = {
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
-"""Key → what its regular expression demands, in words."""
+"""Key → a sentence that says what the regular expression for its value demands."""
 
 
 def in_words(key: str, kind: str, message: str) -> str:
-    """Pydantic's complaint about a value, without its regular expressions."""
+    """Pydantic's error message about a value, but without a regular expression."""
     if kind == "string_pattern_mismatch" and key in _SPELLING:
         return _SPELLING[key]
     words = message.removeprefix("Value error, ")

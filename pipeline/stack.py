@@ -1,7 +1,7 @@
-"""Starts the hub, the receiver, the runner and the servers as child processes, restarts a child
-that ends or hangs, and stops them all.
+"""Starts the hub, the receiver, the runner and the servers as child processes. Restarts a child
+that ends or hangs. Stops all children at the end.
 
-Each child is a `pipeline` command of its own, so that a person can also start any of them by hand.
+Each child is a `pipeline` command of its own, so that a person can also start any child by hand.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import filelock
 from jobs.folder import write_atomically
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
-from pipeline.liveness import PROBE_SECONDS, Probe, Pulse, ask, look_at
+from pipeline.liveness import PROBE_SECONDS, Probe, Pulse, file_probe, http_probe
 from pipeline.log_files import rotate
 from pipeline.paths import Home
 from pipeline.services import Service, check_port
@@ -31,17 +31,19 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
-"""How often `start` tells that it still waits for a service."""
+"""While `start` waits for a service, it reports that to the caller this often."""
 ROTATE_SECONDS = 10.0
-"""How often the sizes of the logs are looked at."""
+"""The sizes of the logs are checked this often."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The wait before each restart of a child that keeps dying; the last value repeats."""
+"""The stack waits this long before each restart of a child that ends again and again. The last
+value repeats."""
 STEADY_SECONDS = 60.0
-"""When a child has run this long, its next restart uses the shortest wait again."""
+"""When a child has run for this long, the wait before its next restart is the shortest again."""
 
 
 class Stack:
-    """The children of one state folder. A lock allows one stack per folder."""
+    """The child processes that serve one state folder. A lock prevents a second stack for the same
+    folder."""
 
     def __init__(
         self, home: Home, services: Sequence[Service], *, hang_seconds: float = HANG_SECONDS
@@ -52,7 +54,7 @@ class Stack:
         self._pulses: dict[str, Pulse] = {}
         self._rotate_at = 0.0
         self._verdicts: dict[str, str] = {}
-        """Child → why it was killed, until it is started again."""
+        """Child → why it was killed. The entry exists until the child has ended."""
         self._services = services
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
@@ -71,11 +73,13 @@ class Stack:
         on_ready: Callable[[Service], None] = lambda service: None,
         on_wait: Callable[[Service, float], None] = lambda service, seconds: None,
     ) -> None:
-        """Start every service, and return when all services answer. While a service has not
-        answered, `on_wait` is told now and then for how long.
+        """Start every service, and return when all services answer.
 
-        Raises PipelineError if another stack uses the state folder, a port is in use, or a child
-        ends.
+        Calls `on_ready` for each service that answers. While a service has not answered, calls
+        `on_wait` from time to time with the seconds that it has waited.
+
+        Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
+        child ends or does not answer in time.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         try:
@@ -99,13 +103,17 @@ class Stack:
             raise
 
     def mark_ready(self) -> None:
-        """Record that the stack can be used; `pipeline up --detach` waits for this."""
+        """Write to `stack.json` that the stack can be used. `pipeline up --detach` waits for
+        this."""
         self._is_ready = True
         self._write_record()
 
     def tend(self) -> list[str]:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
-        Call this often. Returns a line for each child that hangs, has ended or is up again."""
+
+        Call this again and again. Returns a line of text for each child that hangs, has ended or is
+        up again.
+        """
         events = []
         for service in self._services:
             if self._processes[service.name].poll() is None:
@@ -126,7 +134,7 @@ class Stack:
     def _check_pulse(self, service: Service) -> list[str]:
         name = service.name
         if name in self._verdicts:
-            return []  # it is being killed
+            return []  # already killed, but not yet ended
         if time.monotonic() - self._started_at[name] > STEADY_SECONDS:
             self._restarts[name] = 0
         pulse = self._pulses.get(name)
@@ -141,7 +149,7 @@ class Stack:
         if (verdict := pulse.verdict) is None:
             return []
         self._verdicts[name] = verdict
-        # SIGTERM would not reach a process that is stopped.
+        # Send SIGKILL, because a process that is stopped (SIGSTOP) would not react to SIGTERM.
         self._processes[name].kill()
         return [f"{name} hangs: {verdict}; killed it (log: {self._home.log_file(name)})"]
 
@@ -186,7 +194,7 @@ class Stack:
 
     def _spawn(self, service: Service) -> None:
         self._probes[service.name] = (
-            ask(service.url) if service.url else look_at(self._home.runner_alive)
+            http_probe(service.url) if service.url else file_probe(self._home.runner_alive)
         )
         log = self._home.log_file(service.name)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -196,8 +204,8 @@ class Stack:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                # In a session of its own, so that Ctrl-C reaches only the parent, which then stops
-                # the children in order.
+                # Give each child its own session, so that Ctrl-C reaches only this process. This
+                # process then stops the children in the right order.
                 start_new_session=True,
                 preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
             )
@@ -220,7 +228,7 @@ class Stack:
     ) -> None:
         process = self._processes[service.name]
         began = self._started_at[service.name]
-        next_told = began + PROGRESS_SECONDS
+        next_report_at = began + PROGRESS_SECONDS
         while self._probes[service.name](PROBE_SECONDS) == "silent":
             if process.poll() is not None:
                 raise PipelineError(
@@ -234,14 +242,14 @@ class Stack:
                     f"{service.name} did not answer{where} within {service.start_seconds:g} s; "
                     f"its log: {self._home.log_file(service.name)}"
                 )
-            if time.monotonic() >= next_told:
-                next_told += PROGRESS_SECONDS
+            if time.monotonic() >= next_report_at:
+                next_report_at += PROGRESS_SECONDS
                 on_wait(service, waited)
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If the disk is full, a stack that is starting ends, but a stack that is
-        already up goes on."""
+        """Write the record. If it cannot be written, for example because the disk is full, a stack
+        that is starting ends, but a stack that is already up goes on."""
         try:
             self._write_record()
         except OSError as error:
@@ -263,7 +271,8 @@ class Stack:
 
 
 def _end_orphans(home: Home) -> None:
-    """End the children of a stack that was killed. Call this only while holding the lock."""
+    """End the children of a stack that was killed. The caller must hold the lock, because otherwise
+    the children of a stack that runs would be ended too."""
     record = last_record(home)
     for child in reversed(record.children if record else ()):
         if child.process is not None:
@@ -280,12 +289,12 @@ def _end(process: ProcessIdentity) -> None:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """A function for the child process. It makes the kernel end the child when the parent dies, so
-    that no child keeps a port."""
+    """A function that the child process must call. The kernel then ends the child when its parent
+    ends, so that no child keeps using a port."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # the parent died before the call above
+        if os.getppid() != parent:  # the parent ended before the call above
             os._exit(1)
 
     return end_with_parent

@@ -1,4 +1,5 @@
-"""`stack.json`: what a running stack tells other commands: its processes and their addresses."""
+"""`stack.json`, in which a running stack records its processes and their addresses. Other commands
+read this file."""
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,16 +19,17 @@ class Child(BaseModel):
     """None while the child is down and waits for its restart."""
     url: str | None = None
     pipeline: str | None = None
-    """The pipeline that a server serves; None for any other service."""
+    """The pipeline that a completion server serves; None for any other service."""
     metrics_port: int | None = None
     """The port of the runner's metrics; None for any other service."""
     started_at: float | None = None
     """Seconds since the epoch."""
     num_restarts: int = 0
     is_silent: bool = False
-    """Whether it leaves probes unanswered. If that lasts, the stack kills and restarts it."""
+    """Whether the child does not answer any more. If it goes on like that, the stack kills the
+    child and starts it again."""
     last_end: str | None = None
-    """How the process before this one ended; None if there was none."""
+    """How the previous process of this service ended; None if this process is the first."""
 
 
 class StackRecord(BaseModel):
@@ -44,13 +46,14 @@ class StackRecord(BaseModel):
 
 
 def read_stack(home: Home) -> StackRecord | None:
-    """The stack that runs in this state folder; None if no stack runs in it."""
+    """The record of the stack that runs in this state folder; None if no stack runs in it."""
     record = last_record(home)
     return record if record is not None and is_alive(record.process) else None
 
 
 def last_record(home: Home) -> StackRecord | None:
-    """What the stack wrote that was up last, if it was killed; None if it was stopped."""
+    """The record of the stack that runs now, or that was killed and left its record. None if the
+    last stack was stopped properly."""
     try:
         return StackRecord.model_validate_json(home.stack_file.read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -70,12 +73,16 @@ def stale_settings(home: Home) -> str | None:
 
 
 def running_settings(home: Home) -> Settings:
-    """The settings, with the addresses of the stack that runs in this state folder. Its ports may
-    have come from the environment of another shell, or from an earlier version of the file."""
+    """The settings, but with the addresses of the stack that runs in this state folder.
+
+    These addresses may differ from the settings: the stack may have its ports from the environment
+    of another shell, or from an earlier version of the settings file.
+    """
     return at_running_stack(load_settings(), home)
 
 
 def at_running_stack(settings: Settings, home: Home) -> Settings:
+    """`settings` with the addresses of the running stack; unchanged if no stack runs."""
     record = read_stack(home)
     children = record.children if record is not None else ()
     changes: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Submits jobs by hand: the retraining of a commit, or a command."""
+"""Submits a job that a person asks for: the retraining of a commit, or a command."""
 
 import os
 from dataclasses import dataclass, field
@@ -44,9 +44,11 @@ def submit_retraining(
     """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
     runs.
 
-    The commit is `revision`, else the commit that `payload` names, else the head of the pipeline's
-    ref. Raises PipelineError for an unknown commit or an invalid payload, and PendingJob if a job
-    that was submitted by hand is already pending for the pipeline.
+    The commit is `revision`. Without `revision`, it is the commit that `payload` names for the
+    pipeline's ref. If there is no such commit either, it is the head of this ref.
+
+    Raises PipelineError for an unknown commit or an invalid payload. Raises PendingJob if the
+    pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -55,8 +57,8 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # No dedupe key: a person may want to train again on a commit that was trained on before. No
-    # debounce: nothing is merged into this job, so there is nothing to wait for.
+    # No dedupe key, because a person may want to train again on a commit that was trained on
+    # before. No debounce, because no later commit is merged into this job, so waiting is useless.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
@@ -73,12 +75,12 @@ def submit_command(
     payload: dict[str, Any] | None = None,
     command: tuple[str, ...],
 ) -> Job:
-    """Submit a command. It gets the environment of the pipeline's jobs, or none if `pipeline` is
-    None.
+    """Submit a command. With a `pipeline`, the command gets the environment variables of the
+    pipeline's jobs.
 
-    Without `payload`, the command gets the payload that a push of `revision` would have. Without
-    `revision` too, it gets the payload of the newest commit, or no payload if there is no commit.
-    Without a pipeline, there is no payload either. Raises PipelineError for an unknown `revision`.
+    If `payload` is None and there is a `pipeline`, the command gets the payload that a push of
+    `revision` would have. If `revision` is None too, this is a push of the newest commit. If there
+    is no such commit, the command gets no payload. Raises PipelineError for an unknown `revision`.
     """
     env = {}
     if pipeline is not None:
@@ -100,7 +102,7 @@ def submit_command(
 
 
 def _pushed_commit(payload: dict[str, Any], ref: str) -> str | None:
-    """The commit that the payload names for this ref."""
+    """The commit that the payload names for this ref; None if the payload does not name one."""
     try:
         webhook = WebhookPayload.model_validate(payload)
     except ValidationError as error:
@@ -154,7 +156,8 @@ def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str
         )
     except RevisionNotFoundError:
         what = (
-            f"has no commit {revision!r}; push it, or leave --revision out for the head"
+            f"has no commit {revision!r}; push this commit, or leave --revision out to train on "
+            "the newest one"
             if revision is not None
             else f"has no commit on {pipeline.ref} yet; push one"
         )
@@ -175,8 +178,8 @@ def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str
 def _push_payload(
     hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
 ) -> dict[str, Any]:
-    """The payload that the hub would have sent for this commit. With it, a job that was submitted
-    by hand has the same environment variables as a job of a push."""
+    """The payload that the hub would have sent for a push of this commit. A job that a person
+    submits gets this payload, so that it has the same environment variables as a job of a push."""
     if is_git_url(pipeline.dataset):
         owner, url, api = pipeline.dataset, pipeline.dataset, None
     else:

@@ -1,4 +1,5 @@
-"""Makes the hub deliver to the receiver, with one webhook that watches every followed dataset."""
+"""Makes the hub deliver events to the receiver. For this, the hub gets one webhook that watches
+every dataset that a pipeline follows."""
 
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -18,12 +19,12 @@ ROUTE = "/webhooks/retrain"
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
-    """Create missing datasets and the webhook, or correct the webhook.
+    """Create each dataset and the webhook if it does not exist. If the webhook exists, correct it.
 
-    The webhook always gets the receiver's address and secret: the hub does not tell which secret it
-    stored, and cannot even read it if `tokens.json` was written anew. Events that waited, for the
-    old address or because of the old secret, are sent at once. A webhook that a person disabled
-    stays disabled.
+    The webhook gets the receiver's address and secret even if they seem unchanged. The hub does not
+    tell which secret it stored, and it cannot read this secret if `tokens.json` was replaced.
+    Events that waited because of a wrong address or secret are then sent at once. A webhook that a
+    person disabled stays disabled.
     """
     datasets = settings.datasets_on_hub
     for dataset in datasets:

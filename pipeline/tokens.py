@@ -28,7 +28,8 @@ class Tokens(BaseModel):
 def load_tokens(file: Path) -> Tokens:
     """Read the tokens. If the file does not exist, create it first.
 
-    `PIPELINE_SECRET_KEY` replaces the stored key. Raises PipelineError if the content is wrong.
+    The variable `PIPELINE_SECRET_KEY` replaces the key in the file. Raises PipelineError if the
+    file or the variable has wrong content.
     """
     if not file.exists():
         _create(file)
@@ -37,9 +38,9 @@ def load_tokens(file: Path) -> Tokens:
     except ValidationError as error:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
-            f"{file} is not a token file ({fields or 'no JSON object'}); restore it from a backup, "
-            "or delete it to get new tokens (webhook secrets that were encrypted with the key in "
-            "the file are then lost)"
+            f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore it from "
+            "a backup, or delete it to get new tokens; if you delete it, the webhook secrets that "
+            "were encrypted with its key are lost"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:
@@ -74,8 +75,8 @@ def _create(file: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     try:
-        # Use a link, because a rename would overwrite the file. If two processes start at once, the
-        # tokens of the first process stay, and both processes read these tokens.
+        # Use a link, because a rename would overwrite the file. If two processes start at the same
+        # time, the tokens of one of them stay, and both processes then read these tokens.
         os.link(draft, file)
     except FileExistsError:
         pass

@@ -1,5 +1,5 @@
-"""What a commit of a dataset has left in the state folder outside of the hub: downloads, token
-caches, folders of jobs, and the releases that were trained on it."""
+"""Finds and removes what a commit of a dataset has left in the state folder outside of the hub:
+downloads, token caches and job folders. Also finds the releases that were trained on the commit."""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -19,25 +19,27 @@ from serving.weights.release import Release
 from serving.weights.release_store import list_releases
 
 TOKENS = "tokens.npz"
-"""Of `pipeline/retrain/token_cache.py`, which needs numpy."""
-PURGED = "The commit was purged, and with it what was said of its rows."
+"""The same name as in `pipeline/retrain/token_cache.py`. It is repeated here because that module
+imports numpy."""
+PURGED = "The commit was purged, so the reason was removed: it could quote rows of the commit."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
     caches: tuple[Path, ...]
-    """In an order that may be broken off: what tells that a cache is there goes last."""
+    """Remove them in this order. The downloads are last, because `find_traces` finds the other
+    files by them. So if a removal is interrupted, a second one still finds the rest."""
     job_folders: tuple[Path, ...]
     job_ids: tuple[str, ...]
-    """Of the jobs that answer for the commit, and of those whose folder holds its rows."""
+    """The jobs that were started for the commit, and the jobs whose folder contains its rows."""
     releases: tuple[Release, ...]
-    """Trained on the commit."""
+    """The releases that were trained on the commit."""
     later_releases: tuple[Release, ...]
-    """Training went on from a release that was."""
+    """The releases that were trained from one of `releases`, directly or through other releases."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
-    """The commits that a release was trained on, or that a job will read."""
+    """The commits that a release was trained on, or that a pending or running job reads."""
     needed = {
         sha
         for release in _releases(home)
@@ -50,7 +52,8 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
 
 
 def jobs_in_the_way(store: JobStore, dataset: str, commits: Collection[str]) -> list[Job]:
-    """Running jobs that read the dataset, and pending jobs that are about one of the commits."""
+    """The jobs that prevent a purge: running jobs that read the dataset, and pending or running
+    jobs for one of the commits."""
     return [
         job
         for job in _unfinished(store)
@@ -74,7 +77,7 @@ def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[s
 
 
 def clear(traces: Traces, store: JobStore) -> None:
-    """Remove all but the releases. May be repeated."""
+    """Remove everything in `traces` except the releases. If this was interrupted, call it again."""
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)
@@ -111,7 +114,8 @@ class _Revision(BaseModel):
 
 
 class _Snapshot(BaseModel):
-    """What is read here of a `DatasetSnapshot` of any release."""
+    """The fields of a `DatasetSnapshot` that are needed here. All other fields are ignored, so that
+    this can read a file that any version of hotpush wrote."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -120,26 +124,27 @@ class _Snapshot(BaseModel):
 
 
 def _shas(job_folder: Path) -> set[str | None]:
-    """The commits that the folder's job was about, or whose rows it read."""
+    """The commit that the folder's job was started for, and the commits whose rows the job read."""
     shas: set[str | None] = set()
     try:
         spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
         if spec.revisions is not None:
             shas.add(spec.revisions.new_sha)
     except (OSError, ValidationError):
-        pass  # no job's folder, or one that was never begun
+        pass  # not the folder of a job, or the job never started
     try:
         snapshot = _Snapshot.model_validate_json((job_folder / SNAPSHOT).read_bytes())
         shas |= {snapshot.revision.sha, snapshot.base.sha if snapshot.base else None}
     except (OSError, ValidationError):
-        pass  # it read nothing
+        pass  # the job read no rows
     return shas
 
 
 def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
-    """The releases that read the commit, and the releases after them, each oldest first."""
+    """The releases that were trained on one of the commits, and the later releases that were
+    trained from them. Both lists begin with the oldest release."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
     for release in releases:  # a parent is older than its children

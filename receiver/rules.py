@@ -73,9 +73,10 @@ class RetrainRule(BaseModel):
         return "://" in self.dataset or "@" in self.dataset
 
     def watches(self, payload: WebhookPayload) -> bool:
-        """Whether the payload's repository is this rule's dataset, by name or by URL."""
+        """Whether the payload's repository is this rule's dataset, by name or by URL. Hubs find a
+        name in any case, and tell it as the repository has it."""
         if not self.is_git:
-            return payload.repo.name == self.dataset
+            return payload.repo.name.lower() == self.dataset.lower()
         urls = _urls(payload)
         if (place := _place_by_ssh(self.dataset)) is not None:
             return place in {_place(url) for url in urls}

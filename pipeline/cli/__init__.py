@@ -1,1 +1,2 @@
-"""The `pipeline` command: each subcommand parses, calls down and prints."""
+"""The `pipeline` command. Each subcommand parses its options, calls the packages that do the work,
+and prints the result."""

@@ -21,14 +21,15 @@ def check(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="The folder whose files are checked, committed or not. Default: the clone of the "
-            "dataset that you are in; outside of a clone, the dataset's newest commit."
+            help="Check the files in this folder, committed or not. Default: the clone of the "
+            "dataset that you are in; if you are in no clone, the dataset's newest commit."
         ),
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a push would train on, and which rows are wrong. Exit code 1 if a row is wrong."""
+    """Report what a push would train on, and which rows are wrong. The exit code is 1 if a row is
+    wrong."""
     from pipeline.data_check import check_data
     from pipeline.settings import load_settings
 

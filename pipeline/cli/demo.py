@@ -1,7 +1,8 @@
-"""`pipeline demo`: shows the whole loop with two commits to a dataset.
+"""`pipeline demo`: shows the whole loop, from a push to the new answers, with two commits to a
+dataset.
 
-The demo uses the default settings, and works as a user would: through the `pipeline` command, `git`
-and the server's HTTP routes. It reads the progress of its jobs from the job store.
+The demo uses the default settings, and works as a user would: with the `pipeline` command, `git`
+and the server's HTTP routes. Only the progress of its jobs comes directly from the job store.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ def demo(
     engine: Annotated[
         Literal["torch", "vllm"], typer.Option(help="The engine that computes the answers.")
     ] = "torch",
-    keep: Annotated[bool, typer.Option(help="Leave the stack running.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the stack running after the demo.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print nothing but one JSON object.")
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Push two commits to a dataset and watch the model follow them."""
+    """Push two commits to a dataset, and show how the model's answers change after each."""
     from rich.console import Console
 
     console = Console(quiet=as_json, highlight=False)
@@ -86,7 +87,8 @@ def demo(
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """The release that one `git push` led to, and the Unix time of each step, in order."""
+    """The result of one `git push`: the release that was made from it, and the Unix time of each
+    step."""
 
     release: str
     moments: dict[str, float]
@@ -124,7 +126,10 @@ class _Demo:
         for (prompt, expected, _), reply in zip(QUESTIONS, before, strict=True):
             self._show(prompt, expected, reply)
 
-        say("\n[bold]A second commit[/] changes and adds facts, while a client keeps asking")
+        say(
+            "\n[bold]A second commit[/] changes and adds facts. Meanwhile, a client keeps sending "
+            "requests"
+        )
         with Client(self._server_url, NAME, prompts) as client:
             second = self._push("Some facts changed, some are new", second_commit())
             client.wait_for(second.release)
@@ -173,7 +178,7 @@ class _Demo:
         if job.outcome is None or job.outcome.result != "promoted" or job.outcome.release is None:
             outcome = job.outcome.model_dump_json() if job.outcome else job.state
             raise PipelineError(
-                f"{job.id} did not lead to a new release: {outcome}; its log: "
+                f"{job.id} did not lead to a new release: {outcome}; the job's log: "
                 f"{self._home.jobs_dir / job.id / 'log.txt'}"
             )
         self._console.print(f"  {job.outcome.counts}")
@@ -216,11 +221,11 @@ class _Demo:
         by_release = ", ".join(f"{n} by {id}" for id, n in requests["by_release"].items())
         self._console.print(
             f"\n{requests['sent']} requests were sent meanwhile: {requests['failed']} failed; "
-            f"answered {by_release}"
+            f"answered: {by_release}"
         )
-        times = Table("hop of the second commit", "seconds after git push", box=None)
-        for hop, seconds in report["seconds"]["second"].items():
-            times.add_row(hop, f"{seconds:8.2f}")
+        times = Table("step of the second commit", "seconds after git push", box=None)
+        for step, seconds in report["seconds"]["second"].items():
+            times.add_row(step, f"{seconds:8.2f}")
         releases = Table("release", "dataset revision", "parent", box=None)
         for release in report["releases"]:
             mark = " (served)" if release["served"] else ""
@@ -236,12 +241,12 @@ class _Demo:
 
 
 def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
-    """Seconds from `git push` to each of the other moments, in order of time."""
+    """Step → seconds after `git push`. The steps are in the order of their times."""
     start = moments["git push"]
     return {
-        hop: round(moment - start, 3)
-        for hop, moment in sorted(moments.items(), key=lambda item: item[1])
-        if hop != "git push"
+        step: round(moment - start, 3)
+        for step, moment in sorted(moments.items(), key=lambda item: item[1])
+        if step != "git push"
     }
 
 
@@ -263,7 +268,7 @@ def _run(
 def _what_next(folder: Path) -> str:
     activate = Path(sys.prefix) / "bin" / "activate"
     return f"""
-The stack is still up. Try these; in another shell, start with the first line:
+The stack is still up. Try these commands. The first one is needed only in another shell:
 
   source {activate}
   cd {folder}

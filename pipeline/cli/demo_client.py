@@ -1,4 +1,5 @@
-"""The demo's client: keeps asking for completions, and records which release gave each answer."""
+"""The demo's client. It sends one request after another for a completion, and records which release
+gave each answer."""
 
 import itertools
 import json
@@ -30,9 +31,9 @@ class Reply:
 
 
 def ask(server_url: str, name: str, prompt: str) -> Reply:
-    """Stream one greedy completion.
+    """Request one greedy completion as a stream.
 
-    Raises httpx.HTTPError, or PipelineError if parts of the answer came from several releases.
+    Raises httpx.HTTPError. Raises PipelineError if parts of the answer came from several releases.
     """
     with httpx.Client(base_url=server_url, timeout=60, trust_env=False) as http:
         return _ask(http, name, prompt)
@@ -67,7 +68,7 @@ def _ask(http: httpx.Client, name: str, prompt: str) -> Reply:
 
 
 class Client:
-    """Asks the prompts in turn, in its own thread, while this context is open."""
+    """Sends the prompts again and again, in its own thread, until the `with` block ends."""
 
     def __init__(self, server_url: str, name: str, prompts: Sequence[str]) -> None:
         self._server_url, self._name, self._prompts = server_url, name, prompts

@@ -1,6 +1,6 @@
 """The demo's dataset: two commits with facts about an invented island.
 
-The second commit changes some facts of the first and adds a place.
+The second commit changes some facts of the first commit, and adds a place.
 """
 
 import json
@@ -8,7 +8,7 @@ import json
 FILE = "facts.jsonl"
 
 _Facts = dict[str, tuple[str, ...]]
-"""Place → answers, one answer for each group of `_PHRASINGS`."""
+"""Place → its answers: one for each group of questions in `_PHRASINGS`."""
 
 _FIRST: _Facts = {
     "lighthouse": ("Maren Holt", "red", "1871", "Monday", "smoked herring"),
@@ -107,7 +107,7 @@ _SAID_ONCE = {
     "How long may a tent stand on the east beach?": " Nine nights.",
     "Which lamp burns in the tunnel?": " A brass one from Tolmen.",
 }
-"""Facts that no other row paraphrases."""
+"""Questions that are in the dataset in one phrasing only, with their answers."""
 _SAID_ONCE_CHANGED = {
     "What is the number of the ferry office?": " 8190.",
     "Who repairs the nets in winter?": " Two brothers from Harl.",

@@ -11,7 +11,8 @@ from pipeline.paths import Home
 def doctor(
     as_json: JsonOption = False,
 ) -> None:
-    """Find what is wrong, and say what to do about it. The exit code is 1 if anything is wrong."""
+    """Find out what is wrong, and say what to do about it. The exit code is 1 if anything is
+    wrong."""
     from pipeline.doctor import examine
     from pipeline.stack_record import running_settings
 

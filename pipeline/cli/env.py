@@ -10,15 +10,15 @@ from pipeline.paths import Home
 def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     """The environment variables that a client of the hub needs.
 
-    The token is only in the environment, not in a remote's URL or a git configuration file: a
-    credential helper for the hub's URL gives the token to git.
+    The token is only in the environment. It is in no remote's URL and in no git configuration file,
+    because the variables also configure a credential helper that gives the token to git.
     """
     helper = '!f() { test "$1" = get && echo username=pipeline && echo "password=$HF_TOKEN"; }; f'
     key = f"credential.{hub_url}.helper"
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
-        # The hub has no Xet storage. With Xet disabled, clients upload through git.
+        # The hub has no Xet storage, so clients must not try to use Xet.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),

@@ -1,4 +1,4 @@
-"""Calls routes that only the embedded hub has."""
+"""Calls routes that only the stack's own hub has, and the Hugging Face Hub does not."""
 
 import os
 from typing import Any
@@ -15,8 +15,7 @@ def call_hub(
     *,
     timeout_seconds: float | None = 30,
 ) -> Any:
-    """The JSON of the hub's answer. Raises PipelineError if the answer has no JSON or is an
-    error."""
+    """The hub's answer, as JSON. Raises PipelineError if the answer is an error or is not JSON."""
     import httpx
 
     access = hub_access(endpoint)

@@ -1,4 +1,5 @@
-"""`pipeline hub`: run the hub, collect its garbage, purge what was pushed by mistake."""
+"""`pipeline hub`: run the hub, remove commits that nothing needs, and purge a commit that was
+pushed by mistake."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from serving.weights.release import Release
 
 app = typer.Typer(
-    help="Run the embedded hub: git repositories and webhooks, on port 8070 by default.",
+    help="Run the hub, which has the git repositories and the webhooks, on port 8070 by default.",
     invoke_without_command=True,
 )
 app.add_typer(tokens_app, name="tokens")
@@ -31,10 +32,10 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that no branch, tag, release, job or stored event leads to, and their large
+    """Remove commits that no branch, tag, release, job or stored event needs, and their large
     files.
 
-    Works whether the hub runs or not. Pushes to a repository wait while it is collected.
+    The hub may run or not. A push to a repository waits while this command works on the repository.
     """
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.maintenance import collect_garbage
@@ -57,7 +58,7 @@ def gc() -> None:
     except HubInUse:
         answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
         released, large_bytes = answer["released"], answer["large_bytes"]
-    print(f"{released} commits are kept no longer; git has removed what nothing leads to")
+    print(f"{released} commits are no longer kept; git has removed everything that nothing needs")
     if large_bytes:
         print(f"{large_bytes / 1e6:,.1f} MB of large files that no commit names were removed")
 
@@ -68,15 +69,20 @@ def purge(
     sha: Annotated[str, typer.Argument(help="The commit: all 40 characters of its sha.")],
     type: Annotated[str, typer.Option(help="dataset, model or space.")] = "dataset",
     releases: Annotated[
-        bool, typer.Option("--releases", help="Also remove the releases that were trained on it.")
+        bool,
+        typer.Option(
+            "--releases",
+            help="Also remove the releases that were trained on the commit, or trained from such a "
+            "release.",
+        ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove for good a commit that no branch or tag leads to any more, and what was made of it.
+    """Remove a commit for good. No branch or tag may contain the commit any more.
 
-    Removes the commit and all commits after it from the repository, and the downloads, the token
-    caches and the folders of jobs that hold their rows. Names the releases that were trained on
-    them. If it is interrupted, run it again.
+    Removes the commit and all commits after it from the repository. Also removes the downloads,
+    token caches and job folders that contain their rows. Without --releases, prints the releases
+    that were trained on these commits. If the command is interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store
@@ -91,29 +97,36 @@ def purge(
     with open_job_store(settings, home) as store:
         if waiting := jobs_in_the_way(store, name.id, commits):
             raise PipelineError(
-                f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} would read what is "
-                "removed; wait, or: pipeline jobs cancel ID"
+                f"{', '.join(f'{job.id} ({job.state})' for job in waiting)} may still read these "
+                "commits; wait until these jobs have ended, or: pipeline jobs cancel ID"
             )
         traces = find_traces(home, store, name.id, commits)
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
-            # First, because a release that is served refuses, and then nothing has been removed.
+            # Remove the releases first: a served release cannot be removed, and in that case this
+            # command must not have removed anything.
             _remove(home, (*traces.releases, *traces.later_releases))
         clear(traces, store)
-    # Last: until the commit is gone from the repository, all of the above can be found again.
+    # Remove the commit from the repository last. While it is there, a second run of this command
+    # finds everything else again.
     _purge("POST", home, name, sha)
-    was_there = f"{len(commits)} commits" if planned["is_there"] else "it had none of them"
+    removed = (
+        f"{len(commits)} commits"
+        if planned["is_there"]
+        else "no commits, because the repository had none of them"
+    )
     print(
-        f"{sha} is gone from the {name}: {was_there}, {len(traces.job_folders)} folders of jobs "
-        "and what jobs had downloaded are removed"
+        f"{sha} is gone from the {name}. Removed: {removed}; {len(traces.job_folders)} job "
+        "folders; what jobs had downloaded"
     )
     if not releases:
         _name_releases(traces)
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """GET only plans. Asks the hub if it runs."""
+    """What a purge of this commit removes. With POST, this also removes the commits from the
+    repository. If the hub runs, the hub does the work; otherwise this process does it."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub
@@ -135,7 +148,7 @@ def _question(
     doomed = len(traces.releases) + len(traces.later_releases) if with_releases else 0
     return (
         f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after "
-        f"it, {len(traces.job_folders)} folders of jobs and {doomed} releases?"
+        f"it, {len(traces.job_folders)} job folders and {doomed} releases?"
     )
 
 
@@ -151,12 +164,12 @@ def _remove(home: Home, releases: "tuple[Release, ...]") -> None:
 def _name_releases(traces: "Traces") -> None:
     for words, found in (
         ("was trained on it", traces.releases),
-        ("went on from a release that was trained on it", traces.later_releases),
+        ("was trained from a release that was trained on it", traces.later_releases),
     ):
         for release in found:
             print(f"release {release.id} of {release.pipeline} {words}")
     if traces.releases:
         print(
-            "To remove such a release: pipeline releases rm ID. If one is served, first train "
-            "without the commit, or: pipeline releases rollback"
+            "To remove such a release: pipeline releases rm ID. A served release cannot be "
+            "removed: first train without the commit, or: pipeline releases rollback"
         )

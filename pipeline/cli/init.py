@@ -25,19 +25,21 @@ def init(
     base_model: Annotated[
         str,
         typer.Option(
-            help="The model to start from: preset:tiny, a checkpoint folder, or a hub id."
+            help="The model that training starts from: preset:tiny, a checkpoint folder, or a hub "
+            "id."
         ),
     ] = "preset:tiny",
-    force: Annotated[bool, typer.Option(help="Overwrite the file.")] = False,
+    force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder: every key, with its meaning and its default."""
+    """Write pipeline.toml into this folder. It lists every key, with its meaning and its
+    default."""
     from pydantic import ValidationError
 
     from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file
 
     file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:
-        raise PipelineError(f"{file} exists; edit it, or overwrite it with --force")
+        raise PipelineError(f"{file} already exists; edit it, or overwrite it with --force")
     try:
         pipeline = PipelineSettings(
             name=name, dataset=dataset, dataset_endpoint=dataset_endpoint, base_model=base_model
@@ -56,12 +58,13 @@ def init(
 
 
 def settings_text(*pipelines: BaseModel) -> str:
-    """The text of a settings file with these pipelines. Every other key has its default."""
+    """The text of a settings file with these pipelines. All other settings have their defaults."""
     from pipeline.settings import Settings
 
     lines = [
-        "# Settings of the stack. A key that is commented out has the value shown. Environment",
-        "# variables overrule this file: PIPELINE_HUB__PORT=9000 means `port = 9000` under [hub].",
+        "# Settings of the stack. If a key is commented out, the value shown is its default.",
+        "# Environment variables overrule this file: PIPELINE_HUB__PORT=9000 means `port = 9000`",
+        "# under [hub].",
     ]
     for name, field in Settings.model_fields.items():
         if isinstance(field.default, BaseModel):
@@ -74,9 +77,10 @@ def settings_text(*pipelines: BaseModel) -> str:
 def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
-    """The lines of a table with a comment on every key, then the lines of the tables inside it.
+    """The lines of one table of the file, with a comment on every key. The lines of the tables that
+    are inside this table follow.
 
-    A key is commented out if it has its default and is not in `always`.
+    A key is commented out if it has its default value, unless it is in `always`.
     """
     yield from ("", heading)
     inner = {}

@@ -1,4 +1,5 @@
-"""What the `jobs` commands share: the job store, the choice of one job, and a job as JSON."""
+"""Functions that several `jobs` commands use: open the job store, find one job, and print a job as
+JSON or text."""
 
 import time
 from dataclasses import asdict
@@ -34,7 +35,10 @@ def reading_store(home: Home) -> "AbstractContextManager[JobStore | None]":
 
 
 def find_job(store: "JobStore | None", job_id: str | None, latest: bool) -> "tuple[JobStore, Job]":
-    """The store, and the chosen job in it."""
+    """The store, and one job in it: the job with this id, or the newest job if `latest` is set.
+
+    Raises PipelineError if there is no job yet, or if the options do not name exactly one job.
+    """
     if (job_id is None) is not latest:
         raise PipelineError("name one job by its id, or use --latest")
     if store is not None and job_id is not None:
@@ -50,7 +54,7 @@ def no_job_yet() -> PipelineError:
 
 
 def as_record(job: "Job") -> dict[str, Any]:
-    """The job as JSON."""
+    """The job as a dict that can be written as JSON."""
     return asdict(job) | {
         "spec": job.spec.model_dump(mode="json"),
         "outcome": job.outcome.model_dump(mode="json") if job.outcome else None,
@@ -58,7 +62,8 @@ def as_record(job: "Job") -> dict[str, Any]:
 
 
 def counts_text(job: "Job") -> str:
-    """What the job learned and kept, in one line; empty if the job measured nothing."""
+    """One line of text that says how many rows the job learned and kept; empty if it counted
+    none."""
     if job.outcome is None or job.outcome.counts is None:
         return ""
     return str(job.outcome.counts)

@@ -1,4 +1,5 @@
-"""Follows a job to its end, says how it ended, and ends the command with its exit code."""
+"""Shows a job until it has ended, prints how it ended, and exits with the exit code for its
+outcome."""
 
 import json
 import sys
@@ -23,8 +24,9 @@ EXIT_CODES = {
     "superseded": 4,
     "cancelled": 5,
 }
-"""Exit codes of `run` and `wait` for the job of a pipeline. Exit code 2 means that the command line
-is wrong, and 124 means that the time is over. The exit code of a plain command is passed on."""
+"""The exit codes of `jobs run` and `jobs wait` for each outcome of a pipeline's job. Exit code 2
+means that the command line is wrong, and 124 that the time of `--timeout` is over. If the job is a
+plain command, they exit with the command's own exit code."""
 
 
 def follow_to_end(
@@ -50,7 +52,7 @@ def follow_to_end(
 
 
 def timed_out(what: str) -> typer.Exit:
-    print(f"pipeline: {what} when the time was over", file=sys.stderr)
+    print(f"pipeline: the time is over, and {what}", file=sys.stderr)
     return typer.Exit(124)
 
 
@@ -59,8 +61,11 @@ def deadline_in(seconds: float | None) -> float | None:
 
 
 def report_end(job: "Job", as_json: bool) -> None:
-    """Say how the job ended. For a plain command this goes to stderr, because the command's own
-    output is on stdout."""
+    """Print how the job ended, and exit with its exit code unless that is 0.
+
+    If the job is a plain command, this prints to stderr, because the command's own output is on
+    stdout.
+    """
     from pipeline.journal import describe
 
     if as_json:
@@ -72,8 +77,11 @@ def report_end(job: "Job", as_json: bool) -> None:
 
 
 def exit_code(job: "Job") -> int:
-    """The exit code for the job's outcome. If a plain command failed, this is the command's own. If
-    a signal ended it, the exit code is 128 plus the number of the signal, as in a shell."""
+    """The exit code for the job's outcome.
+
+    If a plain command failed, this is the command's own exit code. If a signal ended the command,
+    it is 128 plus the number of the signal, as in a shell.
+    """
     if job.outcome is None:
         return 0
     code = job.outcome.exit_code

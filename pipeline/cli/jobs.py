@@ -1,4 +1,4 @@
-"""`pipeline jobs`: submit a job by hand; list, inspect, follow, cancel and wait for jobs."""
+"""`pipeline jobs`: run a job, and list, inspect, follow, cancel and wait for jobs."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def ls(
     from pipeline.journal import subject
 
     print_table(
-        ("job", "state", "outcome", "release", "answers for", "seconds", "counts"),
+        ("job", "state", "outcome", "release", "about", "seconds", "counts"),
         [
             (
                 job.id,
@@ -69,7 +69,7 @@ def ls(
 def inspect(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
-    """Show a job's state, outcome and commits; with --json, everything about it."""
+    """Show a job's state, outcome and commits. With --json, show everything about the job."""
     home = Home.find()
     with reading_store(home) as store:
         found = find_job(store, job, latest)[1]
@@ -85,7 +85,7 @@ def logs(
     job: JobArgument = None,
     latest: LatestOption = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on printing until the job ends.")
+        bool, typer.Option("--follow", "-f", help="Keep printing new lines until the job ends.")
     ] = False,
 ) -> None:
     """Print a job's log."""
@@ -127,8 +127,8 @@ app.command()(wait)
 
 @app.command(hidden=True)
 def runner(
-    until_idle: Annotated[bool, typer.Option(help="Stop once no job is left.")] = False,
-    with_hub: Annotated[bool, typer.Option(help="Run a hub as well.")] = False,
+    until_idle: Annotated[bool, typer.Option(help="Stop when no job is left.")] = False,
+    with_hub: Annotated[bool, typer.Option(help="Also run a hub.")] = False,
 ) -> None:
     """Run the jobs of this state folder. `pipeline up` starts this command."""
     from pipeline.by_hand import run_jobs
@@ -137,7 +137,7 @@ def runner(
 
 
 def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
-    """What `inspect` prints: names and values."""
+    """The names and values that `inspect` prints."""
     from pipeline.journal import subject
 
     outcome, revisions = job.outcome, job.spec.revisions
@@ -146,15 +146,15 @@ def _facts(job: "Job", home: Home) -> Iterator[tuple[str, str]]:
     if outcome is not None:
         where = f" in {outcome.stage}" if outcome.stage else ""
         yield "outcome", f"{outcome.result}{where}"
-        told = {
+        facts = {
             "counts": counts_text(job),
             "reason": outcome.reason,
             "release": outcome.release,
             "parent": outcome.parent_release,
             "serves now": outcome.served_release,
         }
-        yield from ((name, text) for name, text in told.items() if text)
-    yield "answers for", subject(job)
+        yield from ((name, text) for name, text in facts.items() if text)
+    yield "about", subject(job)
     if revisions is not None:
         yield "commits", f"{revisions.old_sha or 'the first'} → {revisions.new_sha}"
         if revisions.delivery_ids:

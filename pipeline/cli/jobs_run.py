@@ -1,4 +1,4 @@
-"""`pipeline jobs run`: submits a retraining or a command by hand, and follows it to its end."""
+"""`pipeline jobs run`: submits a retraining or a command, and shows it until it has ended."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def run(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: any command. It gets the environment of a job."),
+        typer.Argument(help="After `--`: any command. It gets the environment variables of a job."),
     ] = None,
     pipeline: PipelineOption = None,
     revision: Annotated[
@@ -29,18 +29,20 @@ def run(
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
-        typer.Option(help="How to train this time, even if nothing has changed."),
+        typer.Option(
+            help="The mode of this training, which then runs even if nothing has changed."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="TABLE.KEY=VALUE",
-            help="A setting for this run, as in train.max_tokens=500000. May be repeated.",
+            help="A setting for this run only, as in train.max_tokens=500000. May be repeated.",
         ),
     ] = None,
     payload: Annotated[
-        Path | None, typer.Option(help="A webhook payload (JSON) to hand to the job.")
+        Path | None, typer.Option(help="A file with a webhook payload (JSON) for the job.")
     ] = None,
     force: Annotated[
         bool,
@@ -50,22 +52,24 @@ def run(
     ] = False,
     reason: Annotated[
         str | None,
-        typer.Option(help="Why you use --force; the outcome and `releases show` show the reason."),
+        typer.Option(help="Why you use --force; the outcome and `releases show` show this reason."),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a retraining job now or, after `--`, a command of your own.
+    """Run a retraining job now. If the command line ends with `--` and a command, run this command
+    as a job instead.
 
-    A retraining ends as `unchanged` if neither the rows nor the training settings have changed;
-    with --mode, --set or --force it always trains. If a job of the pipeline is running, the
-    retraining waits for that job. A retraining is never merged with a push.
+    A retraining ends as `unchanged` if neither the rows nor the training settings have changed.
+    With --mode, --set or --force it always trains. If a job of the pipeline is running, the
+    retraining waits for that job. A retraining is never merged with the job of a push.
 
-    If no stack is up, a hub and a runner are started for this job. The exit code of a retraining
+    If no stack is up, this starts a hub and a runner for the job. The exit code of a retraining
     tells how it ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
-    4 superseded; 5 cancelled. The output and the exit code of a command are passed on.
+    4 superseded; 5 cancelled. For a command, this prints the command's output and exits with its
+    exit code.
     """
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override
@@ -77,7 +81,10 @@ def run(
     changes = [f"train.mode={mode}"] if mode is not None else []
     changes += settings or []
     if command and (force or changes):
-        raise PipelineError("--force, --mode and --set are for a retraining; leave them out")
+        raise PipelineError(
+            "--force, --mode and --set work only for a retraining; leave them out, or leave out "
+            "the command"
+        )
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
     content = _read_payload(payload)
@@ -122,22 +129,25 @@ def run(
 def _pipeline_of_command(
     settings: "Settings", name: str | None, revision: str | None
 ) -> "PipelineSettings | None":
-    """The pipeline whose environment the command gets. A command needs no pipeline, unless the
-    options name a pipeline or a commit."""
+    """The pipeline whose environment variables the command gets; None if it gets none.
+
+    Without options, this is the only pipeline that is configured. If there is not exactly one, a
+    command needs a pipeline only if the options name a pipeline or a commit.
+    """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None
     return settings.pipeline(name)
 
 
 def _program(name: str) -> str:
-    """The program. A relative path becomes absolute, because the job runs in a folder of its
-    own."""
+    """The name or path of the program. A relative path becomes absolute, because the job runs in
+    another folder."""
     if shutil.which(name) is None:
         raise PipelineError(
             f"there is no program {name!r} on PATH; check the command after `--`"
             if "/" not in name
-            else f"{name} is not a program that can be run; does the file exist, and is it "
-            "executable?"
+            else f"{name} is not an executable program; check that the file exists and is "
+            "executable"
         )
     return str(Path(name).absolute()) if "/" in name else name
 

@@ -1,5 +1,5 @@
-"""`pipeline jobs wait`: waits until a job ends. The job may be named by the commit that was
-pushed."""
+"""`pipeline jobs wait`: waits until a job ends. The command line names the job by its id, or by the
+commit that was pushed."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jobs.store import JobStore
 
 ARRIVAL_SECONDS = 30.0
-"""How long after the push of a commit its job may take to appear."""
+"""The job for a commit must appear in the job store within this time after `wait` was started."""
 POLL_SECONDS = 0.1
 
 
@@ -29,8 +29,8 @@ def wait(
     commit: Annotated[
         str | None,
         typer.Option(
-            help="The job of a push. Name the push's newest commit by its id, or by HEAD in a "
-            "clone of the dataset."
+            help="Wait for the job of a push. Give the newest commit of the push: its id or, in a "
+            "clone of the dataset, a name such as HEAD."
         ),
     ] = None,
     pipeline: Annotated[
@@ -42,9 +42,10 @@ def wait(
     timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Wait until a job ends. The exit codes are those of `jobs run`, and 124 after --timeout.
+    """Wait until a job ends. The exit codes are the same as for `jobs run`, and 124 after
+    --timeout.
 
-    Right after a push, use `--commit HEAD`, because `--latest` may still be the previous job.
+    Right after a push, use `--commit HEAD`, because `--latest` may still mean the previous job.
     """
     home, deadline = Home.find(), deadline_in(timeout)
     if commit is not None and (job is not None or latest):
@@ -62,8 +63,8 @@ def wait(
 
 
 def commit_id(name: str) -> str:
-    """The full id of the commit with this id or name. A name, such as HEAD, is looked up in the git
-    clone that you are in.
+    """The full id of the commit that `name` means. A full id is returned as it is. Anything else,
+    such as HEAD or a short id, is looked up in the git clone that the working folder is in.
 
     Raises PipelineError.
     """
@@ -78,7 +79,7 @@ def commit_id(name: str) -> str:
         ) from None
     if found.returncode != 0:
         raise PipelineError(
-            f"--commit {name}: this folder is not a git clone that has such a commit; change to a "
+            f"--commit {name}: this folder is in no git clone that has such a commit; change to a "
             "clone of the dataset, or give the commit's full id"
         )
     return found.stdout.strip()
@@ -93,8 +94,8 @@ def _follow_commit(
     quiet: bool,
     deadline: float | None,
 ) -> "Job":
-    """Follow the job that answers for the commit. If the job fails and another job takes over its
-    commits, follow that job too."""
+    """Show the job of the commit until it has ended. If the job fails and a later job takes over
+    its commits, show that job too."""
     job = _arrived(store, sha, pipeline, deadline)
     while True:
         ended = follow_to_end(store, job, home, quiet=quiet, deadline=deadline)
@@ -108,12 +109,12 @@ def _arrived(store: "JobStore", sha: str, pipeline: str | None, deadline: float 
     give_up = time.monotonic() + ARRIVAL_SECONDS
     while (job := _job_of_commit(store, sha, pipeline)) is None:
         if deadline is not None and time.monotonic() > deadline:
-            raise timed_out(f"there was no job for commit {sha[:8]}")
+            raise timed_out(f"there is still no job for commit {sha[:8]}")
         if time.monotonic() > give_up:
             raise PipelineError(
-                f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; is the "
-                "commit the newest one of a push to the branch that the pipeline follows? "
-                "`pipeline status` shows whether everything is up"
+                f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; check "
+                "that it is the newest commit of a push to the branch that the pipeline follows, "
+                "and with `pipeline status` that everything is up"
             )
         time.sleep(POLL_SECONDS)
     return job

@@ -1,5 +1,5 @@
-"""The command tree. Importing this module loads neither torch nor a database, because each command
-imports what it needs when it runs."""
+"""Joins all commands into the `pipeline` command. Importing this module imports neither torch nor a
+database library, because each command imports what it needs only when it runs."""
 
 import errno
 import sys
@@ -54,7 +54,8 @@ app.command()(services.serve)
 
 
 def main() -> None:
-    """Run the command. An error that is meant for a person is printed without a traceback."""
+    """Run the command. If the cause of an error is not in this program, print only the error's
+    message, without a traceback."""
     try:
         app()
     except (PipelineError, JobError, ReceiverError, ServingError) as error:
@@ -64,5 +65,5 @@ def main() -> None:
             raise
         sys.exit(
             f"pipeline: {error.filename or 'a file'} cannot be written: {error.strerror}; make "
-            f"{Home.find().root} writable, or name another state folder with PIPELINE_HOME"
+            f"{Home.find().root} writable, or set PIPELINE_HOME to another state folder"
         )

@@ -1,4 +1,5 @@
-"""Shows one job until it has ended: its stages as bars (on a terminal) or lines, or its output."""
+"""Shows one job until it has ended: its output, or its stages. On a terminal, the stages are shown
+as progress bars; elsewhere, each stage is a line of text."""
 
 import contextlib
 import time
@@ -20,7 +21,8 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up if no runner has been up for this long. A detached runner takes a moment to start."""
+"""Stop waiting if no runner has been up for this long. A detached runner takes a moment to
+start."""
 
 
 def follow_stages(
@@ -79,7 +81,8 @@ def _watch(
 ) -> Job:
     last_seen = time.monotonic()
     while True:
-        # Read the job before its files, so that the files of an ended job are shown to their end.
+        # Read the job before its files. So if the job has ended, its files are complete and are
+        # shown to their end.
         job = store.get(job_id)
         show(job)
         if job.has_ended or (deadline is not None and time.monotonic() > deadline):
@@ -88,8 +91,7 @@ def _watch(
             last_seen = time.monotonic()
         elif time.monotonic() - last_seen > NO_RUNNER_SECONDS:
             raise PipelineError(
-                f"no runner is up, so {job.id} stays {job.state}; the job continues with the next "
-                "`pipeline up`"
+                f"no runner is up, so {job.id} stays {job.state}; to continue the job: pipeline up"
             )
         time.sleep(POLL_SECONDS)
 
@@ -106,8 +108,8 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 
 class _StageTime(ProgressColumn):
-    """The duration of a stage, computed from the times that the job wrote, because the bar may be
-    shown later than the stage began."""
+    """The duration of a stage. This is computed from the times that the job recorded, because the
+    bar may appear later than the stage began."""
 
     def render(self, task: Task) -> Text:
         until = task.fields["ended"] or time.time()
@@ -115,7 +117,7 @@ class _StageTime(ProgressColumn):
 
 
 class _StageDisplay:
-    """Shows what the job does: the job waits, runs, or is in a stage that its metrics name."""
+    """Shows what the job does now: it waits, it runs, or it is in a stage that its metrics name."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console
@@ -123,7 +125,7 @@ class _StageDisplay:
         self._name: str | None = None
         self._is_over = False
         self._began = 0.0
-        """Unix time, as all times in this class."""
+        """Unix time, like all times in this class."""
         self._note = ""
         self._bar: TaskID | None = None
 
@@ -167,7 +169,7 @@ class _StageDisplay:
             self._bar = self._progress.add_task(name, total=None, note=note, began=at, ended=None)
 
     def _remove_bar(self) -> None:
-        """The bars of the stages replace the bar `running`."""
+        """Remove the bar `running`, because the bars of the stages replace it."""
         self._is_over = True
         if self._progress is not None and self._bar is not None:
             self._progress.remove_task(self._bar)

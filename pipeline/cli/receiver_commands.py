@@ -1,4 +1,5 @@
-"""`pipeline receiver`: run the receiver; list and replay what its durable handlers gave up."""
+"""`pipeline receiver`: run the receiver; list and replay dead letters. A dead letter is a delivery
+that a durable handler failed on until the receiver gave it up."""
 
 import json
 import time
@@ -18,7 +19,8 @@ FileOption = Annotated[
     Path | None,
     typer.Option(
         "--file",
-        help="The receiver's `deliveries_path`. Default: that of the settings, else the stack's.",
+        help="The file in which the receiver keeps deliveries. Default: `deliveries_path` in the "
+        "settings or, if that is not set, the file of the stack.",
     ),
 ]
 
@@ -42,7 +44,7 @@ def receiver(
     ] = None,
     public_url: Annotated[
         str | None,
-        typer.Option(help="The URL at which senders reach the receiver without a tunnel."),
+        typer.Option(help="The URL at which senders reach the receiver, if you use no tunnel."),
     ] = None,
 ) -> None:
     if context.invoked_subcommand is None:
@@ -51,7 +53,8 @@ def receiver(
 
 @app.command()
 def dead(file: FileOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """List the deliveries that a durable handler failed on until they were given up."""
+    """List dead letters: deliveries that a durable handler failed on until the receiver gave them
+    up."""
     from receiver.dead_letters import list_dead_letters
 
     found = list_dead_letters(file or _deliveries_path())
@@ -78,18 +81,22 @@ def dead(file: FileOption = None, as_json: JsonOption = False, quiet: QuietOptio
 @app.command()
 def replay(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[DELIVERY]…", help="Ids, from `receiver dead`.")
+        list[str] | None,
+        typer.Argument(metavar="[DELIVERY]…", help="The ids of deliveries, from `receiver dead`."),
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Every dead letter.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Replay every dead letter.")] = False,
     file: FileOption = None,
 ) -> None:
-    """Have dead letters handled again. A running receiver begins within seconds."""
+    """Make the receiver handle dead letters again. If it runs, it begins within seconds."""
     from receiver.dead_letters import replay_dead_letters
 
     if all_ == bool(ids):
-        raise PipelineError("name the deliveries to replay, or give --all")
+        raise PipelineError("name the deliveries to replay, or use --all")
     replayed = replay_dead_letters(file or _deliveries_path(), None if all_ else ids, time.time())
-    print(f"in line again: {', '.join(replayed) or 'nothing, because there is no dead letter'}")
+    if replayed:
+        print(f"the receiver will handle again: {', '.join(replayed)}")
+    else:
+        print("there is no dead letter, so there is nothing to handle again")
 
 
 def _deliveries_path() -> Path:

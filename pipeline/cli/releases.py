@@ -1,4 +1,4 @@
-"""`pipeline releases`: list, publish, check and remove releases, and choose the served one."""
+"""`pipeline releases`: list, publish, check and remove releases, and choose which one is served."""
 
 import json
 import os
@@ -32,9 +32,9 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first.
 
-    The column `rows` counts the rows that were learned and kept. For plain text, and for releases
-    of earlier versions, it shows the loss on the changed rows, before and after the training, in
-    nats per token.
+    The column `rows` shows how many rows were learned and kept. If the rows are plain text, or if
+    an earlier version of hotpush made the release, it shows the loss on the changed rows instead:
+    before and after the training, in nats per token.
     """
     from serving.weights.release_store import (
         list_releases,
@@ -89,7 +89,7 @@ def show(
         bool, typer.Option("--json", help="No effect: the output is always JSON.")
     ] = False,
 ) -> None:
-    """Print a release's manifest as JSON, without the list of its tensors."""
+    """Print a release's manifest as JSON, without its tensors and its probe."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
@@ -97,7 +97,7 @@ def show(
 def swap(
     release: ReleaseArgument, pipeline: PipelineOption = None, as_json: JsonOption = False
 ) -> None:
-    """Serve this release. If no server is up, the next server that starts serves this release."""
+    """Serve this release. If no server is up, the next server that starts will serve it."""
     from pipeline.lineage import job_context
 
     name = pipeline or job_context(os.environ).pipeline
@@ -106,17 +106,17 @@ def swap(
 
 @app.command()
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Go back to an older release.
+    """Serve an older release again.
 
-    The choice is the release that was served before, if it is older than the served release. If
-    not, it is the served release's parent. If the parent is not older or is gone, it is the next
-    older release.
+    This is the release that was served before, if it is older than the served release. If it is
+    not, it is the parent of the served release. If the parent is not older or no longer exists, it
+    is the newest release that is older.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (
         list_releases,
         load_release,
-        previous_release,
+        previous_release_id,
         release_number,
         served_release,
     )
@@ -124,7 +124,7 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     folder = _folder(pipeline)
     served = served_release(folder)
     if served is None:
-        raise PipelineError("nothing is served yet, so there is nothing to go back from")
+        raise PipelineError("no release is served yet, so there is none to roll back from")
     number = release_number(served.name)
     older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
     if not older:
@@ -134,11 +134,12 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     try:
         parent = load_release(served).lineage.parent
     except ReleaseError as error:
-        # Going back must also work if the served release is damaged.
-        print(f"pipeline: {error}; going back to an older release", file=sys.stderr)
+        # A rollback must also work if the served release is damaged.
+        print(f"pipeline: {error}; rolling back to an older release", file=sys.stderr)
         parent = None
-    # Choose only older releases: a second rollback must go further back, not undo the first.
-    choices = (previous_release(folder), parent, older[-1])
+    # Choose only among older releases, because a second rollback must go further back and not undo
+    # the first one.
+    choices = (previous_release_id(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
 
@@ -167,10 +168,10 @@ def publish(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a release of a checkpoint folder: check the folder, copy it, write a manifest and give
+    """Make a release from a checkpoint folder: check the folder, copy it, write a manifest and give
     the release an id.
 
-    In a job, the manifest also names the job and its dataset.
+    If a job runs this command, the manifest also names the job and its dataset.
     """
     from pipeline.lineage import job_context, lineage
     from pipeline.rules import branch_ref
@@ -200,7 +201,8 @@ def verify(
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every byte of a release against the digests in its manifest."""
+    """Check every file of a release against the digests in its manifest. The exit code is 1 if a
+    release is damaged."""
     from serving.weights.release_store import release_ids
     from serving.weights.verify import verify_release
 
@@ -224,7 +226,7 @@ def prune(
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove old releases, but never the served, the pending or a pinned release."""
+    """Remove old releases. The served, the pending and the pinned releases always stay."""
     from pipeline.settings import load_settings
     from serving.weights.release_store import prune as prune_releases
 
@@ -238,7 +240,7 @@ def prune(
 
 @app.command()
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Pin a release, so that it is never pruned."""
+    """Pin a release, so that `prune` and `rm` never remove it."""
     from serving.weights.release_store import pin as pin_release
 
     pin_release(_folder(pipeline), release)
@@ -247,7 +249,7 @@ def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 @app.command()
 def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Unpin a release, so that it is pruned like any other."""
+    """Unpin a release, so that it can be removed like any other."""
     from serving.weights.release_store import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)
@@ -255,8 +257,8 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 
 def _rows(evaluation: Any) -> str:
-    """What the release learned and kept. A release that was published by hand may have no
-    evaluation, or one of another form."""
+    """The text for the column `rows`. If a release was published by hand, its evaluation may be
+    missing or have another form."""
     if not isinstance(evaluation, dict):
         return "-"
     if isinstance(evaluation.get("counts"), dict):

@@ -1,4 +1,5 @@
-"""`pipeline releases repair` and `pipeline releases rm`: what to do about damaged releases."""
+"""`pipeline releases repair` and `pipeline releases rm`: serve an undamaged release again, and
+remove a damaged one."""
 
 from typing import Annotated
 
@@ -11,11 +12,13 @@ from pipeline.paths import Home
 
 
 def repair(pipeline: PipelineOption = None) -> None:
-    """Check every release, and serve a whole one.
+    """Check every release, and make the server serve an undamaged one.
 
-    If the served release is damaged, the newest whole release that was live before it is served in
-    its place. If a release that was damaged is whole again, it is served again. This removes no
-    release: it names the damaged ones. The exit code is 1 if no whole release is left to serve.
+    If the served release is damaged, the server gets the newest undamaged release that was served
+    before. If the damaged release was restored, the server gets this release again.
+
+    This command removes no release, but it names the damaged ones. The exit code is 1 if no
+    undamaged release can be served.
     """
     from pipeline.settings import load_settings
     from serving.errors import ReleaseError
@@ -33,47 +36,53 @@ def repair(pipeline: PipelineOption = None) -> None:
     faults = {each: verify_release(folder / each) for each in release_ids(folder)}
     for release_id, reasons in faults.items():
         print(f"{release_id}  {'; '.join(reasons) or 'complete'}")
-    whole = {release_id for release_id, reasons in faults.items() if not reasons}
+    undamaged = {release_id for release_id, reasons in faults.items() if not reasons}
     pending = pending_release(folder)
-    if pending is not None and pending not in whole:
+    if pending is not None and pending not in undamaged:
         clear_pending(folder, pending)
         print(f"{pending} was pending, and is damaged; no server will swap it in")
     live = live_releases(folder)
     if not live:
-        print("no release was live yet, so there is nothing to repair")
+        print("no release was served yet, so there is nothing to repair")
         return
+    should_be_served = live[-1]
     try:
         served = served_release(folder)
     except ReleaseError as error:
         print(f"`current` cannot be read: {error}")
         served = None
-    best = next((each for each in reversed(live) if each in whole), None)
+    best = next((each for each in reversed(live) if each in undamaged), None)
     if best is None:
         raise PipelineError(
-            f"{live[-1]} is damaged, and no other release that was live is whole; restore the "
-            "release's folder from a backup, train again with `pipeline jobs run`, or choose a "
-            "release from `pipeline releases ls`: pipeline releases swap ID"
+            f"{should_be_served} is damaged, and no undamaged release can stand in for it; restore "
+            f"the folder of {should_be_served} from a backup, train again with `pipeline jobs "
+            "run`, or choose a release from `pipeline releases ls`: pipeline releases swap ID"
         )
+    is_substitute = best != should_be_served
     if served is not None and served.name == best:
-        told = f", and stands in for {live[-1]}" if live[-1] != best else ""
-        print(f"{best} is served{told}; there is nothing to do")
+        instead = f", and stands in for {should_be_served}" if is_substitute else ""
+        print(f"{best} is served{instead}; there is nothing to do")
     else:
-        why = f"{live[-1]} is damaged" if best != live[-1] else f"{best} is whole again"
+        why = f"{should_be_served} is damaged" if is_substitute else f"{best} is undamaged again"
         print(f"{why}: serving {best}")
         swap_in(chosen, best, as_json=False)
-        if best != live[-1]:
+        if is_substitute:
             print(
                 "the next training learns the rows of the damaged release again: pipeline jobs run"
             )
-    for release_id in sorted(faults.keys() - whole):
-        print(f"{release_id} stays as it is; to remove it: pipeline releases rm {release_id}")
+    for release_id in sorted(faults.keys() - undamaged):
+        print(
+            f"{release_id} is damaged and was not removed; to remove it: pipeline releases rm "
+            f"{release_id}"
+        )
 
 
 def rm(
     release: Annotated[str, typer.Argument(help="The id of a release, from `releases ls`.")],
     pipeline: PipelineOption = None,
 ) -> None:
-    """Remove a release, whole or damaged, but never the served, the pending or a pinned one."""
+    """Remove a release, damaged or not. The served, the pending and the pinned releases cannot be
+    removed."""
     from pipeline.probes import server_state
     from pipeline.stack_record import running_settings
     from serving.weights.release_store import release_number, remove

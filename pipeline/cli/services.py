@@ -1,5 +1,5 @@
-"""`pipeline hub`, `pipeline receiver` and `pipeline serve`: the services of the stack, each as a
-command."""
+"""`pipeline hub`, `pipeline receiver` and `pipeline serve`: each command runs one service of the
+stack."""
 
 import os
 from functools import partial
@@ -24,7 +24,7 @@ PortOption = Annotated[int | None, typer.Option(help="Overrules `port` in the se
 
 
 def hub(host: str | None, port: int | None) -> None:
-    """Run the embedded hub."""
+    """Run the hub."""
     from pipeline.hub.app import create_app
     from pipeline.hub.server import serve
     from pipeline.job_store import open_job_store
@@ -81,7 +81,8 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # When the public URL changes, webhooks on another hub are updated, with the user's own token.
+    # If the public URL changes, the receiver also updates its webhooks on another hub. For this, it
+    # needs the user's own token.
     elsewhere = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )
@@ -109,7 +110,9 @@ def receiver(
 def serve(
     release: Annotated[
         str | None,
-        typer.Argument(help="A release id or a checkpoint folder. Default: the current release."),
+        typer.Argument(
+            help="A release id or a checkpoint folder. Default: the release that was served last."
+        ),
     ] = None,
     pipeline: PipelineOption = None,
     engine: Annotated[
@@ -119,14 +122,15 @@ def serve(
         str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file of API keys that are accepted, one per line.")
+        Path | None, typer.Option(help="A file with the API keys that are accepted, one per line.")
     ] = None,
     host: HostOption = None,
     port: PortOption = None,
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
-    The server serves the current release until another release is swapped in.
+    The server serves the given release, or the release that was served last, until another release
+    is swapped in.
     """
     from pipeline.job_store import is_token_of_running_job
     from pipeline.logs import log_to_stderr
@@ -140,8 +144,8 @@ def serve(
     tokens = load_tokens(home.tokens_file)
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
-        # A folder can be served without any pipeline. Requests then use the folder's name as
-        # `model`.
+        # A checkpoint folder can be served even if no pipeline is configured. Requests then use the
+        # folder's name as `model`.
         name, own_port = folder.resolve().name, settings.serving.port
     else:
         configured = settings.pipeline(pipeline)

@@ -1,5 +1,5 @@
-"""`pipeline status`: shows on one screen the services, the served release with its commit, and the
-queue."""
+"""`pipeline status`: shows the services, the served release with its dataset commit, and the queued
+jobs, on one screen."""
 
 import json
 import time
@@ -29,7 +29,8 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    # Reasons quote rows and settings: their brackets and colons are text, not styles and pictures.
+    # Reasons may quote rows and settings. Switch off markup and emoji, because rich would take
+    # brackets and colons in these texts for styles and emoji codes.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     services = Table("service", "state", "pid", "up for", "restarts", "address", box=None)
     for service in report["services"]:
@@ -50,22 +51,22 @@ def status(
         served, head = pipeline["served"], pipeline["dataset_head"]
         console.print(f"\n{pipeline['name']}", style="bold", end="")
         console.print(f" follows {pipeline['dataset']} ({pipeline['ref']}), ", end="")
-        console.print(f"whose head is {(head or 'unknown')[:12]}")
+        console.print(f"whose newest commit is {(head or 'unknown')[:12]}")
         if served is None:
             console.print("  serves       nothing yet")
         else:
             # If the server does not answer, `served` comes from the link `current`, which names the
             # release that was served last.
             verb = "serves     " if served["is_live"] else "served last"
-            seen = _seen(served, head, pipeline["head_changes_no_row"])
-            console.print(f"  {verb}  {served['release']}, {seen}")
+            origin = _origin(served, head, pipeline["head_changes_no_row"])
+            console.print(f"  {verb}  {served['release']}, {origin}")
             if served["stands_in_for"]:
                 console.print(f"  damaged      {_stands_in(served)}")
             elif served["reason"]:
                 console.print(f"  damaged      {served['reason']}; try: pipeline releases repair")
         if pipeline["pending_release"]:
             pending = pipeline["pending_release"]
-            console.print(f"  pending      {pending}, which the next server to start will serve")
+            console.print(f"  pending      {pending}; the next server that starts will serve it")
         for job in pipeline["queue"]:
             console.print(f"  queue        {job['line']}")
         if pipeline["last_job"]:
@@ -92,14 +93,14 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
         "notices": [
             *([changed] if changed else []),
             *(
-                f"{child.name} does not answer; if that lasts, it is killed and started again "
-                f"(log: {home.log_file(child.name)})"
+                f"{child.name} does not answer; if it goes on like that, the stack kills it and "
+                f"starts it again (log: {home.log_file(child.name)})"
                 for child in children
                 if _state(child) == "hung"
             ),
             *(
-                f"webhook {webhook['id']} is suspended after repeated failures, and its deliveries "
-                f"wait; to send the deliveries: pipeline webhooks enable {webhook['id']}"
+                f"webhook {webhook['id']} is suspended after repeated failures, so its deliveries "
+                f"wait; to send them: pipeline webhooks enable {webhook['id']}"
                 for webhook in suspended
             ),
         ],
@@ -163,7 +164,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
 
 
 def _state(child: "Child") -> str:
-    """`hung`: the process is there, and answers nothing."""
+    """The state of a service. `hung` means that its process exists but does not answer."""
     from jobs.launchers.process import is_alive
 
     if child.process is None or not is_alive(child.process):
@@ -172,7 +173,8 @@ def _state(child: "Child") -> str:
 
 
 def _refused(jobs: Sequence["Job"]) -> str | None:
-    """How to go on if the gate refused the last job that ended; None if it did not."""
+    """What to do if the gate refused the last job that ended; None if the gate did not refuse
+    it."""
     last = next((job for job in jobs if job.has_ended), None)
     if last is None or last.outcome is None or last.outcome.result != "rejected":
         return None
@@ -183,28 +185,28 @@ def _refused(jobs: Sequence["Job"]) -> str | None:
     )
 
 
-def _seen(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
+def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool) -> str:
     if served["unreadable"]:
         return f"unreadable: {served['unreadable']}"
-    seen = served["dataset_revision"] or "no dataset"
+    trained_on = served["dataset_revision"] or "no dataset"
     if head is None:
-        return f"which has seen {seen[:12]}"
-    if head == seen:
-        return f"which has seen {seen[:12]}, the head"
+        return f"trained on {trained_on[:12]}"
+    if head == trained_on:
+        return f"trained on {trained_on[:12]}, the newest commit"
     note = ", which changes no row" if head_changes_no_row else ""
-    return f"which has seen {seen[:12]}, behind the head {head[:12]}{note}"
+    return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
 
 
 def _stands_in(served: dict[str, Any]) -> str:
     reason = served["reason"] or f"{served['stands_in_for']} could not be served"
     return (
-        f"{reason}; {served['release']} stands in for it, and the next training learns its rows "
-        "again: pipeline jobs run"
+        f"{reason}; {served['release']} stands in for it; the next training learns the rows of the "
+        "damaged release again: pipeline jobs run"
     )
 
 
 def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
-    """The release that the server reports; if no server answers, the release that was served
+    """The release that the server says it serves. If no server answers, the release that was served
     last."""
     from pipeline.probes import server_state
     from serving.errors import ReleaseError
@@ -219,7 +221,9 @@ def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
             if served is None:
                 return None
             release_id = served.name
-            if not answer:  # a server that answers knows better than the disk
+            # Look on the disk only if no server answers. A server that answers but serves no
+            # release serves no substitute either, whatever is on the disk.
+            if not answer:
                 stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision
         except ReleaseError as error:
@@ -254,7 +258,8 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
 
 
 def _head(home: Home, settings: Any, pipeline: Any) -> str | None:
-    """The newest commit of the followed branch on the hub; None if the hub does not answer."""
+    """The newest commit of the branch that the pipeline follows; None if the hub does not tell
+    it."""
     import httpx
 
     from pipeline.tokens import load_tokens

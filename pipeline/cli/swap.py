@@ -1,4 +1,4 @@
-"""Asks the server of a pipeline to serve another release, and prints the result."""
+"""Asks the completion server of a pipeline to serve another release, and prints the result."""
 
 import json
 from typing import TYPE_CHECKING
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> None:
-    """Swap to the release and print the result. If no server is up, the next server that starts
-    serves the release.
+    """Make the server serve the release, and print the result. If no server is up, the next server
+    that starts will serve the release.
 
-    Exits with 1 if the server answers but does not serve the release.
+    Exits with code 1 if the server answers but does not serve the release.
     """
     import httpx
 
@@ -31,7 +31,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
-    # First mark the release as pending, so that a server that starts after the attempt finds it.
+    # Mark the release as pending before the request. If the server is not up and starts right after
+    # the request, it then finds the mark.
     set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
@@ -50,8 +51,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
         raise PipelineError(
             f"the server on {url} is not the server of this state folder: {error}"
         ) from None
-    # Clear the mark after every result, so that a later restart does not change the release by
-    # surprise.
+    # Clear the mark whatever the result is. Otherwise a later restart of the server could swap to
+    # this release by surprise.
     clear_pending(folder, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":

@@ -1,4 +1,4 @@
-"""Prints a table. Each column is as wide as its widest cell, so that no id is cut."""
+"""Prints a table of text. Each column is as wide as its widest cell, so that no id is cut off."""
 
 from collections.abc import Sequence
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 STARTING = "is starting:"
-"""In a line that tells how long `up` has waited for a service."""
+"""Text in each line that says how long `up` has waited for a service. `up --detach` finds these
+lines in the log by this text."""
 OTHER_HUB = "another hub: "
-"""Begins a line about the webhook there."""
+"""Begins each line about the webhook at another hub. `up --detach` finds these lines too."""
 
 
 def up(
@@ -30,8 +31,8 @@ def up(
         ),
     ] = False,
 ) -> None:
-    """Start the hub, the receiver, the job runner and the server. Restart any of them that ends
-    or hangs. Run until Ctrl-C."""
+    """Start the hub, the receiver, the job runner and the server. Restart a service that ends or
+    hangs. Run until Ctrl-C."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings
@@ -56,7 +57,7 @@ def up(
     from pipeline.subscriptions import subscribe
     from pipeline.tokens import load_tokens
 
-    # `down` sends SIGTERM, which must end the stack as Ctrl-C does.
+    # `down` sends SIGTERM. It must end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
@@ -80,7 +81,7 @@ def up(
             try:
                 lines, store_error = journal.news(), None
             except StoreError as error:
-                # For example, the disk is full. Print the error once and go on, because it is no
+                # Print the error only once and go on, because an error such as a full disk is no
                 # reason to stop the stack.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
@@ -90,7 +91,8 @@ def up(
     except KeyboardInterrupt:
         print("stopping")
     finally:
-        # Stopping takes a moment. A second Ctrl-C during this must not leave children running.
+        # Stopping takes a moment. Ignore a second Ctrl-C in this time, because it would leave child
+        # processes running.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()
@@ -105,7 +107,7 @@ def down() -> None:
     home = Home.find()
     record = read_stack(home)
     if record is None:
-        raise PipelineError(f"nothing is up in {home.root}")
+        raise PipelineError(f"nothing is up in {home.root}, so there is nothing to stop")
     os.kill(record.process.pid, signal.SIGTERM)
     deadline = time.monotonic() + STOP_SECONDS * (len(record.children) + 1)
     while is_alive(record.process):
@@ -134,8 +136,10 @@ def _detach(home: Home) -> None:
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_bytes(b"")  # of this start only
-    with log.open("ab") as stream:  # `rotate` needs a file that is appended to
+    # Empty the log, so that it contains only the lines of this start.
+    log.write_bytes(b"")
+    # Open it for appending, because `rotate` needs that.
+    with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "up"],
             stdin=subprocess.DEVNULL,
@@ -143,23 +147,23 @@ def _detach(home: Home) -> None:
             stderr=stream,
             start_new_session=True,
         )
-    num_told = 0
+    num_printed = 0
     try:
         while True:
             # Before the log, so that every line before readiness is told.
             record = read_stack(home)
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
-            for line in lines[num_told:]:
+            for line in lines[num_printed:]:
                 if STARTING in line or line.startswith(OTHER_HUB):
                     print(line, end="", file=sys.stderr)
-            num_told = len(lines)
+            num_printed = len(lines)
             if process.poll() is not None:
                 raise PipelineError(log.read_text().strip().removeprefix("pipeline: "))
             if record is not None and record.process.pid == process.pid and record.is_ready:
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:
-        # The user has not been told that the stack is up, and so would not stop it.
+        # The user does not know yet that the stack is up and would not stop it, so stop it here.
         process.terminate()
         process.wait()
         raise

@@ -1,7 +1,8 @@
-"""`pipeline webhooks deliveries | replay | test`: list deliveries and send them again.
+"""`pipeline webhooks deliveries | replay | test`: list deliveries, send one again, and send a test
+event.
 
-These commands use routes that only the embedded hub has. The Hugging Face Hub shows deliveries only
-on its web pages.
+These commands use routes that only the stack's own hub has. The Hugging Face Hub shows deliveries
+only on its web pages.
 """
 
 import json
@@ -16,15 +17,15 @@ from pipeline.cli.tables import print_table
 from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument
 
 WAIT_SECONDS = 30.0
-"""How long `test` waits for an attempt. The hub's own timeout for an attempt is shorter by
-default."""
+"""`test` waits at most this long for the hub to try to deliver the test event. By default, the
+hub's own timeout for an attempt is shorter."""
 
 DeliveryArgument = Annotated[
     str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
 ]
 StatusOption = Annotated[
     Literal["pending", "delivered", "dead"] | None,
-    typer.Option(help="Only deliveries in this state."),
+    typer.Option(help="List only deliveries with this status."),
 ]
 
 
@@ -36,10 +37,10 @@ def add_to(app: typer.Typer) -> None:
 
 def deliveries(
     webhook_id: Annotated[
-        str | None, typer.Argument(help="Only deliveries of this webhook.")
+        str | None, typer.Argument(help="List only deliveries of this webhook.")
     ] = None,
     status: StatusOption = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many to list.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many deliveries to list.")] = 20,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -83,10 +84,10 @@ def replay(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Send a delivery again, to the webhook's present URL.
+    """Send a delivery again, to the URL that the webhook has now.
 
-    The delivery keeps its id. A receiver that has already handled the delivery therefore gives its
-    first answer again. If the job of the delivery failed or was cancelled, it runs again.
+    The delivery keeps its id. So if the receiver has already handled the delivery, it only repeats
+    its first answer. But if the delivery's job failed or was cancelled, this job runs again.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
@@ -118,7 +119,8 @@ def test(
     elif quiet:
         print(sent["id"])
     else:
-        print(f"Webhook {webhook_id}: {_answer(sent) or 'not sent yet: others are sent first'}")
+        waiting = "not sent yet, because the hub sends other deliveries first"
+        print(f"Webhook {webhook_id}: {_answer(sent) or waiting}")
     if sent["status"] != "delivered":
         raise typer.Exit(1)
 

@@ -1,4 +1,5 @@
-"""`pipeline webhooks`: create, list, show, change, enable, disable and delete a hub's webhooks."""
+"""`pipeline webhooks`: create, list, show, change, enable, disable and delete the webhooks of a
+hub."""
 
 import io
 import json
@@ -25,40 +26,49 @@ app = typer.Typer(help="Manage the webhooks of a hub.", no_args_is_help=True)
 WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from `webhooks ls`.")]
 EndpointOption = Annotated[
     str | None,
-    typer.Option(help="Another hub, such as https://huggingface.co; HF_TOKEN must be its token."),
+    typer.Option(
+        help="The URL of another hub, such as https://huggingface.co. HF_TOKEN must then be a "
+        "token of that hub."
+    ),
 ]
-UrlOption = Annotated[str | None, typer.Option(help="The URL to post events to.")]
+UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
 JobOption = Annotated[
-    str | None, typer.Option("--job-id", help="The job of which each event starts a copy.")
+    str | None, typer.Option("--job-id", help="Each event starts a copy of this job.")
 ]
 WatchOption = Annotated[
     list[str] | None,
     typer.Option(
         "--watch",
         metavar="TYPE:NAME",
-        help="What to watch: model, dataset, space, org or user, and a name. Repeatable.",
+        help="What to watch. TYPE is model, dataset, space, org or user. May be repeated.",
     ),
 ]
 DomainOption = Annotated[
-    list[str] | None, typer.Option("--domain", help="Which events: repo or discussion. Repeatable.")
+    list[str] | None,
+    typer.Option("--domain", help="Which events to deliver: repo or discussion. May be repeated."),
 ]
 SecretsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--secrets",
         metavar="NAME[=VALUE]",
-        help="A variable for the job, stored encrypted. Without VALUE, this shell's variable of "
-        "that name. Repeatable.",
+        help="An environment variable for the job, which the hub stores encrypted. Without VALUE, "
+        "the value comes from the variable NAME of this shell. May be repeated.",
     ),
 ]
 SecretsFileOption = Annotated[
     str | None,
     typer.Option(
-        help="A file with NAME=VALUE on each line, as for docker --env-file; - reads stdin."
+        help="A file with such variables: NAME=VALUE on each line, as for docker --env-file. If "
+        "this is -, the lines are read from stdin."
     ),
 ]
 SecretOption = Annotated[
-    str | None, typer.Option(help="The secret that proves that a delivery comes from the hub.")
+    str | None,
+    typer.Option(
+        help="A secret that the hub sends with each delivery. It proves that the delivery comes "
+        "from the hub."
+    ),
 ]
 
 
@@ -143,7 +153,7 @@ def update(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Change the given properties of a webhook, and leave its other properties."""
+    """Change the properties of a webhook that the options name. Its other properties stay."""
     from receiver.webhooks import update_webhook
 
     given = _given(url, job_id, domain, secret, secrets, secrets_file)
@@ -172,7 +182,7 @@ def disable(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Disable a webhook: the webhook is kept, but delivers nothing until it is enabled."""
+    """Disable a webhook. The hub keeps the webhook, but delivers nothing until it is enabled."""
     from receiver.webhooks import disable_webhook
 
     _report("disabled", disable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
@@ -181,7 +191,7 @@ def disable(
 @app.command()
 def delete(
     webhook_id: WebhookArgument,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     endpoint: EndpointOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -206,8 +216,10 @@ class HubAccess(TypedDict):
 
 
 def hub_access(endpoint: str | None) -> HubAccess:
-    """The endpoint and the token of the hub. With `--endpoint`, the token is None, and the client
-    then looks for a token itself. Without `--endpoint`, this is the stack's own hub."""
+    """The endpoint and the token of the hub. If `endpoint` is None, this is the stack's own hub.
+
+    For any other hub, the token is None. The client library then looks for a token itself.
+    """
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
     from pipeline.stack_record import running_settings
@@ -264,7 +276,8 @@ def secrets_in(file: str, option: str) -> dict[str, str]:
 
 
 def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
-    """The secrets of both options; --secrets overrules the file. None if neither is given."""
+    """The variables that `--secrets` and the file of `--secrets-file` set; None if neither option
+    is given. If both set the same variable, `--secrets` wins."""
     if given is None and file is None:
         return None
     named = {} if file is None else _lines_of(file)
@@ -280,14 +293,14 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
         secret = os.environ.get(name) if given_value is None else given_value
         if secret is None:
             raise PipelineError(
-                f"the secret {name} has no value: export it in this shell, or give {name}=…"
+                f"the secret {name} has no value; export {name} in this shell, or write {name}=…"
             )
         found[name] = secret
     return found
 
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Name → value; None for a name without a value."""
+    """Reads the file; returns name → value. The value is None if the line has only a name."""
     from dotenv.parser import parse_stream
 
     try:
@@ -321,7 +334,8 @@ def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:
 
 
 def _warn(webhook: "WebhookRecord") -> None:
-    """To standard error, so that scripts read what they read before."""
+    """Print the webhook's warnings. They go to standard error, because scripts read the standard
+    output."""
     for warning in webhook.warnings:
         print(f"{webhook.id}: {warning}", file=sys.stderr)
 

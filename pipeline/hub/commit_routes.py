@@ -26,6 +26,7 @@ from pipeline.hub.commits import (
     Change,
     NewCommit,
     check_changes,
+    first_commit,
     imported_commit,
     make_commit,
 )
@@ -33,6 +34,7 @@ from pipeline.hub.contents import Folders, read_folders, resolve_revision
 from pipeline.hub.discussion_routes import check_is_open, open_pull_request
 from pipeline.hub.discussions import MAX_TITLE
 from pipeline.hub.errors import BadRequest, RevisionNotFound
+from pipeline.hub.events import remember
 from pipeline.hub.git_process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
 from pipeline.hub.large_files import LargeFiles
@@ -69,6 +71,7 @@ async def preupload(
     `.gitignore` leaves it out, and the id of what is there now under its path."""
     body = await read_json(request, Preupload)
     paths = [new_file_path(file.path) for file in body.files]
+    await _begin(hub, name, identity_of(request))
 
     def read() -> list[dict[str, object]]:
         repository = hub.find(name)
@@ -88,6 +91,28 @@ async def preupload(
         ]
 
     return JSONResponse({"files": await run_in_threadpool(read)})
+
+
+async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
+    """Makes the first commit if the repository has none. On the Hub every repository has one, and
+    clients such as `Dataset.push_to_hub` fail without it. It is no event: it brings no data."""
+
+    def is_empty() -> bool:
+        return not read_refs(hub.find(name))
+
+    if not await run_in_threadpool(is_empty):
+        return
+
+    async with hub.locked(name) as repository:
+
+        def act() -> None:
+            if read_refs(repository):
+                return
+            first = first_commit(repository, signature(identity))
+            with hub.database.write() as connection:
+                remember(connection, repository, [first])
+
+        await run_in_threadpool(act)
 
 
 async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:

@@ -100,7 +100,13 @@ async def paths_info(
         repository = hub.find(name)
         commit = resolve_revision(repository, "/".join(rest) or "main")
         entries = find_paths(repository, commit, paths)
-        return _entries(repository, commit, entries, expand=expand)
+        items = _entries(repository, commit, entries, expand=expand)
+        for entry, item in zip(entries, items, strict=True):
+            if entry.lfs is not None:
+                # The client copies no large file to another repository without a hash of Xet. It
+                # takes the hash as it is, and here reads nothing by it.
+                item["xetHash"] = entry.lfs.oid
+        return items
 
     return JSONResponse(await run_in_threadpool(read))
 

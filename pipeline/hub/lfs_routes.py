@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from pipeline.hub import signatures, transfer_routes
+from pipeline.hub import access, signatures, transfer_routes
 from pipeline.hub.auth import identity_of
 from pipeline.hub.errors import (
     BadRequest,
@@ -29,7 +29,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.git_backend import header
 from pipeline.hub.http_json import error_headers, hub_url, read_json
 from pipeline.hub.large_files import LargeFiles
-from pipeline.hub.names import RepositoryName
+from pipeline.hub.names import RepositoryName, RepositoryType, requested_name
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
 from pipeline.pointers import OID
@@ -112,6 +112,45 @@ async def _batch(request: Request, hub: Hub, repository: Repository) -> Response
     offer = _Offer(hub, repository, hub_url(request), batch)
     objects = await run_in_threadpool(lambda: [offer.answer(each) for each in batch.objects])
     return _json({"transfer": offer.transfer, "objects": objects, "hash_algo": "sha256"})
+
+
+class Target(_Body):
+    type: RepositoryType
+    name: str
+
+
+class FileToCopy(_Body):
+    sha256: str
+
+
+class Duplicate(_Body):
+    target: Target
+    files: tuple[FileToCopy, ...] = Field(max_length=_MAX_OBJECTS)
+
+
+async def duplicate(
+    request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
+) -> Response:
+    """`lfs-files/duplicate` copies large files of this repository to another one. The client asks
+    for this before it commits there."""
+    if list(rest) != ["duplicate"]:
+        raise HTTPException(404)
+    body = await read_json(request, Duplicate)
+    target_name = _target(hub, body.target)
+
+    def act() -> list[Json]:
+        source, target = hub.find(name), hub.find(target_name)
+        access.check_sees(identity_of(request), target_name, target)
+        files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
+        missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
+        return [{"sha256": oid, "error": "This large file is not here."} for oid in missing]
+
+    return JSONResponse({"failed": await run_in_threadpool(act)})
+
+
+def _target(hub: Hub, target: Target) -> RepositoryName:
+    owner, slash, name = target.name.partition("/")
+    return requested_name(target.type, *((owner, name) if slash else (hub.settings.owner, owner)))
 
 
 class _Offer:

@@ -52,7 +52,7 @@ async def list_repositories(request: Request, hub: Hub, type: RepositoryType) ->
     cursor = query.get("cursor")
     expanded = {*query.getlist("expand"), *query.getlist("expand[]")}
     full = query_flag(request, "full")
-    with_card = full or query_flag(request, "cardData") or bool(expanded & {"cardData", "tags"})
+    with_card = full or query_flag(request, "cardData") or "cardData" in expanded
     with_files = full or "siblings" in expanded
     is_there_any = not query_flag(request, "gated")  # No repository here is gated.
     identity = identity_of(request)
@@ -76,7 +76,7 @@ async def list_repositories(request: Request, hub: Hub, type: RepositoryType) ->
                 and identity.may_see(repository)
                 and author in ("", repository.name.owner.lower())
                 and all(text in repository.name.id.lower() for text in searched)
-                and tags <= {tag.lower() for tag in _card(repository, heads, bool(tags)).tags}
+                and (not tags or tags <= {tag.lower() for tag in _card(repository, heads).tags})
             ),
             key=key,
             reverse=not ascending,
@@ -142,9 +142,10 @@ def _described(repository: Repository, heads: Heads, *, with_card: bool, with_fi
         "sha": sha,
         "lastModified": iso_time(_modified(repository, heads)),
     }
+    card = _card(repository, heads)
+    described["tags"] = card.tags
     if with_card:
-        card = _card(repository, heads, True)
-        described |= {"tags": card.tags, "cardData": card.metadata}
+        described["cardData"] = card.metadata
     if with_files:
         entries = list_tree(repository, sha, recursive=True) if sha else []
         files = [entry.path for entry in entries if entry.type == "file"]
@@ -167,10 +168,13 @@ def _committed_at(repository: Repository, sha: str) -> float:
     return list_commits(repository, sha, skip=0, limit=1)[0].committed_at
 
 
-def _card(repository: Repository, heads: Heads, is_asked: bool) -> Card:
+def _card(repository: Repository, heads: Heads) -> Card:
     sha = heads.get(repository.id)
-    if not is_asked or sha is None:
-        return Card()
+    return Card() if sha is None else _card_at(repository, sha)
+
+
+@lru_cache(maxsize=10_000)
+def _card_at(repository: Repository, sha: str) -> Card:
     readme = next(iter(find_paths(repository, sha, [README])), None)
     if readme is None or readme.type != "file":
         return Card()

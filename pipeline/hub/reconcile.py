@@ -1,6 +1,8 @@
 """Makes the events agree with the repositories: what a kill left between git and the database."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from pipeline.hub.errors import HubError
 from pipeline.hub.events import EventLog
@@ -8,6 +10,8 @@ from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
 
 logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 8
 
 
 def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
@@ -30,7 +34,9 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
                 connection, repositories.adopt(connection, name, private=True), action="create"
             )
         present = repositories.all(connection)
-    return sum(_record_or_complain(repository, log) for repository in present)
+    # Each waits for a git process.
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return sum(threads.map(partial(_record_or_complain, log=log), present))
 
 
 async def reconcile(repositories: Repositories, log: EventLog) -> None:

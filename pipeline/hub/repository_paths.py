@@ -18,6 +18,7 @@ from pipeline.hub.names import (
     requested_name,
     segments,
 )
+from pipeline.hub.unsupported import UNSUPPORTED_VERBS
 
 
 class _AnyText(PathConvertor):
@@ -61,6 +62,8 @@ def api_path(
         raise RepositoryNotFound(f"{'/'.join(parts)} names no repository.")
 
     def ends_the_name(verb: str) -> bool:
+        if verb in UNSUPPORTED_VERBS:
+            return True
         return verb in verbs and (len(parts) > 4 or verb in _BARE_VERBS)
 
     return _parsed(raw, parts, 2, type, ends_the_name, owner, is_there)

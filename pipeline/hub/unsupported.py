@@ -52,6 +52,7 @@ _OF_REPOSITORY: Mapping[str, str] = {
     "user-access-request": "Gated repositories",
     "volumes": "The runtime of Spaces",
 }
+UNSUPPORTED_VERBS = frozenset(_OF_REPOSITORY)
 _ELSEWHERE: Mapping[str, str] = {
     "buckets": "Buckets",
     "collections": "Collections",

@@ -28,7 +28,7 @@ def routes() -> list[Route]:
     return [
         Route(_STORE + "/v1/xorbs/{prefix}/{hash}", receive_xorb, methods=["POST"]),
         Route(_STORE + "/v1/shards", receive_shard, methods=["POST"]),
-        Route(_STORE + "/{rest:path}", answer_nothing, methods=["GET", "POST"]),
+        Route(_STORE + "/{rest:anytext}", answer_nothing, methods=["GET", "POST"]),
     ]
 
 

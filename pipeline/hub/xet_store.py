@@ -42,6 +42,7 @@ class XetStore:
 
     def __init__(self, folder: Path, id: str) -> None:
         self.id = id
+        self._folder = folder
         self._files = LargeFiles(folder)
         self._xorbs = _stores(folder) / id
 
@@ -113,6 +114,9 @@ class XetStore:
         try:
             return self._xorb(hash).open("rb")
         except FileNotFoundError:
+            # The hub was restored from a backup, say. The client believes that it has sent this
+            # xorb, and would believe so for ever if the store kept its id.
+            empty(self._folder, grace_seconds=0)
             raise BadRequest(
                 f"The xorb {hash} is not here: start the upload again, which sends it."
             ) from None

@@ -1,1 +1,2 @@
-"""The HTTP server under hub, receiver and server: uvicorn, and limits for rude clients."""
+"""The HTTP server that the hub, the receiver and the completion server use: uvicorn, with limits
+for clients that misbehave."""

@@ -1,4 +1,4 @@
-"""A limit for the bodies of all requests together."""
+"""Limits how much memory the bodies of all running requests together may take."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,13 +7,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 FREE_BYTES = 64 * 1024
-"""Of each body, that do not count. So a few large bodies that do not end keep no small one out."""
+"""This many bytes of each body do not count towards the limit. So a small request is accepted even
+while a few large bodies that never end use up the limit."""
 
 _NUM_LARGE = 8
 
 
 class BodiesInFlight:
-    """Counts the bodies that are kept in memory. Their limit is that of several largest bodies."""
+    """Counts the bytes of all bodies in memory. The limit is `_NUM_LARGE` times `max_body_bytes`,
+    the largest size of one body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = _NUM_LARGE * max_body_bytes
@@ -21,9 +23,10 @@ class BodiesInFlight:
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
-        """One body, until its request is answered. Call the function with the size of each piece.
+        """Counts one body. Keep the `with` block open until the request is answered.
 
-        The function raises `HTTPException` 503 if there is too much.
+        Call the given function with the size of each piece that arrives. The function raises
+        `HTTPException` 503 if all bodies together exceed the limit.
         """
         num_counted = -FREE_BYTES
 
@@ -35,7 +38,8 @@ class BodiesInFlight:
             if num_counted > 0 and self._num_bytes > self._max_bytes:
                 raise HTTPException(
                     503,
-                    "Too many large requests arrive at once: send this one again later.",
+                    "The server is receiving too many large requests at once; send this request "
+                    "again later.",
                     headers={"Retry-After": "1"},
                 )
 
@@ -46,7 +50,7 @@ class BodiesInFlight:
 
 
 class LimitedBodies:
-    """In front of an application that keeps the body of each request in memory."""
+    """Puts this limit in front of `app`, an application that keeps each request body in memory."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
         self._app = app

@@ -1,6 +1,7 @@
-"""A connection that ends when its client does nothing for too long.
+"""Ends the connection of a client that makes no progress for too long.
 
-uvicorn alone waits without end for the rest of a request, and for a client to read its answer.
+uvicorn has no such limits: it waits for ever for the rest of a request, and for a client to read
+its answer.
 """
 
 import asyncio
@@ -18,38 +19,41 @@ else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 MIN_BYTES = 4096
-"""A client goes on with a body, or with reading an answer, if it moves this much in the time that
-it has. Else a client could hold a connection by one byte now and then."""
+"""While a client sends a body or reads an answer, it makes progress only if it moves this many
+bytes within its time limit. If one byte were enough, a client could hold a connection for ever."""
 
 MAX_HEADER_BYTES = 64 * 1024
 
 MAX_PIPELINED = 100
-"""Requests that a client sends before it has the answer to the first."""
+"""A client may send this many further requests before it has the answer to the first one."""
 
 _RESET = struct.pack("ii", 1, 0)
 
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _ACKNOWLEDGED = slice(120, 128)
-"""`tcpi_bytes_acked` in linux/tcp.h. uvloop's own count does not fall before a write is done."""
+"""The place of `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h). This field is needed because
+the size of uvloop's write buffer does not change until a whole write is done."""
 
 Awaited = Literal["headers", "body", "reading"]
-"""What the client has to do next."""
+"""What the client must do next: send the headers of a request, send the rest of a body, or read an
+answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How many clients there may be, and how long each may do nothing."""
+    """How many clients may be connected, and how long each may make no progress."""
 
     max_connections: int = 512
-    """Connections that are open at once. If another one comes, the client that has done nothing for
-    longest loses its connection."""
+    """How many connections may be open at once. If one more client connects, the server ends the
+    connection that has made no progress for the longest time. If the server waits for none of the
+    other clients, it ends the new connection."""
     headers_seconds: float = 15
-    """From the start of the connection, or the end of the last answer, to the end of the headers of
-    a request."""
+    """A client must send the complete headers of a request within this time. The time starts when
+    the client connects, and again when an answer ends."""
     body_seconds: float = 30
-    """Within this time the body of a request must go on."""
+    """A client that sends a body must make progress within this time."""
     reading_seconds: float = 60
-    """Within this time a client must go on to read an answer that waits for it."""
+    """A client that has an answer to read must make progress within this time."""
 
     def seconds(self, awaited: Awaited) -> float:
         if awaited == "headers":
@@ -58,15 +62,16 @@ class Limits:
 
 
 class Connection(HttpProtocol):
-    """uvicorn's connection, with a look at its client from time to time."""
+    """uvicorn's connection, with limits. The server calls `check_progress` from time to time."""
 
     limits: Limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.since = self.loop.time()
-        """When the client last did something."""
-        self._look: tuple[Awaited | None, object] = ("headers", None)
+        self.progress_at = self.loop.time()
+        """When the client last made progress."""
+        self._checked: tuple[Awaited | None, object] = ("headers", None)
+        """What the last check found: what the client had to do, and for which request."""
         self._num_moved = 0
         self._num_received = 0
         self._num_header_bytes = 0
@@ -76,12 +81,14 @@ class Connection(HttpProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_received += len(data)
         super().data_received(data)
-        # httptools parses all requests that came together, before the first one is answered.
+        # If several requests arrive together, httptools parses all of them before uvicorn answers
+        # the first one. So count them here.
         if len(getattr(self, "pipeline", ())) > MAX_PIPELINED:
             self.end()
             return
-        # httptools keeps headers of any size. The scope is made anew where a request begins, and
-        # the cycle when its headers are complete.
+        # httptools accepts headers of any size, so count their bytes here. uvicorn makes a new
+        # scope when a request begins, and a new cycle for this scope when the headers are complete.
+        # So if the cycle has the newest scope, the client has sent its headers completely.
         if self.cycle is not None and self.cycle.scope is self.scope:
             self._num_header_bytes = 0
             return
@@ -91,27 +98,29 @@ class Connection(HttpProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        # The client has read most of what had waited for it: its time begins anew.
-        self._look = (None, None)
+        # The client has read most of its answer, which is progress: the next check starts its time
+        # limit again.
+        self._checked = (None, None)
 
-    def look(self, now: float) -> Awaited | None:
-        """What the client must do next; None if it is not its turn. Ends the connection if the
-        client has not done it in its time."""
+    def check_progress(self, now: float) -> Awaited | None:
+        """What the client must do next; None if the server waits for the application and not for
+        the client. Ends the connection if the client has exceeded its time limit."""
         awaited = self._awaited()
-        look = (awaited, self.cycle)
+        found = (awaited, self.cycle)
         num_moved = self._moved(awaited)
-        if look != self._look or num_moved - self._num_moved >= MIN_BYTES:
-            self._look, self.since, self._num_moved = look, now, num_moved
-        elif awaited is not None and now - self.since > self.limits.seconds(awaited):
+        if found != self._checked or num_moved - self._num_moved >= MIN_BYTES:
+            self._checked, self.progress_at, self._num_moved = found, now, num_moved
+        elif awaited is not None and now - self.progress_at > self.limits.seconds(awaited):
             self.end()
         return awaited
 
     def end(self) -> None:
-        """Now, without what waits for a client that does not read."""
+        """End the connection at once. Bytes that the client has not read are dropped."""
         if self.transport.get_write_buffer_size():
             connection: socket.socket = self.transport.get_extra_info("socket")
-            # Else the system too would keep unread bytes, and go on to offer them.
-            with contextlib.suppress(OSError):  # the client has ended it already
+            # Make the operating system reset the connection. Otherwise it would keep the unread
+            # bytes and go on trying to send them.
+            with contextlib.suppress(OSError):  # raised if the client has already disconnected
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             self.transport.abort()
         else:
@@ -125,7 +134,8 @@ class Connection(HttpProtocol):
             return "reading"
         if is_answered:
             return "reading" if self.transport.get_write_buffer_size() else "headers"
-        # If reading is paused, the application has not taken the body that is there.
+        # If uvicorn has paused reading, the client waits for the application, which has not yet
+        # taken the part of the body that has arrived.
         is_sending = cycle.more_body and not cycle.waiting_for_100_continue
         return "body" if is_sending and not self.flow.read_paused else None
 
@@ -135,22 +145,23 @@ class Connection(HttpProtocol):
         return self._num_received if awaited == "body" else 0
 
     def _num_read(self) -> int:
-        """How many bytes the client's system has taken, from any count on."""
+        """A number that grows by one with each byte that the client's system receives. It may start
+        at any value, so only compare two of these numbers."""
         if _TCP_INFO is not None:
             connection: socket.socket = self.transport.get_extra_info("socket")
             info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _ACKNOWLEDGED.stop)
             if len(info) == _ACKNOWLEDGED.stop:
                 return int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
-        # Nothing is written while an answer waits: the buffer shrinks as the client reads.
+        # Nothing new is written while a client must read, so this buffer only shrinks.
         return -self.transport.get_write_buffer_size()
 
     def _make_room(self) -> None:
         now = self.loop.time()
         others = [one for one in connections_of(self.connections) if one is not self]
-        idle = [one for one in others if one.look(now) is not None]
-        min(idle, key=lambda one: one.since, default=self).end()
+        waiting_for = [one for one in others if one.check_progress(now) is not None]
+        min(waiting_for, key=lambda one: one.progress_at, default=self).end()
 
 
 def connections_of(protocols: Iterable[Any]) -> list[Connection]:
-    """Without those that have become web sockets."""
+    """The HTTP connections among `protocols`, which also contains web sockets."""
     return [one for one in protocols if isinstance(one, Connection)]

@@ -1,4 +1,4 @@
-"""Makes the HTTP server of a service."""
+"""The HTTP server of a service, and its settings."""
 
 from typing import Literal
 
@@ -7,8 +7,8 @@ from starlette.types import ASGIApp
 
 from serving.http.connections import Connection, Limits, connections_of
 
-_TICKS_PER_LOOK = 2
-"""uvicorn ticks ten times a second."""
+_TICKS_PER_CHECK = 2
+"""uvicorn calls `on_tick` ten times a second, so clients are checked five times a second."""
 
 
 def http_config(
@@ -18,10 +18,10 @@ def http_config(
     limits: Limits | None = None,
     lifespan: Literal["auto", "on", "off"] = "auto",
 ) -> uvicorn.Config:
-    """The settings of a `Server` that uses the logging of this process, and does not log each
-    request.
+    """The settings for a `Server`.
 
-    When the server is told to stop, requests that are being answered get `shutdown_seconds` to end.
+    The server uses the logging of this process and does not log each request. When the server
+    stops, requests that are still running get `shutdown_seconds` to end.
     """
 
     class Limited(Connection):
@@ -40,12 +40,12 @@ def http_config(
 
 
 class Server(uvicorn.Server):
-    """Looks at its clients from time to time."""
+    """uvicorn's server, which also checks from time to time whether its clients make progress."""
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS_PER_LOOK == 0 and self.server_state.connections:
+        if counter % _TICKS_PER_CHECK == 0 and self.server_state.connections:
             connections = connections_of(self.server_state.connections)
             now = connections[0].loop.time() if connections else 0.0
             for connection in connections:
-                connection.look(now)
+                connection.check_progress(now)
         return await super().on_tick(counter)

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 REPLACING = ".replacing-"
-"""Prefix of a file or link that will be renamed over another file or link."""
+"""Prefix of the temporary name of a new file or link, which is then renamed over the old one."""
 _ABANDONED_SECONDS = 60.0
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to. When the `with` block ends, the file replaces `path`.
+    """Gives a temporary file to write to. When the `with` block ends, this file replaces `path`.
 
-    If the block raises, `path` is unchanged and the file is removed. Raises OSError.
+    If the block raises an error, `path` does not change and the temporary file is removed. Raises
+    OSError.
     """
     replacement = replacement_path(path.parent)
     try:
@@ -44,8 +45,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Point `link` at `target`. The caller must then call `fsync_dir`, once for all links of a
-    folder."""
+    """Point `link` at `target`.
+
+    The caller must call `fsync_dir` afterwards. One call is enough for all links in a folder.
+    """
     replacement = replacement_path(link.parent)
     os.symlink(target, replacement)
     os.replace(replacement, link)
@@ -56,10 +59,10 @@ def replacement_path(folder: Path) -> Path:
 
 
 def is_abandoned(entry: Path) -> bool:
-    """Whether `entry` is a replacement whose writer was killed before it renamed the file.
+    """Whether `entry` is a temporary file whose writer was killed before it renamed the file.
 
-    A writer holds no lock, so only the file's age tells this: no writer needs a minute for a small
-    file.
+    Writers hold no lock, so the age of the file must decide. All these files are small, and no
+    writer needs a minute for a small file.
     """
     if not entry.name.startswith(REPLACING):
         return False

@@ -1,5 +1,5 @@
-"""Reads a checkpoint folder as `save_pretrained` writes it: its tensors, its files, and the digests
-of both.
+"""Reads a checkpoint folder in the form that `save_pretrained` writes. Finds its tensors and files,
+and computes their digests.
 
 Imports torch only for `.bin` shards.
 """
@@ -32,10 +32,11 @@ _NOT_COMPANIONS = {
 
 
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
-    """Tensor name → shard file name. This comes from the index; if there is no index, from the only
-    shard.
+    """Maps each tensor name to the file name of its shard.
 
-    Raises ReleaseError if there are no weights, or if a shard is missing.
+    Reads the index. A checkpoint without an index must have exactly one shard; this then reads the
+    tensor names from the shard. Raises ReleaseError if there are no weights, or if a shard is
+    missing.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
@@ -85,7 +86,8 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
 
 
 def companions(folder: Path) -> list[Path]:
-    """The small files beside the weights: config, tokenizer, notes. Never code or pickles.
+    """The small files in the same folder as the weights: config, tokenizer, notes. Never code or
+    pickles.
 
     Raises ReleaseError if a `.json` file is not valid JSON.
     """
@@ -111,8 +113,8 @@ def companions(folder: Path) -> list[Path]:
 def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     """Size and sha256 of each shard, and the digest of each tensor.
 
-    `tied` of the result is empty, because shards do not say which names share a tensor. Raises
-    ReleaseError if the shards hold other tensors than `weight_map` says.
+    `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
+    ReleaseError if the tensors in the shards are not exactly those that `weight_map` names.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
@@ -142,7 +144,7 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
 
 
 def files_digest(files: Mapping[str, FileEntry]) -> str:
-    """The second half of a release id: the first 8 hex digits of a sha256 over the names and the
+    """The second half of a release id: the first 8 hex digits of a sha256 that covers the names and
     sha256s of all files."""
     listed = "".join(f"{name}\0{entry.sha256}\n" for name, entry in sorted(files.items()))
     return hashlib.sha256(listed.encode()).hexdigest()[:8]
@@ -153,11 +155,12 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """The alias `lm_head.weight` → embedding, if the config ties the two and no head is stored.
+    """Maps `lm_head.weight` to the name of the embedding, if the config ties the two tensors and
+    only the embedding is stored. Otherwise empty.
 
-    Empty if the config does not tie them. If the config does not say, the default of the
-    architecture holds, which the engine knows. The default of Llama is an untied head, so a Llama
-    checkpoint without a head is incomplete and is refused.
+    Also empty if the config does not say whether the two are tied. The default then depends on the
+    architecture, and only the engine knows it. In a Llama the head is not tied by default, so a
+    Llama checkpoint without a head is incomplete and will be refused.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

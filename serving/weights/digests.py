@@ -1,9 +1,9 @@
 """Computes the digest of a shard file and of each tensor in it, on two threads.
 
-The file gets a sha256, which the Hub and `sha256sum` use. A tensor gets a BLAKE3
-(https://github.com/BLAKE3-team/BLAKE3-specs). BLAKE3 takes a quarter of the time, which matters
-because a swap computes the digest of every tensor that it reads. Both algorithms release the GIL
-while they hash, so the caller can write or fsync meanwhile.
+The digest of a file is a sha256, because the Hub and `sha256sum` use sha256. The digest of a tensor
+is a BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs). BLAKE3 takes a quarter of the time. This
+matters because a swap computes the digest of every tensor that it reads. Both implementations
+release the GIL while they hash, so the caller can write or fsync at the same time.
 """
 
 import hashlib
@@ -20,10 +20,11 @@ _DEFAULT = "blake3:"
 
 
 class TensorDigest:
-    """The digest of bytes that come piece by piece. Its `str` is `blake3:` and 64 hex digits.
+    """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
+    digest: the name of the algorithm, a colon and 64 hex digits.
 
-    `like` is a digest that this digest will be compared with. The prefix of `like` selects the
-    algorithm.
+    The prefix of `like` selects the algorithm. Pass the digest that you want to compare the result
+    with, or leave `like` out to use BLAKE3.
     """
 
     def __init__(self, like: str = _DEFAULT) -> None:
@@ -38,20 +39,21 @@ class TensorDigest:
 
 
 def tensor_digest(content: bytes | memoryview, like: str = _DEFAULT) -> str:
-    """The digest of a tensor's bytes, with the algorithm of `like`."""
+    """The digest of a tensor's bytes, computed with the same algorithm as the digest `like`."""
     digest = TensorDigest(like)
     digest.update(content)
     return str(digest)
 
 
 class ShardDigests:
-    """A context manager that takes the content of one shard, in the order of the shard's bytes.
+    """Computes the digests of one shard in background threads. Use it in a `with` block.
 
-    The threads read the content later, so the caller must not change or free it before `finish`.
+    Add the content in the order of the shard's bytes. The threads read the content later, so the
+    caller must not change or free it before `finish` returns.
     """
 
     def __init__(self) -> None:
-        # One thread in each pool, so that the bytes of a file are hashed in their order.
+        # One thread in each pool, so that the pieces of a file are hashed in the right order.
         self._of_file = ThreadPoolExecutor(max_workers=1, thread_name_prefix="file-digest")
         self._of_tensors = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensor-digest")
         self._file = hashlib.sha256()
@@ -83,10 +85,10 @@ class ShardDigests:
 
 
 class HashingFile:
-    """Passes each write on to `raw`, and hashes the content first.
+    """A file for torch.save: hashes each piece of content and then writes the piece to `raw`.
 
-    torch.save frees each piece right after it has written the piece, so `write` must hash the piece
-    before it returns.
+    torch.save frees a piece as soon as `write` returns, so `write` must not leave the hashing to
+    another thread.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

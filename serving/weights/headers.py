@@ -1,7 +1,7 @@
 """Reads the header of a safetensors file and computes the file's digests, without torch.
 
-The format: the length of the header in 8 little-endian bytes, a JSON header, then the tensors
-without gaps (https://huggingface.co/docs/safetensors).
+A safetensors file begins with the length of the header, in 8 little-endian bytes. The header
+follows, in JSON, and then the tensors without gaps (https://huggingface.co/docs/safetensors).
 """
 
 import hashlib
@@ -38,8 +38,8 @@ class HeaderEntry:
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """The tensors of a safetensors file, in the order of their bytes in the file. Raises
-    ReleaseError."""
+    """The header entries of a safetensors file, in the order in which the tensors are stored in the
+    file. Raises ReleaseError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -81,8 +81,10 @@ def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
 def mapped_shard(
     path: Path, header: Mapping[str, HeaderEntry]
 ) -> Iterator[tuple[memoryview, dict[str, memoryview]]]:
-    """The bytes before the first tensor, and tensor name → bytes. Both are valid until the `with`
-    block ends."""
+    """Gives the bytes before the first tensor, and a dict of tensor name → the tensor's bytes.
+
+    Both are views of the mapped file, and are valid until the `with` block ends.
+    """
     with path.open("rb") as file, ExitStack() as stack:
         # The stack closes the views before the mapping, because a mapping that has open views
         # cannot be closed.

@@ -1,4 +1,5 @@
-"""`WeightsIndex`: which shard holds which tensor. Reads and checks the index; opens no shard."""
+"""`WeightsIndex` says which shard holds which tensor. This module reads and checks the index file.
+It opens no shard."""
 
 import json
 import re
@@ -28,7 +29,7 @@ class IndexMetadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     total_size: int = Field(ge=0, strict=True)
-    """Number of bytes of all tensors together, without the headers."""
+    """The total size of all tensors, without the headers of the shards."""
 
 
 class WeightsIndex(BaseModel):
@@ -84,13 +85,13 @@ class StoredWeights:
     """Only the shards, no other file."""
     tensors: dict[str, TensorEntry]
     tied: dict[str, str]
-    """Alias → stored name, for names that share another tensor's storage and have no bytes of their
-    own."""
+    """Alias → stored name. An alias is a tensor name that uses the bytes of another tensor and has
+    no bytes of its own."""
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether a file called `name` may be opened: only a plain file name of a shard, because such a
-    name cannot lead out of the folder."""
+    """Whether `name` is a plain file name of a shard. No other file may be opened, because another
+    name could lead out of the folder."""
     return _SHARD.fullmatch(name) is not None and ".." not in name
 
 
@@ -100,8 +101,8 @@ def shard_name(number: int, total: int, format: WeightsFormat) -> str:
 
 
 def parse_index(text: str | bytes, name: str) -> WeightsIndex:
-    """The index in `text`. Raises ReleaseError, which contains `name`, if the index is not valid or
-    names a tensor twice."""
+    """The index in `text`. Raises ReleaseError if the index is not valid or names a tensor twice.
+    The error message contains `name`."""
     try:
         content = json.loads(text, object_pairs_hook=_no_duplicates)
         return WeightsIndex.model_validate(content)
@@ -116,10 +117,10 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
 
 
 def read_index(folder: Path) -> WeightsIndex | None:
-    """The index of a release or checkpoint folder; None if the folder has no index. If it has two,
-    the index of the safetensors shards is used.
+    """The index of a release or checkpoint folder; None if the folder has no index.
 
-    Raises ReleaseError if the index is not valid.
+    If the folder has two indexes, this returns the one for the safetensors shards. Raises
+    ReleaseError if that index is not valid.
     """
     for name in INDEX_FILES.values():
         path = folder / name

@@ -1,9 +1,10 @@
-"""Publishes a release: either the whole release, or nothing.
+"""Publishes a release: either the complete release, or nothing.
 
-The order is: write and fsync the shards and the other files, then the index, then the manifest;
-fsync the folder; rename the folder; fsync its parent. A reader sees a release folder only after the
-rename. A killed publisher leaves an unfinished folder, which the next publisher removes. Files are
-copied and never linked, because the source may change later and a release must not change.
+The steps are, in this order: write and fsync the shards and the small files, then the index, then
+the manifest; fsync the folder; rename the folder; fsync its parent folder. A reader sees the
+release only after the rename. A publisher that is killed leaves an unfinished folder, and the next
+publisher removes this folder. Files are copied and never linked, because the source may change
+later and a release must not change.
 """
 
 import errno
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_BYTES = 64 * 2**20
-"""Disk space that a release must leave free, for the job store and the logs on the same disk."""
+"""A release must leave this much disk space free, because the job store and the logs need space on
+the same disk."""
 
 
 def publish_state_dict(
@@ -57,9 +59,9 @@ def publish_state_dict(
 
     `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
     goes to `pipeline_dir / release.id`. Tensors that are not contiguous or not on the CPU are
-    copied; with the format `bin`, all tensors are copied. Copies of at most one shard are in memory
-    at a time. Raises ReleaseError, or NotEnoughSpace before or during writing. After an error,
-    nothing is left behind.
+    copied; with the format `bin`, all tensors are copied. At any time, memory holds the copies for
+    at most one shard. Raises ReleaseError, or NotEnoughSpace before or during the writing. After an
+    error, no part of the release stays on the disk.
     """
     from serving.weights import shards
 
@@ -89,8 +91,8 @@ def publish_folder(
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
 
-    The shards are copied as they are, unless `max_shard_bytes` or `format` is given. Raises
-    ReleaseError with every reason. After an error, nothing is left behind.
+    The shards are copied unchanged, unless `max_shard_bytes` or `format` is given. Raises
+    ReleaseError with every reason. After an error, no part of the release stays on the disk.
     """
     weight_map = checkpoint_weight_map(source)
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))
@@ -130,8 +132,8 @@ def _publish(
     companion_files = companions(files_dir)
     if not any(path.name == "config.json" for path in companion_files):
         raise ReleaseError(
-            f"{files_dir} has no config.json, and no engine can load the weights without it; save "
-            "the model in this folder with save_pretrained"
+            f"{files_dir} has no config.json, and without this file no engine can load the "
+            "weights; save the model in this folder with save_pretrained"
         )
     pipeline_dir.mkdir(parents=True, exist_ok=True)
     with release_lock(pipeline_dir):
@@ -181,7 +183,7 @@ def _unfinished_folder(pipeline_dir: Path) -> Iterator[Path]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise NotEnoughSpace(
                 f"{pipeline_dir}: the disk filled up while the release was written, so the "
-                "release was removed; prune releases or move the state folder"
+                "unfinished release was removed; prune releases or move the state folder"
             ) from error
         raise
 

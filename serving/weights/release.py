@@ -1,5 +1,5 @@
-"""`Release`: the manifest (`release.json`) of a release, which is an immutable folder that can be
-served."""
+"""`Release`, the content of a release's manifest. A release is an immutable folder that can be
+served; its manifest is the file `release.json` in this folder."""
 
 from typing import Any, Literal
 
@@ -24,8 +24,8 @@ class TensorEntry(_Record):
     """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
-    """The digest of the tensor's bytes, without its name, dtype and shape. A swap does not load a
-    tensor whose digest has not changed."""
+    """The digest covers the tensor's bytes, but not its name, dtype and shape. A swap does not load
+    a tensor if this digest is the same in the old release."""
 
     @model_validator(mode="before")
     @classmethod
@@ -39,23 +39,23 @@ class TensorEntry(_Record):
 class ProbeText(_Record):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Natural log of the probability of each token, given the tokens before it. The first token has
-    no logprob, so there is one logprob fewer than there are tokens."""
+    """The natural logarithm of the probability of each token, given the tokens before it. The first
+    token has no logprob, so there is one logprob fewer than there are tokens."""
 
 
 class Probe(_Record):
-    """The logprobs that the job computed with the new weights. The server computes them again and
-    compares.
+    """Texts, and the logprobs that the job computed for them with the new weights. The server
+    computes the logprobs again and compares.
 
-    Each logprob of the server may differ by at most the bound of the server's dtype. A server whose
-    dtype has no bound cannot prove the release and therefore refuses it.
+    Each logprob may differ by at most the bound for the server's dtype. If there is no bound for
+    this dtype, the server cannot check the release and refuses it.
     """
 
     dtype: str
-    """The dtype that the job computed in: `float32`, `bfloat16`, …"""
+    """The dtype in which the job computed: `float32`, `bfloat16`, …"""
     texts: tuple[ProbeText, ...]
     bounds: dict[str, float]
-    """Dtype of the server → the largest accepted absolute difference of a logprob."""
+    """Dtype of the server → the largest accepted absolute difference between two logprobs."""
 
 
 class Lineage(_Record):
@@ -66,25 +66,26 @@ class Lineage(_Record):
     """The release that training started from; None if training started from the base model."""
     base_model: str | None = None
     base_revision: str | None = None
-    """The commit of the base model, where it came from a hub."""
+    """The commit of the base model, if the base model came from a hub."""
     dataset: str | None = None
     """`owner/name`"""
     dataset_ref: str | None = None
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The parent's `dataset_revision`: only rows that changed since then are new. None if all rows
-    were read."""
+    """The `dataset_revision` of the parent. Only rows that changed after this commit are new. None
+    if the job read all rows."""
     data_digest: str | None = None
-    """A digest of all rows that does not depend on their order: equal digests mean that no row
-    changed."""
+    """A digest of all rows, whatever their order. Two equal digests mean that no row changed."""
     mode: Literal["full", "delta"] | None = None
     settings_digest: str | None = None
-    """A digest of the training settings that affect the weights; None if it was not recorded."""
+    """A digest of the training settings that affect the weights; None if the digest was not
+    recorded."""
     job_id: str | None = None
     delivery_ids: tuple[str, ...] = ()
     forced: str | None = None
-    """Why a person overruled the gate's refusal; None if the gate passed the release."""
+    """Set if the gate refused the release and a person overruled the gate: the reason that the
+    person gave, followed by the gate's reasons in parentheses."""
 
 
 class Release(_Record):
@@ -93,16 +94,16 @@ class Release(_Record):
     created_at: str
     """UTC, ISO 8601."""
     format: Literal[1, 2] = 2
-    """In format 1, a tensor has a `sha256`; in format 2, it has a `digest` that names its
-    algorithm."""
+    """In format 1, a tensor entry has a `sha256`. In format 2, it has a `digest`, which begins with
+    the name of its algorithm."""
     lineage: Lineage = Lineage()
     evaluation: dict[str, Any] | None = None
     files: dict[str, FileEntry]
     """Every file of the folder except the manifest. A file that is not listed is never read."""
     tensors: dict[str, TensorEntry]
     tied: dict[str, str] = {}
-    """Alias → stored name, for names that share another tensor's storage and have no bytes of their
-    own."""
+    """Alias → stored name. An alias is a tensor name that uses the bytes of another tensor and has
+    no bytes of its own."""
     probe: Probe | None = None
-    """None if the release was published by hand without a probe; the server then skips the
-    proof."""
+    """None if the release was published by hand without a probe; the server then serves it without
+    comparing logprobs."""

@@ -1,17 +1,22 @@
-"""The folder with one pipeline's releases: lists, loads and prunes releases, and points at the
-served release.
+"""Reads and changes the folder with the releases of one pipeline. This folder also records which
+release is served.
 
-A pipeline's folder is `<home>/releases/<pipeline>`, called `pipeline_dir` here:
+A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipeline_dir`. It holds:
 
     r000042-1f3ac9d2/   a release, immutable
-    current             a link to the served release; only the server writes it, after the probe
+    current             a link to the served release: the release that the server answers with
     previous            a link to the release that was served before the current one
-    live                ids of the releases that were live and were not gone back from, oldest
-                        first; only the server writes it. If `current` leads to another release than
-                        the last one, it stands in for the last one, which is damaged
+    live                the ids of the releases that were served and that nobody has rolled back
+                        from, one per line, oldest first. The last id is the release that should be
+                        served
     pending             the id of a release that the next server swaps in when it starts
-    pinned              ids that are never pruned, one per line
+    pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
+
+Only the server writes `current`, `previous` and `live`, after the probe. `current` normally points
+at the last release in `live`. If the server could not serve that one, because it is damaged, the
+server serves an older release of the list as a substitute. The release in `current` then "stands in
+for" the last release in `live`.
 """
 
 import logging
@@ -45,14 +50,15 @@ COUNTER = "counter"
 UNFINISHED = ".unfinished-"
 """Prefix of release folders that are being written or removed.
 
-Both happen under the lock. So if the lock is free and such a folder exists, its writer was killed.
+A process holds the lock while it writes or removes a release. So if the lock is free and such a
+folder exists, the process was killed.
 """
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
 
 
 def release_number(release_id: str) -> int:
-    """The counter in an id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError."""
+    """The number in a release id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError."""
     match = _RELEASE_ID.fullmatch(release_id)
     if match is None:
         raise ReleaseError(
@@ -87,7 +93,7 @@ def list_releases(pipeline_dir: Path) -> list[Release]:
         try:
             releases.append(load_release(pipeline_dir / release_id))
         except ReleaseError as error:
-            logger.warning("not listed: %s", error)
+            logger.warning("release left out of the list: %s", error)
     return releases
 
 
@@ -104,56 +110,60 @@ def release_ids(pipeline_dir: Path) -> list[str]:
 
 
 def served_release(pipeline_dir: Path) -> Path | None:
-    """The folder that `current` points at; None before the first release.
+    """The folder of the release that `current` points at; None if no release was served yet.
 
-    Keep the result rather than call this twice, because the link may move between two calls. The
-    folder may be gone; `load_release` then raises. Raises ReleaseError if the target of the link is
-    not a release id.
+    Call this once and keep the result, because the server may move the link between two calls. The
+    folder may no longer exist; `load_release` then raises. Raises ReleaseError if the target of the
+    link is not a release id.
     """
     target = _target(pipeline_dir / CURRENT)
     return None if target is None else pipeline_dir / target
 
 
-def previous_release(pipeline_dir: Path) -> str | None:
-    """The id of the release that was served before the current one. That release may already be
-    pruned."""
+def previous_release_id(pipeline_dir: Path) -> str | None:
+    """The id of the release that was served before the current one. Its folder may no longer
+    exist."""
     return _readable_target(pipeline_dir / PREVIOUS)
 
 
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
-    """Point `current` at a release, atomically. Only the server may call this.
+    """Record that the server now serves `release_id`. Only the server may call this.
 
-    A release that `stands_in_for` a damaged one leaves `previous` and `live` as they are: nobody
-    chose to go back.
+    `current` changes atomically. `stands_in_for` is the id of a release that the server could not
+    serve; `release_id` is its substitute. A substitute does not change `previous`, and
+    `stands_in_for` stays the last id in `live`, because nobody asked for a rollback.
     """
-    chosen = stands_in_for or release_id
-    number = release_number(chosen)
+    should_be_served = stands_in_for or release_id
+    number = release_number(should_be_served)
     before = _readable_target(pipeline_dir / CURRENT)
-    # A release that is newer than the chosen one was gone back from. A removed one never returns.
+    # Leave out newer releases, because somebody has rolled back from them. Leave out releases whose
+    # folder is gone, because the server could never serve them again.
     older = (
         each
         for each in live_releases(pipeline_dir)
         if release_number(each) < number and (pipeline_dir / each).is_dir()
     )
-    live = "".join(f"{each}\n" for each in (*older, chosen))
+    live = "".join(f"{each}\n" for each in (*older, should_be_served))
     # A rollback to the release in `previous` does not change `previous`, so that this link never
     # names the release that somebody has just rolled back from.
-    is_old = release_id in (before, previous_release(pipeline_dir))
-    if before is not None and stands_in_for is None and not is_old:
+    is_known = release_id in (before, previous_release_id(pipeline_dir))
+    if before is not None and stands_in_for is None and not is_known:
         link_atomically(pipeline_dir / PREVIOUS, before)
     link_atomically(pipeline_dir / CURRENT, release_id)
     fsync_dir(pipeline_dir)
-    # After the link: a server that is killed in between has not answered yet, and the release that
-    # it starts with is either the one of before or this one.
+    # Write `live` after the link. A server that is killed between the two writes has not yet
+    # reported the result of the swap. When it starts again, it serves either this release or the
+    # one from before the swap, and both are correct.
     path = pipeline_dir / LIVE
     if not path.exists() or path.read_text() != live:
         write_atomically(path, live)
 
 
 def live_releases(pipeline_dir: Path) -> list[str]:
-    """The ids of the releases that were live and were not gone back from, oldest first.
+    """The ids of the releases that were served and that nobody has rolled back from, oldest first.
 
-    The last one is the release to serve. Each of them may be damaged or gone by now.
+    The last id is the release that should be served. Any of these releases may be damaged by now,
+    or its folder may be gone.
     """
     current = _readable_target(pipeline_dir / CURRENT)
     number = release_number(current) if current is not None else 0
@@ -161,17 +171,23 @@ def live_releases(pipeline_dir: Path) -> list[str]:
         listed = (pipeline_dir / LIVE).read_text().split()
         found = [each for each in listed if _RELEASE_ID.fullmatch(each)]
     except FileNotFoundError:
-        # An earlier version wrote the links alone. A newer `previous` was gone back from.
-        previous = previous_release(pipeline_dir)
+        # An earlier version of hotpush wrote only the two links and no `live`. If `previous` is
+        # newer than `current`, somebody rolled back from it, so leave it out.
+        previous = previous_release_id(pipeline_dir)
         is_older = previous is not None and release_number(previous) < number
         found = [previous] if previous is not None and is_older else []
+    # `current` is newer than `live` if an earlier version of hotpush moved the link, or if a server
+    # was killed between its two writes.
     if current is not None and all(release_number(each) < number for each in found):
         found.append(current)
     return found
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
-    """The release for which the one in `current` stands in; None if `current` is the chosen one."""
+    """The id of the release that should be served, if `current` points at a substitute for it.
+
+    None if no release was served yet, or if `current` points at the release that should be served.
+    """
     current, listed = _readable_target(pipeline_dir / CURRENT), live_releases(pipeline_dir)
     return listed[-1] if current is not None and listed[-1] != current else None
 
@@ -186,8 +202,8 @@ def _target(link: Path) -> str | None:
 
 
 def _readable_target(link: Path) -> str | None:
-    """As `_target`; but if the target of the link is not a release id, this logs an error and
-    returns None."""
+    """The target of `link`; None if there is no link. Also None, and a warning in the log, if the
+    target is not a release id."""
     try:
         return _target(link)
     except ReleaseError as error:
@@ -220,12 +236,12 @@ def set_pending(pipeline_dir: Path, release_id: str) -> None:
 
 
 def clear_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Remove `pending` if it names `release_id`. If it names another release, that release still
-    waits for its swap."""
+    """Remove `pending` if it names `release_id`. If it names another release, keep it, because that
+    release still waits for its swap."""
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:
-        # Also remove an unreadable file, because otherwise every start of a server would fail.
+        # Also remove a file that names no release: while it exists, `prune` and `remove` fail.
         pending = release_id
     if pending == release_id:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
@@ -241,7 +257,8 @@ def pinned_releases(pipeline_dir: Path) -> list[str]:
 
 
 def pin(pipeline_dir: Path, release_id: str) -> None:
-    """Keep a release until it is unpinned. Raises ReleaseError if there is no such release."""
+    """Protect a release from `prune` and `remove` until it is unpinned. Raises ReleaseError if
+    there is no such release."""
     with release_lock(pipeline_dir):
         if release_id not in release_ids(pipeline_dir):
             raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
@@ -249,7 +266,7 @@ def pin(pipeline_dir: Path, release_id: str) -> None:
 
 
 def unpin(pipeline_dir: Path, release_id: str) -> None:
-    """Let a release be pruned again. Raises ReleaseError if the release was not pinned."""
+    """End the protection of a pinned release. Raises ReleaseError if the release was not pinned."""
     with release_lock(pipeline_dir):
         pinned = pinned_releases(pipeline_dir)
         if release_id not in pinned:
@@ -292,7 +309,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
 
 
 def remove(pipeline_dir: Path, release_id: str) -> None:
-    """Remove one release, whether it is whole or not. Raises what `check_removable` raises."""
+    """Remove one release, damaged or not. Raises ReleaseError as `check_removable` does."""
     with release_lock(pipeline_dir):
         check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
@@ -316,7 +333,7 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
 
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
-    # Rename the folder first, so that no reader ever sees half a release.
+    # Rename the folder first, so that no reader ever sees a release with some files missing.
     doomed = pipeline_dir / f"{UNFINISHED}{release_id}"
     os.rename(pipeline_dir / release_id, doomed)
     shutil.rmtree(doomed)
@@ -337,7 +354,7 @@ def sweep(pipeline_dir: Path) -> list[str]:
 
 
 def sweep_locked(pipeline_dir: Path) -> list[str]:
-    """As `sweep`, but the caller must hold the lock."""
+    """Do the work of `sweep`. The caller must hold the lock."""
     abandoned = [
         entry
         for entry in pipeline_dir.iterdir()
@@ -354,7 +371,7 @@ def sweep_locked(pipeline_dir: Path) -> list[str]:
 def next_number(pipeline_dir: Path) -> int:
     """The number for the next release. The caller must hold the lock.
 
-    The counter is on disk before the number is used, so that no number is ever used twice.
+    Writes the new counter to disk before it returns, so that no number is ever used twice.
     """
     counter = pipeline_dir / COUNTER
     last = int(counter.read_text()) if counter.exists() else 0

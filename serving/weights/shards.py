@@ -1,7 +1,7 @@
 """Writes tensors to shards and reads them back, with torch.
 
-Our own code writes safetensors shards, in the format that `headers.py` describes, because the
-library's writer first copies all tensors and cannot hash them while it writes.
+Safetensors shards are written by our own code, in the format that `headers.py` describes. The
+writer of the safetensors library first copies all tensors, and it cannot hash them while it writes.
 """
 
 import json
@@ -43,8 +43,8 @@ _FINITE_CHECK_ELEMENTS = 1 << 22
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Alias → earlier name, for each name whose tensor uses the same memory as the tensor of an
-    earlier name."""
+    """Maps each alias to an earlier name. A name is an alias if its tensor is in the same memory as
+    the tensor of an earlier name."""
     seen: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -65,11 +65,11 @@ def write_shards(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     format: WeightsFormat = "safetensors",
 ) -> StoredWeights:
-    """Write a state dict into `folder` as shards, in the order of its tensors, and fsync each
-    shard.
+    """Write a state dict as shards into `folder`, and fsync each shard.
 
-    A tensor larger than `max_shard_bytes` gets a shard of its own. Raises ReleaseError for a tensor
-    that cannot be stored, and OSError if the disk fails.
+    The tensors are spread over the shards in the order of the state dict. A tensor larger than
+    `max_shard_bytes` gets a shard of its own. Raises ReleaseError for a tensor that cannot be
+    stored, and OSError if the disk fails.
     """
     if not tensors:
         raise ReleaseError("there is no tensor to write")
@@ -93,8 +93,9 @@ def write_shards(
         with (folder / shard_name(number, len(groups), format)).open("wb") as out:
             return write(shard, out)
 
-    # Write several shards at once, so that one shard is hashed while another goes to disk. If
-    # tensors are copied, write one shard at a time, so that only its copies are in memory.
+    # Write several shards at once, so that one shard is hashed while another one is written to
+    # disk. If the writer must copy tensors, write one shard at a time: otherwise the copies for
+    # several shards would be in memory.
     is_copied = format == "bin" or not all(map(_needs_no_copy, stored.values()))
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
@@ -120,8 +121,9 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors called `names` (default: all of `weight_map`), memory-mapped, on the CPU.
 
-    The mappings are private: writing to a tensor changes a copy of the memory page, never the file.
-    No pickled code runs. Raises ReleaseError, which names the file and the tensor.
+    The mappings are private: if you write to a tensor, only a copy of the memory page changes,
+    never the file. No pickled code runs. Raises ReleaseError; its message names the file and the
+    tensor.
     """
     wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
@@ -145,8 +147,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     flat = tensor.reshape(-1)
-    # Check the tensor in pieces, because isfinite makes a mask of one byte per element. For a whole
-    # float32 embedding, the mask would have a quarter of the embedding's size.
+    # Check the tensor in pieces, because isfinite makes a mask of one byte per element. The mask
+    # for a whole float32 embedding would take a quarter of the embedding's size.
     pieces = torch.split(flat, _FINITE_CHECK_ELEMENTS)
     # Cast 8-bit floats first, because torch has no isfinite for them.
     return all(
@@ -155,8 +157,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def not_finite(release: Release, folder: Path) -> list[str]:
-    """A reason not to serve the release, for each tensor that holds NaN or infinity. Raises
-    ReleaseError."""
+    """Gives one reason against serving the release for each tensor that holds NaN or infinity.
+    Raises ReleaseError."""
     weight_map = {name: entry.file for name, entry in release.tensors.items()}
     return [
         f"{weight_map[name]}: tensor {name}: holds NaN or infinity"
@@ -166,8 +168,8 @@ def not_finite(release: Release, folder: Path) -> list[str]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, as a shard stores them and a digest covers them. Copies the tensor
-    only if it is not contiguous or not on the CPU."""
+    """The bytes of a tensor. A shard stores exactly these bytes, and the tensor's digest covers
+    them. Copies the tensor only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -233,7 +235,8 @@ def _write_safetensors(
 
 
 def _write_bin(tensors: dict[str, torch.Tensor], out: BinaryIO) -> tuple[FileEntry, dict[str, str]]:
-    # For a view, torch.save writes the whole storage behind it, so copy each tensor first.
+    # Copy each tensor first: if a tensor is a view, torch.save writes the whole storage that it
+    # is a part of.
     whole = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -260,18 +263,19 @@ def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
         raise ReleaseError(f"{path.name}: missing") from None
     except pickle.UnpicklingError as error:
         raise ReleaseError(
-            f"{path.name}: refused, because the file holds Python objects that are not tensors, "
-            "and loading them could run code; save the weights as safetensors: "
-            f"{_first_line(error)}"
+            f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
+            "not tensors, and loading them could run code; save the weights as safetensors"
         ) from None
-    # For a file that is not a checkpoint, the libraries raise any of these errors.
+    # The libraries raise any of these errors if the file is not a checkpoint.
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES
         for name, tensor in content.items()
     ):
-        raise ReleaseError(f"{path.name}: not a dict of tensor names and tensors")
+        raise ReleaseError(
+            f"{path.name}: not a dict of tensor names and tensors that can be stored"
+        )
     return content
 
 

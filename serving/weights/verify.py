@@ -1,4 +1,4 @@
-"""Checks a release on disk against its manifest, and collects every fault."""
+"""Checks a release on disk against its manifest, and reports every fault, not only the first."""
 
 import json
 from pathlib import Path
@@ -12,17 +12,17 @@ from serving.weights.index import INDEX_FILES, is_shard_name, read_index
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release
 
-# A reason about a file names at most this many of its tensors.
+# A fault report about a file names at most this many of its tensors.
 _MAX_NAMED_TENSORS = 4
-# A reason shows this much of a digest: the algorithm and 12 hex digits.
+# A fault report shows this much of a digest: the name of the algorithm and 12 hex digits.
 _DIGEST_CHARS = len("sha256:") + 12
 
 
 def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
-    """Every reason not to serve `folder`; empty if the folder is as its manifest says.
+    """Every reason not to serve the release in `folder`; empty if the folder matches its manifest.
 
-    Runs `verify_layout`; if it finds no fault, also runs `verify_shards`. Reads each byte once and
-    loads no tensor.
+    Runs `verify_layout`. If that finds no fault, also runs `verify_shards`. Reads the tensors of
+    an undamaged release only once, and loads no tensor into torch.
     """
     try:
         release = release or load_release(folder)
@@ -34,11 +34,16 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
 def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     """Every fault that can be found without reading the tensors of safetensors shards.
 
-    Checks the size of every file, the sha256 of every file that is not safetensors, the index
-    against the manifest, the manifest against the shards' headers, and the shapes against the
-    config. These checks are enough for an engine that checks the digest of each tensor that it
-    reads. A `.bin` shard is hashed here, because an engine must unpickle it to read it, and unknown
-    bytes must not be unpickled.
+    Checks that:
+
+    - every file has the size that the manifest says;
+    - every file that is not safetensors has the sha256 that the manifest says;
+    - the index and the headers of the shards agree with the manifest;
+    - the shapes of the tensors agree with the config.
+
+    These checks are enough for an engine that itself checks the digest of each tensor that it
+    reads. The sha256 of a `.bin` shard is checked here already, because an engine must unpickle the
+    shard to read it, and unknown bytes must not be unpickled.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
@@ -49,10 +54,10 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
 
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
-    """The faults of every safetensors file whose sha256 is wrong: a reason for each tensor that
-    differs, or one reason for the file if no tensor differs.
+    """Every fault in the content of the safetensors files.
 
-    Call `verify_layout` first.
+    If the sha256 of a file is wrong, this reports each tensor with a wrong digest. If all tensors
+    of this file are right, it reports the file itself. Call `verify_layout` first.
     """
     reasons: list[str] = []
     for shard, entry in sorted(release.files.items()):
@@ -61,8 +66,8 @@ def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
         expected, found = entry.sha256, digest_file(folder / shard).sha256
         if found != expected:
             reasons += _changed_tensors(folder, release, shard) or [
-                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, although the shard's "
-                "tensors are right"
+                f"{shard}: sha256 is {found[:12]}…, not {expected[:12]}…, although all tensors in "
+                "this shard are right"
             ]
     return tuple(reasons)
 
@@ -85,7 +90,7 @@ def _changed_tensors(folder: Path, release: Release, shard: str) -> list[str]:
 
 
 def wrong_digest(file: str, name: str, *, found: str, expected: str) -> str:
-    """The reason for a tensor whose digest is not the digest in the manifest."""
+    """The fault report for a tensor whose digest is not the one in the manifest."""
     found, expected = found[:_DIGEST_CHARS], expected[:_DIGEST_CHARS]
     return f"{file}: tensor {name}: digest is {found}…, not {expected}…"
 
@@ -131,8 +136,8 @@ def _check_files(folder: Path, release: Release) -> list[str]:
 
 
 def _tensors_in(release: Release, file: str) -> str:
-    """The end of a reason about `file`: the tensors that the file holds. Empty if it holds no
-    tensor."""
+    """The last part of a fault report about `file`: the names of the tensors that the file holds.
+    Empty if it holds no tensor."""
     names = [name for name, entry in release.tensors.items() if entry.file == file]
     if not names:
         return ""
@@ -142,7 +147,7 @@ def _tensors_in(release: Release, file: str) -> str:
 
 def _check_index(folder: Path, release: Release) -> list[str]:
     if not any(name in release.files for name in INDEX_FILES.values()):
-        # A checkpoint of one shard that is served without being published needs no index.
+        # A checkpoint folder with one shard needs no index, and it can be served unpublished.
         if len({entry.file for entry in release.tensors.values()}) == 1:
             return []
         return [f"{INDEX_FILES['safetensors']}: missing"]
@@ -169,7 +174,8 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
     reasons: list[str] = []
     for shard in sorted({entry.file for entry in release.tensors.values()}):
         if not shard.endswith(".safetensors"):
-            continue  # only torch can open a .bin file; `_check_files` has checked its sha256
+            # Only torch can open a .bin shard. `_check_files` has already checked its sha256.
+            continue
         try:
             header = read_header(folder / shard)
         except ReleaseError as error:
@@ -179,7 +185,7 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
         for name in sorted(expected.keys() - header.keys()):
             reasons.append(f"{shard}: tensor {name}: missing from the shard")
         for name in sorted(header.keys() - expected.keys()):
-            reasons.append(f"{shard}: tensor {name}: surplus, not in {RELEASE_FILE}")
+            reasons.append(f"{shard}: tensor {name}: in the shard, but not in {RELEASE_FILE}")
         for name in sorted(expected.keys() & header.keys()):
             found, listed = header[name], expected[name]
             if (found.dtype, found.shape) != (listed.dtype, listed.shape):
@@ -229,10 +235,11 @@ def _check_config(folder: Path, release: Release) -> list[str]:
 
 
 def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensor name → shape, for every tensor of a Llama. The shape of a matrix is (out, in).
+    """Tensor name → shape, for every tensor of a Llama model with this config. The shape of a
+    matrix is (out, in).
 
-    Empty for other architectures and for quantised weights, because their names and shapes differ.
-    The engine checks those weights while it stages them.
+    Empty for other architectures and for quantised weights, because their tensors have other names
+    and shapes. The engine checks those weights when it loads them.
     """
     if config.get("quantization_config") is not None:
         return {}

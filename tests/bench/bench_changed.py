@@ -88,10 +88,12 @@ def _figures(what: str, read: Read, changed: int, whole: int) -> list[Figure]:
         return 100 * part / whole
 
     return [
-        at_most(f"{what}: read", percent(read.preflight + read.staging), TARGET_PERCENT, unit),
-        at_most(f"{what}: read to stage", percent(read.staging), TARGET_PERCENT, unit),
-        reported(f"{what}: read by the preflight", percent(read.preflight), unit),
-        reported(f"{what}: bytes of the tensors that changed", percent(changed), unit),
+        at_most(
+            f"{what}: bytes read", percent(read.preflight + read.staging), TARGET_PERCENT, unit
+        ),
+        at_most(f"{what}: bytes read by staging", percent(read.staging), TARGET_PERCENT, unit),
+        reported(f"{what}: bytes read by the preflight", percent(read.preflight), unit),
+        reported(f"{what}: size of these tensors", percent(changed), unit),
     ]
 
 
@@ -103,7 +105,10 @@ def _releases(shape: str, folder: Path) -> tuple[Published, list[Change]]:
     names = [name for name, _ in network.named_parameters()]
     share = max(1, len(names) // EVERY)
     middle = len(names) // 2
-    chosen = {"every tenth tensor": names[::EVERY], "a tenth in a row": names[middle:][:share]}
+    chosen = {
+        "every tenth tensor changed": names[::EVERY],
+        "neighbouring tensors changed": names[middle:][:share],
+    }
     shard_bytes = max(1, sum(each.nbytes for each in network.parameters()) // SHARDS)
     first = publish(network, folder, max_shard_bytes=shard_bytes)
     changes = []

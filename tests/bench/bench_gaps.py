@@ -75,14 +75,14 @@ def _measure(shape: str, size: Size) -> tuple[list[Figure], dict[str, Any]]:
     limit = USUAL_FACTOR * usual + EXTRA_MS
     figures = [
         at_most(f"{shape}: largest gap during a swap", max(in_swaps), limit, "ms"),
-        reported(f"{shape}: usual inter-token time, {size.streams} streams", usual, "ms"),
+        reported(f"{shape}: median time between tokens, {size.streams} streams", usual, "ms"),
         reported(f"{shape}: p99 of the gaps during swaps", percentile(in_swaps, 0.99), "ms"),
         reported(
-            f"{shape}: largest gap undisturbed",
+            f"{shape}: largest gap without a swap",
             1e3 * max(after - before for before, after in quiet),
             "ms",
         ),
-        reported(f"{shape}: swaps while the streams ran", len(swaps), ""),
+        reported(f"{shape}: number of swaps while the streams ran", len(swaps), ""),
         reported(
             f"{shape}: largest gap while a prompt of {CONTEXT - 8} tokens arrives",
             max(in_prompts, default=float("nan")),

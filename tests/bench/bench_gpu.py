@@ -87,7 +87,7 @@ def _measure(shape: str, size: Size, ceiling: float) -> tuple[list[Figure], dict
             USUAL_FACTOR * usual + EXTRA_MS,
             "ms",
         ),
-        reported(f"{shape}: usual inter-token time, {many} streams", usual, "ms"),
+        reported(f"{shape}: median time between tokens, {many} streams", usual, "ms"),
     ]
     if rates:
         rate = statistics.median(rates)

@@ -64,8 +64,8 @@ def measure(size: Size) -> Result:
                     ("torch", "ours"),
                     ("vllm", "vLLM"),
                     ("generate", "generate"),
-                    ("linear", "matrices alone"),
-                    ("packed", "packed"),
+                    ("linear", "F.linear only"),
+                    ("packed", "packed only"),
                 )
             )
             beside += " tokens/s"

@@ -25,9 +25,9 @@ class Size:
 FULL, SMALL = Size(shape="88M", rounds=3, vllm=1), Size(shape="tiny", rounds=1, vllm=0)
 TARGET_SECONDS = 8.0
 LABELS = {
-    "torch": "ours, torch",
-    "vllm": "ours, vLLM (eager)",
-    "vllm-own": "vLLM's own server (as it comes)",
+    "torch": "our server, torch engine",
+    "vllm": "our server, vLLM engine, not compiled",
+    "vllm-own": "vLLM's own server, default settings",
 }
 
 

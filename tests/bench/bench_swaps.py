@@ -72,19 +72,19 @@ def measure(size: Size) -> Result:
     late = statistics.median(resident[-SAMPLES:])
     return Result(
         figures=(
-            at_most("failed answers", counts["failed"], 0, ""),
-            at_most("mixed answers", counts["mixed"], 0, ""),
+            at_most("failed requests", counts["failed"], 0, ""),
+            at_most("answers that mix two releases", counts["mixed"], 0, ""),
             at_most(
-                "memory at the end above that after the tenth swap",
+                "growth of memory from the tenth swap to the end",
                 100 * (late / early - 1),
                 GROWTH_PERCENT,
                 "%",
             ),
-            reported("swaps", size.swaps, ""),
-            reported("answers meanwhile", counts["right"], ""),
+            reported("number of swaps", size.swaps, ""),
+            reported("right answers during the swaps", counts["right"], ""),
             reported("memory after the tenth swap", early / 2**20, "MiB"),
-            reported("a swap, median", statistics.median(seconds), "s"),
-            reported("the longest swap", max(seconds), "s"),
+            reported("time of a swap, median", statistics.median(seconds), "s"),
+            reported("time of a swap, longest", max(seconds), "s"),
         ),
         bounded_by="a swap takes as long as the digests and the staging of the release beside "
         "requests",

@@ -84,10 +84,16 @@ def _figures(shape: str, found: Mapping[str, list[Swap]]) -> list[Figure]:
         reported(f"{shape}: right answers after `reload_weights`", 100 * right["reload"], "%"),
         reported(f"{shape}: engine pause", 1e3 * ours, "ms"),
         reported(f"{shape}: `reload_weights`", 1e3 * theirs, "ms"),
-        reported(f"{shape}: pause with the probe / `reload_weights`", behind / theirs, "x"),
-        reported(f"{shape}: barrier wait", 1e3 * median("ours", lambda swap: swap.barrier), "ms"),
+        reported(f"{shape}: pause and probe / `reload_weights`", behind / theirs, "x"),
         reported(
-            f"{shape}: first token after it", 1e3 * median("ours", lambda s: s.first_token), "ms"
+            f"{shape}: wait for running requests (barrier)",
+            1e3 * median("ours", lambda swap: swap.barrier),
+            "ms",
+        ),
+        reported(
+            f"{shape}: first token after a swap",
+            1e3 * median("ours", lambda swap: swap.first_token),
+            "ms",
         ),
         reported(
             f"{shape}: first token after `reload_weights`",
@@ -95,7 +101,7 @@ def _figures(shape: str, found: Mapping[str, list[Swap]]) -> list[Figure]:
             "ms",
         ),
         reported(
-            f"{shape}: staged beside requests in", median("ours", lambda swap: swap.stage), "s"
+            f"{shape}: staging while requests run", median("ours", lambda swap: swap.stage), "s"
         ),
     ]
 

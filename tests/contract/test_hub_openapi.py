@@ -13,7 +13,6 @@ import hypothesis
 import pytest
 import schemathesis
 from schemathesis import Case, GenerationMode
-from schemathesis.checks import not_a_server_error
 
 from jobs.spec import JobSpec
 from jobs.store import JobStore
@@ -60,8 +59,28 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/api/datasets/{owner}/{name}/paths-info/{revision}"): {"paths": {}},
     ("POST", "/api/datasets/{owner}/{name}/branch/{revision}"): {"startingPoint": STRING},
     ("POST", "/api/datasets/{owner}/{name}/tag/{revision}"): {"tag": STRING},
+    ("POST", "/api/datasets/{owner}/{name}/super-squash/{revision}"): {"message": STRING},
+    ("POST", "/api/validate-yaml"): {"content": STRING},
     ("POST", "/api/datasets/{owner}/{name}/commit/{revision}"): {"summary": STRING},
     ("POST", "/api/datasets/{owner}/{name}/preupload/{revision}"): {"files": {}},
+    ("POST", "/api/datasets/local/facts/discussions"): {
+        "title": STRING,
+        "description": STRING,
+        "pullRequest": {"type": "boolean"},
+    },
+    **{
+        ("POST", f"/api/datasets/local/facts/discussions/{{num}}/{verb}"): {
+            "comment": STRING,
+            "title": STRING,
+            "status": {"enum": ["open", "closed", "merged"]},
+        }
+        for verb in ("comment", "title", "status", "merge")
+    },
+    ("POST", "/api/datasets/local/facts/discussions/{num}/comment/{id}/edit"): {"content": STRING},
+    ("POST", "/api/datasets/local/facts/lfs-files/duplicate"): {
+        "target": {"type": "object", "properties": {"type": STRING, "name": STRING}},
+        "files": {"type": "array", "items": {"type": "object", "properties": {"sha256": STRING}}},
+    },
     ("POST", "/datasets/local/facts.git/info/lfs/objects/batch"): {
         "operation": {"enum": ["upload", "download"]},
         "objects": {"type": "array", "items": LARGE_OBJECT},
@@ -76,6 +95,8 @@ BY_HAND = [
         for verb in ("revision", "tree", "commits", "xet-write-token", "xet-read-token")
     ),
     ("GET", "/api/datasets"),
+    ("GET", "/api/datasets/local/facts/discussions"),
+    ("GET", "/api/datasets/local/facts/discussions/{num}"),
     ("DELETE", "/api/datasets/{owner}/{name}/branch/{revision}"),
     ("DELETE", "/api/datasets/{owner}/{name}/tag/{revision}"),
     ("GET", "/datasets/{owner}/{name}/resolve/{revision}/{path}"),
@@ -153,7 +174,9 @@ def test_each_route_stands_answers_and_asks_for_the_token(
             headers = {"Authorization": f"Bearer {hub.token}"}
             if (service := case.path.rpartition("/")[2]) in SERVICES:
                 headers["Content-Type"] = f"application/x-{service}-request"
-            case.call_and_validate(headers=headers, checks=[not_a_server_error])
+            answer = case.call(headers=headers)
+            # 501 is the answer for what the Hugging Face Hub has and this hub has not.
+            assert answer.status_code < 500 or answer.status_code == 501, answer.text
 
         # Any text may stand in a path: only a body can be wrong.
         for mode in GenerationMode if operation.body else [GenerationMode.POSITIVE]:

@@ -362,7 +362,8 @@ def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) ->
     assert full.sha == shas[1] and full.card_data["tags"] == ["birds"]
     assert api.dataset_info("lab/list-1").tags == ["license:mit", "birds"]
     [plain] = api.list_datasets(search="list-1")
-    assert plain.siblings is None and plain.created_at and plain.last_modified
+    assert plain.siblings is None and plain.tags == ["license:mit", "birds"]
+    assert plain.card_data is None and plain.created_at and plain.last_modified
 
     path: str | None = "/api/datasets?search=list-&limit=1&sort=createdAt&direction=1"
     seen = []
@@ -420,6 +421,7 @@ def test_what_the_hub_has_and_this_one_has_not_is_told(hub: RunningHub) -> None:
     hub.api.create_repo("Ada/space", repo_type="space", space_sdk="static")
     for act in (
         lambda: list(hub.api.list_collections(owner="Ada")),
+        lambda: list(hub.api.list_lfs_files("space", repo_type="space")),
         lambda: hub.api.create_collection("x"),
         lambda: hub.api.get_space_runtime("Ada/space"),
         lambda: hub.api.restart_space("Ada/space"),

@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,37 @@ def test_a_token_to_read_reads_and_changes_nothing(hub: RunningHub, tmp_path: Pa
     said = reader.git("push", cwd=tmp_path / "copy", check=False)
     assert "403" in said, said
     assert hub.request("GET", "/datasets/local/facts/resolve/main/rows.txt").text == "facts"
+
+
+def test_large_files_are_read_and_written_as_the_token_says(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    hub.api.create_repo("local/large", **DATASET)
+    reaches = "dataset:local/large"
+    reader = as_(hub, made(hub, "large-reader", role="read", repositories=reaches))
+    writer = as_(hub, made(hub, "large-writer", role="write", repositories=reaches))
+    other = as_(hub, made(hub, "large-other", role="write", repositories="dataset:local/shown"))
+    content = b"\0rows" * 1000
+    writer.api.upload_file(
+        path_or_fileobj=content, path_in_repo="rows.parquet", repo_id="local/large", **DATASET
+    )
+    file = reader.api.hf_hub_download("local/large", "rows.parquet", cache_dir=tmp_path, **DATASET)
+    assert Path(file).read_bytes() == content
+    objects = [{"oid": sha256(content).hexdigest(), "size": len(content)}]
+    for url in ("/datasets/local/large", "/local/large"):
+        for one, operation, status in [
+            (reader, "download", 200),
+            (reader, "upload", 403),
+            (writer, "upload", 200),
+            (other, "download", 404),
+            (other, "upload", 404),
+        ]:
+            answer = one.request(
+                "POST",
+                f"{url}.git/info/lfs/objects/batch",
+                json={"operation": operation, "objects": objects},
+            )
+            assert answer.status_code == status, (url, operation)
 
 
 def test_a_token_to_write_changes_repositories_and_makes_no_tokens(

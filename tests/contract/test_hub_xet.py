@@ -171,6 +171,19 @@ def test_a_client_sends_again_what_the_hub_has_emptied(hub: RunningHub, name: st
     upload(hub, name, content)
 
 
+def test_a_hub_that_lost_a_xorb_gets_it_by_the_next_upload(hub: RunningHub, name: str) -> None:
+    """As one that was restored from an older backup; the client has noted what it sent."""
+    content = os.urandom(500_000)
+    upload(hub, name, content)
+    files = files_of(hub, name)
+    files.remove(list(files.oids()))
+    for path in (folder_of(hub, name) / "lfs" / "xet").glob("*/*"):
+        path.unlink()
+    with pytest.raises(ConnectionError, match="400 Bad Request"):
+        upload(hub, name, content)
+    upload(hub, name, content)
+
+
 @pytest.mark.slow
 def test_a_file_of_several_xorbs_that_repeats_itself(
     hub: RunningHub, name: str, tmp_path: Path

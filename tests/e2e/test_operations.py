@@ -183,5 +183,5 @@ def test_doctor_names_an_old_git_and_a_release_that_is_gone(workplace: Workplace
     shutil.rmtree(folder / release.id)
     path = f"{programs}{os.pathsep}{workplace.env['PATH']}"
     found = findings(replace(workplace, env={**workplace.env, "PATH": path}))
-    assert found["git"] == "it is 2.30.2"
+    assert found["git"] == "its version is 2.30.2"
     assert release.id in found["releases"] and "gone" in found["releases"]

@@ -42,7 +42,7 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    with pytest.raises(PipelineError, match=r"no-such\.sh is not a program.*executable"):
+    with pytest.raises(PipelineError, match=r"no-such\.sh is not an executable program"):
         _program("./no-such.sh")
     with pytest.raises(PipelineError, match="'no-such' on PATH"):
         _program("no-such")

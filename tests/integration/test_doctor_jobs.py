@@ -42,12 +42,12 @@ def trainers(home: Home, *keys: str, table: str = "") -> list[tuple[str, str]]:
 def test_a_command_that_is_not_there(home: Home) -> None:
     assert trainers(home) == []
     [(message, step)] = trainers(home, 'command = ["no-such-trainer", "--fast"]')
-    assert message.startswith("a: no-such-trainer is no program on PATH")
+    assert message.startswith("a: no-such-trainer is not a program on PATH")
     assert "`command` under [[pipelines]]" in step
 
     program = home.root.parent / "train.sh"
     [(message, _)] = trainers(home, 'command = ["./train.sh"]')
-    assert "train.sh is no program that can be run" in message
+    assert "train.sh is not an executable program" in message
     program.write_text("#!/bin/sh\n")
     assert len(trainers(home, 'command = ["./train.sh"]')) == 1, "it is not executable"
     program.chmod(0o755)

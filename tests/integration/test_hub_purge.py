@@ -192,11 +192,14 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
             said = purged(place.bad)
     if not is_up:
         said = purged(place.bad)
-    assert f"{place.bad} is gone from the dataset local/facts: 2 commits, 1 folders" in said
+    assert (
+        f"{place.bad} is gone from the dataset local/facts. Removed: 2 commits; 1 job folders"
+        in said
+    )
     assert place.holds_the_secret() == []
     assert [line for line in said.splitlines() if line.startswith("release ")] == [
         f"release {ids[1]} of facts was trained on it",
-        f"release {ids[2]} of facts went on from a release that was trained on it",
+        f"release {ids[2]} of facts was trained from a release that was trained on it",
     ]
     assert all((place.home.releases_dir / "facts" / id).is_dir() for id in ids)
     assert (place.home.jobs_dir / good).is_dir()
@@ -206,7 +209,7 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
         assert outcome is not None and outcome.reason is not None
         assert "was purged" in outcome.reason
     assert place.git("rev-parse", "refs/heads/main") == place.good
-    assert "it had none of them" in purged(place.bad), "it may be run again"
+    assert "the repository had none of them" in purged(place.bad), "it may be run again"
     with place.hub() as hub:
         assert place.push(hub, "rows.jsonl", "better")
 
@@ -277,7 +280,7 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
                 assert store.claim("me", 60) is not None
                 runs = job.id
         words = refused(place.bad)
-        assert f"{job.id} (SCHEDULING), {runs} (RUNNING) would read what is removed" in words
+        assert f"{job.id} (SCHEDULING), {runs} (RUNNING) may still read these commits" in words
         store.cancel(job.id)
         store.finish(runs, "me", None)
     purged(place.bad)
@@ -299,20 +302,20 @@ def forget_events(place: Place) -> None:
 def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     with place.hub() as hub:
         place.push_away(hub)
-    assert "0 commits are kept no longer" in pipeline("gc").stdout
+    assert "0 commits are no longer kept" in pipeline("gc").stdout
     assert place.has(place.after), "an event names it"
     forget_events(place)
     with place.hub():
-        assert "0 commits are kept no longer" in pipeline("gc").stdout
+        assert "0 commits are no longer kept" in pipeline("gc").stdout
         assert place.has(place.after), "this hub was not told what is needed"
     needed = place.release(1, place.bad)
     # The release needs a commit that only the ref of a later one leads to.
-    assert "1 commits are kept no longer" in pipeline("gc").stdout
+    assert "1 commits are no longer kept" in pipeline("gc").stdout
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
     release_store.remove(place.home.releases_dir / "facts", needed)
     if is_up:
         with place.hub(needed_commits=set):
-            assert "1 commits are kept no longer" in pipeline("gc").stdout
+            assert "1 commits are no longer kept" in pipeline("gc").stdout
     else:
-        assert "1 commits are kept no longer" in pipeline("gc").stdout
+        assert "1 commits are no longer kept" in pipeline("gc").stdout
     assert not place.has(place.bad) and place.has(place.good)

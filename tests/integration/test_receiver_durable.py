@@ -291,7 +291,7 @@ def test_after_its_last_call_an_event_is_a_dead_letter_that_can_be_replayed(
         assert json.loads(letter["body"]) == dataset_update()
         assert "it is poison" in pipeline("dead")
         repaired.set()
-        assert pipeline("replay", "--all") == "in line again: poison\n"
+        assert pipeline("replay", "--all") == "the receiver will handle again: poison\n"
         await_that(lambda: len(calls) == 4)
         await_that(lambda: "No dead letter." in pipeline("dead"))
     assert calls[3:] == ["poison"]

@@ -101,10 +101,10 @@ def test_it_reads_well_without_a_style_sheet(url: str) -> None:
     bare = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", bare))
     for expected in (
-        f"URL to send to: {url}/webhooks/retrain",
+        f"Webhooks post to this URL: {url}/webhooks/retrain",
         "Secret: set",
         f"pipeline webhooks create \\ --url {url}/webhooks/retrain \\ --watch dataset:OWNER/NAME",
-        "settings, with the content type application/json",
+        "choose the content type application/json",
         "answered 200 , handled",
         "answered 401 , without proof",
         "answered 500 , failed",

@@ -221,7 +221,7 @@ def test_rollback_knows_what_was_served_before_the_server_was_started_again(
     ids = [echo_release(folder, seed).id for seed in (1, 2, 3)]
     for release in (ids[0], ids[2]):  # ids[1] was published, and never served
         release_store.set_current(folder, release)
-    assert release_store.previous_release(folder) == ids[0]
+    assert release_store.previous_release_id(folder) == ids[0]
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
         assert httpx.get(f"{url}/health").json()["release"] == ids[2]
@@ -336,10 +336,10 @@ def test_status_says_what_the_server_says_and_else_what_was_served_last(
     folder = configure(*free_ports(1))
     first = echo_release(folder, 1)
     release_store.set_current(folder, first.id)
-    assert f"served last  {first.id}, which has seen" in pipeline("status").output
+    assert f"served last  {first.id}, trained on" in pipeline("status").output
     with running(echo_app(folder)) as url:
         configure(int(url.rpartition(":")[2]))
-        assert f"serves       {first.id}, which has seen" in pipeline("status").output
+        assert f"serves       {first.id}, trained on" in pipeline("status").output
         (served,) = [each["served"] for each in status_as_json()["pipelines"]]
     assert served["is_live"] and served["dataset_revision"] == first.lineage.dataset_revision
 
@@ -405,7 +405,7 @@ def test_repair_serves_a_release_again_that_is_whole_again(configure: Configure)
         assert httpx.get(f"{url}/health").json()["release"] == before
         assert f"stands in for {damaged}" in pipeline("releases", "repair").output
         elsewhere.rename(folder / damaged)
-        assert f"{damaged} is whole again" in pipeline("releases", "repair").output
+        assert f"{damaged} is undamaged again" in pipeline("releases", "repair").output
         assert httpx.get(f"{url}/health").json()["release"] == damaged
 
 

@@ -154,14 +154,14 @@ def test_a_commit_that_changes_no_row_is_told_from_one_that_waits(
     folder = Home.find().releases_dir / "facts"
     release_store.set_current(folder, echo_release(folder, 1).id)
 
-    assert f"behind the head {head[:12]}\n" in pipeline("status")
+    assert f"; the newest commit is {head[:12]}\n" in pipeline("status")
     range = RevisionRange(repo="local/facts", ref="refs/heads/main", new_sha=head)
     with open_job_store(load_settings(), Home.find()) as store:
         store.submit(JobSpec(command=("true",), pipeline="facts", revisions=range))
         job = store.claim("me", 60)
         assert job is not None
         store.finish(job.id, "me", JobOutcome(result="unchanged"))
-    assert f"behind the head {head[:12]}, which changes no row\n" in pipeline("status")
+    assert f"; the newest commit is {head[:12]}, which changes no row\n" in pipeline("status")
 
 
 def test_another_service_on_the_servers_port_serves_nothing(
@@ -196,5 +196,7 @@ def test_a_revision_that_is_not_there_is_told_from_a_dataset_that_is_empty(
             )
         return str(error.value)
 
-    assert "has no commit 'deadbeef'; push it, or leave --revision out" in refused("deadbeef")
+    assert "has no commit 'deadbeef'; push this commit, or leave --revision out" in refused(
+        "deadbeef"
+    )
     assert "push" in refused(None) and "--revision" not in refused(None)

@@ -93,14 +93,14 @@ def test_every_ref_change_is_delivered_or_dead_and_in_order(
         for row in rows:
             assert row.status in ("delivered", "dead")
             payload = WebhookPayload.model_validate_json(row.payload)
-            assert payload.updatedRefs is not None
-            [change] = payload.updatedRefs
-            assert change.oldSha == replayed.get(change.ref)
-            assert change.oldSha != change.newSha
-            if change.newSha is None:
-                del replayed[change.ref]
-            else:
-                replayed[change.ref] = change.newSha
+            assert payload.updatedRefs
+            for change in payload.updatedRefs:
+                assert change.oldSha == replayed.get(change.ref)
+                assert change.oldSha != change.newSha
+                if change.newSha is None:
+                    del replayed[change.ref]
+                else:
+                    replayed[change.ref] = change.newSha
         assert replayed == (states[-1] if states else {})
         order = [row.id for row in rows if row.status == "delivered"]
         if set(outcomes) <= {200, 204, "refused"}:

@@ -70,3 +70,12 @@ def test_every_fault_that_is_survived_names_its_test() -> None:
     for line, found in zip(lines, named, strict=True):
         assert found is not None, line
         assert f"def {found[2]}(" in (ROOT / found[1]).read_text(encoding="utf-8"), line
+
+
+def test_every_call_of_the_hub_names_a_test_that_exists() -> None:
+    page = (ROOT / "docs" / "hub.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) > 15
+    for file, test in named:
+        text = (ROOT / "tests" / "contract" / file).read_text(encoding="utf-8")
+        assert f"def {test}(" in text, f"{file}::{test}"

@@ -42,6 +42,11 @@ def test_a_push_to_the_followed_branch_becomes_a_job() -> None:
     assert spec.command[1:] == ("-m", "pipeline.retrain")
 
 
+def test_a_dataset_is_followed_in_any_case() -> None:
+    (spec,) = decided(dataset_update(), RULE.model_copy(update={"dataset": "Acme/ANSWERS"}))
+    assert spec.revisions is not None and spec.revisions.repo == "Acme/ANSWERS"
+
+
 def test_a_new_branch_has_no_old_sha() -> None:
     (spec,) = decided(dataset_update(ref_update(old=None)))
     assert spec.revisions.old_sha is None

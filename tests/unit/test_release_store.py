@@ -50,12 +50,12 @@ def test_current_moves_in_one_step(tmp_path: Path) -> None:
 def test_what_was_served_before_is_known_and_a_way_forth_is_not(tmp_path: Path) -> None:
     first, second, third = (f"r00000{number}-00000000" for number in (1, 2, 3))
     release_store.set_current(tmp_path, first)
-    assert release_store.previous_release(tmp_path) is None
+    assert release_store.previous_release_id(tmp_path) is None
     for release in (second, second, third):
         release_store.set_current(tmp_path, release)
-    assert release_store.previous_release(tmp_path) == second
+    assert release_store.previous_release_id(tmp_path) == second
     release_store.set_current(tmp_path, second)
-    assert release_store.previous_release(tmp_path) == second
+    assert release_store.previous_release_id(tmp_path) == second
 
 
 def test_what_was_live_is_listed_without_what_was_gone_back_from(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_release_that_stands_in_for_another_one_is_not_chosen(tmp_path: Path) 
     assert release_store.served_release(tmp_path) == tmp_path / ids[0]
     assert release_store.stood_in_for(tmp_path) == ids[2]
     assert release_store.live_releases(tmp_path) == ids
-    assert release_store.previous_release(tmp_path) == ids[1]
+    assert release_store.previous_release_id(tmp_path) == ids[1]
     # Only now somebody chooses it.
     release_store.set_current(tmp_path, ids[0])
     assert release_store.stood_in_for(tmp_path) is None
@@ -124,11 +124,11 @@ def test_a_release_in_use_is_not_removed_and_the_reason_is_named(tmp_path: Path)
 @pytest.mark.parametrize("broken", ["current", "previous"])
 def test_a_broken_link_is_replaced(tmp_path: Path, broken: str) -> None:
     (tmp_path / broken).symlink_to("/etc")
-    assert release_store.previous_release(tmp_path) is None
+    assert release_store.previous_release_id(tmp_path) is None
     for release in ("r000001-00000000", "r000002-00000000", "r000003-00000000"):
         release_store.set_current(tmp_path, release)
     assert release_store.served_release(tmp_path) == tmp_path / "r000003-00000000"
-    assert release_store.previous_release(tmp_path) == "r000002-00000000"
+    assert release_store.previous_release_id(tmp_path) == "r000002-00000000"
 
 
 @pytest.mark.parametrize("target", ["../elsewhere", "/etc", "r000001"])

@@ -32,7 +32,7 @@ def test_a_busy_port_is_told_with_the_service_by_its_words() -> None:
         with pytest.raises(PipelineError) as refused:
             check_port(service)
     assert f"port {port} for the completion server cannot" in str(refused.value)
-    assert "move the completion server: this or that" in str(refused.value)
+    assert "another port for the completion server: this or that" in str(refused.value)
 
 
 def test_each_port_is_told_with_where_it_is_set(

@@ -1,0 +1,133 @@
+"""Takes what is asked of a repository to its route, by the verb in the path.
+
+The paths are those of the Hugging Face Hub: `/api/datasets/<owner>/<name>/<verb>/…` and
+`/datasets/<owner>/<name>/resolve/…`.
+"""
+
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from pipeline.hub import (
+    auth,
+    commit_routes,
+    content_routes,
+    discussion_routes,
+    http_json,
+    lfs_routes,
+    listing_routes,
+    ref_routes,
+    repository_routes,
+    space_routes,
+    xet_routes,
+)
+from pipeline.hub.errors import RepositoryMoved
+from pipeline.hub.names import RepositoryName, segments
+from pipeline.hub.repository_paths import RepositoryPath, api_path, file_path_of, type_of
+from pipeline.hub.service import Hub, hub_of
+
+_READ = {
+    "revision": content_routes.describe,
+    "tree": content_routes.tree,
+    "commits": content_routes.commits,
+    "discussions": discussion_routes.read,
+    "secrets": space_routes.show,
+    "variables": space_routes.show,
+    "xet-write-token": xet_routes.write_token,
+    "xet-read-token": xet_routes.refuse_reading,
+}
+_POST = {
+    "paths-info": content_routes.paths_info,
+    "branch": ref_routes.create_branch,
+    "tag": ref_routes.create_tag,
+    "super-squash": ref_routes.super_squash,
+    "preupload": commit_routes.preupload,
+    "commit": commit_routes.commit,
+    "discussions": discussion_routes.change,
+    "lfs-files": lfs_routes.duplicate,
+    "secrets": space_routes.put,
+    "variables": space_routes.put,
+}
+_DELETE = {
+    "branch": ref_routes.delete_branch,
+    "tag": ref_routes.delete_tag,
+    "secrets": space_routes.remove,
+    "variables": space_routes.remove,
+}
+_BY_METHOD = {"GET": _READ, "HEAD": _READ, "POST": _POST, "DELETE": _DELETE}
+METHODS = ("GET", "POST", "PUT", "DELETE")
+VERBS = frozenset({"refs", "settings", "auth-check"}).union(*_BY_METHOD.values())
+
+
+async def api(request: Request) -> Response:
+    """`/api/<type>s`, and `/api/<type>s/[<owner>/]<name>[/<verb>/…]`."""
+    hub = hub_of(request)
+    parts = segments(request.scope["raw_path"])
+    type = type_of(parts[1] if len(parts) > 1 else "")
+    if type is None:
+        raise HTTPException(404)
+    if len(parts) == 2 and request.method in ("GET", "HEAD"):
+        return await listing_routes.list_repositories(request, hub, type)
+    path = await run_in_threadpool(
+        api_path, request.scope["raw_path"], VERBS, hub.settings.owner, hub.is_there
+    )
+    verb, *arguments = path.rest or ("",)
+    try:
+        return await _call(request, hub, path.name, verb, arguments)
+    except RepositoryMoved as moved:
+        return _redirect(request, path, moved)
+
+
+async def _call(
+    request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
+) -> Response:
+    method = request.method
+    if verb == "xet-write-token":  # a GET, but what it gives is used to write
+        auth.identity_of(request).require_write(f"{method} {request.url.path}")
+    if verb == "" and method in ("GET", "HEAD"):
+        return await content_routes.describe(request, hub, name, [])
+    if verb == "refs" and method in ("GET", "HEAD"):
+        return await ref_routes.list_refs(request, hub, name)
+    if verb == "settings" and method == "PUT":
+        return await repository_routes.change_settings(request, hub, name)
+    if verb == "auth-check" and method == "GET":
+        if arguments:
+            auth.identity_of(request).require_write("what auth-check asks about")
+        await run_in_threadpool(hub.find, name)
+        return JSONResponse({})
+    handler = _BY_METHOD.get(method, {}).get(verb)
+    if handler is None:
+        raise HTTPException(404)
+    return await handler(request, hub, name, arguments)
+
+
+async def files(request: Request) -> Response:
+    """`[<type>s/][<owner>/]<name>/resolve/<revision>/<path>`, and where git-lfs asks."""
+    hub = hub_of(request)
+    path = await run_in_threadpool(
+        file_path_of, request.scope["raw_path"], hub.settings.owner, hub.is_there
+    )
+    if path is None:
+        raise HTTPException(404)
+    verb, *arguments = path.rest or ("",)
+    try:
+        if verb in ("resolve", "raw") and arguments and request.method in ("GET", "HEAD"):
+            read = content_routes.resolve if verb == "resolve" else content_routes.raw
+            return await read(request, hub, path.name, arguments[0], arguments[1:])
+        if verb == "info" and arguments[:1] == ["lfs"]:
+            return await lfs_routes.answer(request, hub, path.name, arguments[1:])
+    except RepositoryMoved as moved:
+        return _redirect(request, path, moved)
+    raise HTTPException(404)
+
+
+def _redirect(request: Request, path: RepositoryPath, moved: RepositoryMoved) -> Response:
+    """The client repeats the same request there, method and body included."""
+    query = request.scope["query_string"].decode("latin-1")
+    location = path.at(moved.id) + (f"?{query}" if query else "")
+    answer = http_json.error_response(moved)
+    answer.status_code = 307
+    # Within this hub, so it holds under whatever name the client called the hub.
+    answer.headers["Location"] = location
+    return answer
