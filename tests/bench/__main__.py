@@ -53,6 +53,7 @@ TABLES = {
         ("beside-job", "inter-token time while a job trains on the same machine"),
         ("history", "a commit on a long history, against commit 100"),
         ("outbox", "the hub's deliveries"),
+        ("uploads", "uploads to the hub, beside git"),
         ("stream", "ten revisions: deltas against full trainings"),
         ("learning", "facts learned and kept: first commits, edits, deletions"),
     ),
