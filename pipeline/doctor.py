@@ -17,6 +17,7 @@ from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
+from pipeline.other_hubs import webhooks_at_other_hubs
 from pipeline.paths import Home
 from pipeline.probes import health, liveness, port_fault
 from pipeline.sealed_secrets import lost_secrets
@@ -347,6 +348,7 @@ CHECKS: tuple[Check, ...] = (
     metrics_port,
     _services,
     _webhook,
+    webhooks_at_other_hubs,
     _deliveries,
     _jobs,
     _releases,

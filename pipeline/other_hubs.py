@@ -6,16 +6,27 @@ import os
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from pipeline.findings import Finding, ok, wrong
 from pipeline.paths import Home
 from pipeline.retrain.own_token import own_token
 from pipeline.services import deliveries_path
 from pipeline.settings import Settings
+from pipeline.stack_record import read_stack
 from pipeline.subscriptions import ROUTE
-from pipeline.tokens import Tokens, secret_in_shell
+from pipeline.tokens import Tokens, load_tokens, secret_in_shell
 from receiver.errors import ReceiverError
 from receiver.moved_webhooks import HubCredentials
 from receiver.share import remembered_urls
-from receiver.webhooks import WatchedItem, create_webhook, list_webhooks, update_webhook
+from receiver.webhooks import (
+    WatchedItem,
+    WebhookRecord,
+    create_webhook,
+    list_webhooks,
+    update_webhook,
+)
+
+_CHECK = "another hub"
+_ASK_AGAIN = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
@@ -61,6 +72,41 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             yield f"{hub} tells of pushes to {names}: its webhook {webhook_id} posts to {url}"
 
 
+def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
+    """For `pipeline doctor`: whether each other hub still tells of pushes, while a stack is up."""
+    if not _followed(settings) or read_stack(home) is None:
+        return
+    token = own_token(os.environ, load_tokens(home.tokens_file).hub)
+    for hub, datasets in _followed(settings).items():
+        receiver = _receiver_seen_from(hub, settings, home)
+        if receiver is None:
+            yield wrong(
+                _CHECK,
+                f"{hub} cannot reach this receiver",
+                "set `tunnel` or `public_url` under [receiver], then pipeline down and pipeline up",
+            )
+            continue
+        if token is None:
+            yield wrong(_CHECK, f"there is no token for {hub}", f"hf auth login, then {_ASK_AGAIN}")
+            continue
+        try:
+            ours = _ours(hub, token, receiver + ROUTE)
+        except ReceiverError as error:
+            yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _ASK_AGAIN)
+            continue
+        if ours is None or set(datasets) - {item.name for item in ours.watched}:
+            names = ", ".join(datasets)
+            yield wrong(_CHECK, f"no webhook at {hub} tells of pushes to {names}", _ASK_AGAIN)
+        elif ours.status != "enabled":
+            yield wrong(
+                _CHECK,
+                f"{ours.id} at {hub} is {ours.status}",
+                f"pipeline webhooks enable {ours.id} --endpoint {hub}",
+            )
+        else:
+            yield ok(_CHECK, f"{ours.id} at {hub} posts to {receiver + ROUTE}")
+
+
 def _followed(settings: Settings) -> dict[str, list[str]]:
     """Other hub → the datasets there that pipelines follow."""
     followed: dict[str, list[str]] = {}
@@ -74,9 +120,7 @@ def _followed(settings: Settings) -> dict[str, list[str]]:
 def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str) -> str:
     """The id of the webhook that posts to `url`. The user's other webhooks are left alone."""
     watched = [WatchedItem(type="dataset", name=name) for name in datasets]
-    ours = next(
-        (each for each in list_webhooks(endpoint=hub, token=token) if each.url == url), None
-    )
+    ours = _ours(hub, token, url)
     if ours is None:
         created = create_webhook(
             url=url, watched=watched, domains=["repo"], secret=secret, endpoint=hub, token=token
@@ -84,6 +128,11 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
         return created.id
     update_webhook(ours.id, watched=watched, secret=secret, url=url, endpoint=hub, token=token)
     return ours.id
+
+
+def _ours(hub: str, token: str, url: str) -> WebhookRecord | None:
+    found = list_webhooks(endpoint=hub, token=token)
+    return next((each for each in found if each.url == url), None)
 
 
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:

@@ -52,6 +52,8 @@ def retrain_rule(
         env={
             "PIPELINE_NAME": pipeline.name,
             "PIPELINE_SERVER_URL": settings.server_url(pipeline),
+            # For a trainer of the user's own: HF_ENDPOINT is always the stack's hub.
+            "DATASET_ENDPOINT": settings.other_hub(pipeline) or settings.hub_url,
         },
         resources=Resources(
             num_threads=settings.jobs.num_threads, timeout_seconds=settings.jobs.timeout_seconds

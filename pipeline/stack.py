@@ -207,7 +207,7 @@ class Stack:
                 # Give each child its own session, so that Ctrl-C reaches only this process. This
                 # process then stops the children in the right order.
                 start_new_session=True,
-                preexec_fn=_end_with_parent(os.getpid()) if sys.platform == "linux" else None,
+                preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
             )
         self._started_at[service.name] = time.monotonic()
         earlier = self._children.get(service.name)
@@ -288,7 +288,7 @@ def _end(process: ProcessIdentity) -> None:
         time.sleep(0.05)
 
 
-def _end_with_parent(parent: int) -> Callable[[], None]:
+def end_with_parent(parent: int) -> Callable[[], None]:
     """A function that the child process must call. The kernel then ends the child when its parent
     ends, so that no child keeps using a port."""
 

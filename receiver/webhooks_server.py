@@ -36,10 +36,11 @@ from receiver.handlers import (
     refuse_unreadable,
 )
 from receiver.history import History
+from receiver.hosting import is_space, settings_of_this_process
 from receiver.idempotency import IdempotencyCache
 from receiver.landing import landing_page
 from receiver.moved_webhooks import HubCredentials
-from receiver.settings import ReceiverSettings, settings_of_the_environment
+from receiver.settings import ReceiverSettings
 from receiver.share import FixedUrl, open_tunnel, remembered_urls, tunnel_to_open
 from receiver.tunnel import Tunnel
 from receiver.ui import application_of
@@ -64,6 +65,7 @@ class WebhooksServer:
             replaces an old one (default: `WEBHOOK_SECRET`). Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`.
+            In a Space, the host and the public URL are the Space's, unless they are set.
         hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
             URL get the new URL.
         secret_in_shell: The text that stands for the secret in the landing page's shell commands.
@@ -78,7 +80,7 @@ class WebhooksServer:
         hubs: Sequence[HubCredentials] = (HubCredentials(),),
         secret_in_shell: str = '"$WEBHOOK_SECRET"',
     ) -> None:
-        self.settings = settings or settings_of_the_environment()
+        self.settings = settings_of_this_process(settings)
         self.registered_webhooks: dict[str, RegisteredWebhook] = {}
         self._secret_in_shell = secret_in_shell
         self._webhook_secret = webhook_secret or os.environ.get("WEBHOOK_SECRET")
@@ -222,7 +224,8 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
-        tunnel = tunnel_to_open(share, self.settings)
+        # A Space has a public URL already, and keeps it, so no webhook must follow it.
+        tunnel = None if is_space() else tunnel_to_open(share, self.settings)
         remembered = remembered_urls(self.settings, port)
         if unproven:
             is_public = tunnel is not None or self.settings.public_url is not None
@@ -239,7 +242,8 @@ class WebhooksServer:
                     one.close()
                 raise
         elif self.settings.public_url is not None:
-            self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
+            if not is_space():
+                self._public_access = FixedUrl(self.settings.public_url, remembered, self._hubs)
             page = self._public_url() or page
         url = self._public_url() or page
         public = None if self._public_access is None else self._public_access.public
@@ -334,9 +338,10 @@ class WebhooksServer:
     @staticmethod
     def _refuse_unproven(host: str, unproven: Sequence[str], *, is_public: bool) -> None:
         if is_public:
+            where = " In the settings of the Space, it is a secret." if is_space() else ""
             raise OpenToEveryone(
                 f"A public URL lets everyone in, and there is no secret for {', '.join(unproven)}:"
-                " set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+                f" set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
             )
         listen.refuse_beyond_loopback(host, unproven)
 

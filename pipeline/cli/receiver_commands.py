@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import services
+from pipeline.cli import services, space_commands
 from pipeline.cli.options import JsonOption, QuietOption
 from pipeline.cli.services import HostOption, PortOption
 from pipeline.cli.tables import print_table
@@ -28,6 +28,9 @@ app = typer.Typer(
     help="Run the webhook receiver, which starts retraining jobs, on port 7860 by default.",
     invoke_without_command=True,
 )
+
+
+space_commands.add_to(app)
 
 
 @app.callback()

@@ -269,6 +269,12 @@ def _domains(given: list[str] | None) -> Any:
     return given
 
 
+def secrets_in(file: str, option: str) -> dict[str, str]:
+    """The variables in the file that `option` names. Raises PipelineError for a name without a
+    value that is not set in this shell."""
+    return _with_values(_lines_of(file, option))
+
+
 def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None:
     """The variables that `--secrets` and the file of `--secrets-file` set; None if neither option
     is given. If both set the same variable, `--secrets` wins."""
@@ -278,6 +284,10 @@ def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None
     for text in given or ():
         name, equals, value = text.partition("=")
         named[name] = value if equals else None
+    return _with_values(named)
+
+
+def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
     found = {}
     for name, given_value in named.items():
         secret = os.environ.get(name) if given_value is None else given_value
@@ -289,19 +299,19 @@ def _secrets(given: list[str] | None, file: str | None) -> dict[str, str] | None
     return found
 
 
-def _lines_of(file: str) -> dict[str, str | None]:
+def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
     """Reads the file; returns name → value. The value is None if the line has only a name."""
     from dotenv.parser import parse_stream
 
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"--secrets-file {file} cannot be read: {error}") from None
+        raise PipelineError(f"{option} {file} cannot be read: {error}") from None
     found = {}
     for line in parse_stream(io.StringIO(text)):
         if line.error:
             raise PipelineError(
-                f"--secrets-file {file}: line {line.original.line} is neither NAME=VALUE nor NAME"
+                f"{option} {file}: line {line.original.line} is neither NAME=VALUE nor NAME"
             )
         if line.key is not None:
             found[line.key] = line.value

@@ -49,6 +49,8 @@ LARGE_OBJECT = {
     "properties": {"oid": {"enum": ["0" * 64, "A" * 64, ""]}, "size": {"type": "integer"}},
 }
 
+SPACE_SETTING = {"key": STRING, "value": STRING, "description": STRING}
+
 BODIES: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/api/settings/webhooks"): WEBHOOK,
     ("POST", "/api/settings/webhooks/{id}"): WEBHOOK,
@@ -81,6 +83,11 @@ BODIES: dict[tuple[str, str], dict[str, Any]] = {
         "target": {"type": "object", "properties": {"type": STRING, "name": STRING}},
         "files": {"type": "array", "items": {"type": "object", "properties": {"sha256": STRING}}},
     },
+    **{
+        (method, f"/api/spaces/local/app/{kind}"): SPACE_SETTING
+        for method in ("POST", "DELETE")
+        for kind in ("secrets", "variables")
+    },
     ("POST", "/datasets/local/facts.git/info/lfs/objects/batch"): {
         "operation": {"enum": ["upload", "download"]},
         "objects": {"type": "array", "items": LARGE_OBJECT},
@@ -97,6 +104,8 @@ BY_HAND = [
     ("GET", "/api/datasets"),
     ("GET", "/api/datasets/local/facts/discussions"),
     ("GET", "/api/datasets/local/facts/discussions/{num}"),
+    ("GET", "/api/spaces/local/app/secrets"),
+    ("GET", "/api/spaces/local/app/variables"),
     ("DELETE", "/api/datasets/{owner}/{name}/branch/{revision}"),
     ("DELETE", "/api/datasets/{owner}/{name}/tag/{revision}"),
     ("GET", "/datasets/{owner}/{name}/resolve/{revision}/{path}"),
@@ -153,6 +162,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
     ):
         store.submit(JobSpec(command=("true",)))
         hub.create_dataset("local/facts")
+        hub.api.create_repo("local/app", repo_type="space", space_sdk="gradio")
         yield hub
 
 

@@ -1,14 +1,21 @@
 """The webhook that `pipeline up` makes on another hub. A second embedded hub stands for it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.other_hubs import credentials_of_other_hubs, subscribe_at_other_hubs
+from jobs.launchers.process import identify
+from pipeline.other_hubs import (
+    credentials_of_other_hubs,
+    subscribe_at_other_hubs,
+    webhooks_at_other_hubs,
+)
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
+from pipeline.stack_record import StackRecord
 from pipeline.tokens import Tokens, load_tokens
 from receiver.settings import ReceiverSettings
 from receiver.share import remembered_urls
@@ -114,3 +121,35 @@ def test_what_the_user_must_do_is_said(
     assert credentials_of_other_hubs(settings, tokens) == []
     monkeypatch.setenv("HF_TOKEN", OWN_TOKEN)
     assert "cannot be reached" in line(following("http://127.0.0.1:9", "answers"))
+
+
+def test_doctor_says_what_keeps_a_hub_from_telling(
+    elsewhere: RunningHub, home: Home, tokens: Tokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = following(elsewhere.url, "answers")
+
+    def found() -> list[tuple[str, str, str | None]]:
+        return [
+            (each.level, each.message, each.next_step)
+            for each in webhooks_at_other_hubs(home, settings)
+        ]
+
+    assert found() == [], "no stack is up"
+    me = identify(os.getpid())
+    assert me is not None
+    record = StackRecord(process=me, started_at=0.0, is_ready=True, children=())
+    home.stack_file.write_text(record.model_dump_json())
+    again = "pipeline down, then pipeline up"
+    missing = f"no webhook at {elsewhere.url} tells of pushes to ada/answers"
+    assert found() == [("wrong", missing, again)]
+
+    (line,) = subscribe_at_other_hubs(settings, home, tokens)
+    (ours,) = [each for each in elsewhere.api.list_webhooks() if each.id in line]
+    assert found() == [("ok", f"{ours.id} at {elsewhere.url} posts to {ours.url}", None)]
+    elsewhere.api.disable_webhook(ours.id)
+    enable = f"pipeline webhooks enable {ours.id} --endpoint {elsewhere.url}"
+    assert found() == [("wrong", f"{ours.id} at {elsewhere.url} is disabled", enable)]
+    elsewhere.api.delete_webhook(ours.id)
+    monkeypatch.delenv("HF_TOKEN")
+    login = ("wrong", f"there is no token for {elsewhere.url}", f"hf auth login, then {again}")
+    assert found() == [login]

@@ -54,6 +54,7 @@ def in_a_thread(payload: WebhookPayload):
 """
 
 GRADIO_SCRIPT = """
+import time
 import gradio
 from receiver.server import WebhooksServer, WebhookPayload
 
@@ -65,6 +66,12 @@ server = WebhooksServer(ui=ui, webhook_secret="s3cret")
 @server.add_webhook("/say_hello")
 async def hello(payload: WebhookPayload):
     return {"message": "hello"}
+
+@server.add_webhook
+def slow(payload: WebhookPayload):
+    print("at work", flush=True)
+    time.sleep(1)
+    return "done"
 
 server.launch()
 """
@@ -151,7 +158,10 @@ def test_a_script_of_huggingface_hub_runs_with_another_import_line(tmp_path: Pat
 
 def test_gradio_blocks_take_the_place_of_the_landing_page(tmp_path: Path) -> None:
     quiet = {"GRADIO_ANALYTICS_ENABLED": "False", "PYTHONWARNINGS": "ignore"}
-    with running(tmp_path, on_port(GRADIO_SCRIPT, free_port()), **quiet) as (url, _, _):
+    with (
+        running(tmp_path, on_port(GRADIO_SCRIPT, free_port()), **quiet) as (url, _, process),
+        ThreadPoolExecutor(1) as pool,
+    ):
         assert "gradio" in httpx.get(url).text
         config = httpx.get(f"{url}/config").json()
         assert config["components"][0]["props"]["value"] == "# mine"
@@ -159,6 +169,14 @@ def test_gradio_blocks_take_the_place_of_the_landing_page(tmp_path: Path) -> Non
         answer = httpx.post(f"{url}/webhooks/say_hello", json=dataset_update(), headers=secret)
         assert answer.json() == {"message": "hello"}
         assert httpx.post(f"{url}/webhooks/say_hello", json=dataset_update()).status_code == 401
+        # The wait is gradio's `block_thread`, and yet SIGTERM lets a handler finish.
+        route = f"{url}/webhooks/slow"
+        late = pool.submit(httpx.post, route, json=dataset_update(), headers=secret, timeout=30)
+        assert process.stdout is not None
+        assert "at work" in (line.strip() for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        assert late.result().json() == "done"
+        assert process.wait(30) == -signal.SIGTERM
 
 
 def test_launch_in_the_script_starts_it_once(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Creates or updates a Space that runs a receiver, by the calls of the Hub's own client."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import PipelineError
+from pipeline.space_files import APP, PACKAGES, routes_of, subdomain, uses_receiver, write_space
+
+SECRET = "WEBHOOK_SECRET"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployed:
+    url: str
+    """The page of the Space."""
+    routes: tuple[str, ...]
+    """The paths of its handlers."""
+    files: tuple[str, ...]
+    commit: str | None
+    """The head of the Space; None if nothing was uploaded."""
+
+
+def deploy(
+    space: str,
+    folder: Path | None,
+    secret: str,
+    *,
+    endpoint: str,
+    token: str | None,
+    dry_run: bool = False,
+) -> Deployed:
+    """Create the Space, or update the one that is there. With `dry_run`, nothing is sent. Raises
+    PipelineError."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint, token=token or False)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary)
+        write_space(made, space.partition("/")[2], folder)
+        files = tuple(
+            sorted(each.relative_to(made).as_posix() for each in made.rglob("*") if each.is_file())
+        )
+        commit = None
+        if not dry_run:
+            with _translated(space, endpoint):
+                api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
+                # Before the files, because the app refuses to start without the secret.
+                api.add_space_secret(space, SECRET, secret, description="Proves each delivery")
+                commit = api.upload_folder(
+                    repo_id=space,
+                    repo_type="space",
+                    folder_path=made,
+                    commit_message="Deploy the receiver",
+                    # Files of an older version of the packages.
+                    delete_patterns=list(PACKAGES) if uses_receiver(made / APP) else None,
+                ).oid
+        return Deployed(
+            url=f"{endpoint.rstrip('/')}/spaces/{space}",
+            routes=tuple(routes_of(made / APP)),
+            files=files,
+            commit=commit,
+        )
+
+
+def download(space: str, into: Path, *, endpoint: str, token: str | None) -> Path:
+    """The files of the Space, in a folder under `into`. Raises PipelineError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    with _translated(space, endpoint):
+        try:
+            found = snapshot_download(
+                space,
+                repo_type="space",
+                local_dir=into / "space",
+                cache_dir=into / "cache",
+                endpoint=endpoint,
+                token=token or False,
+            )
+        except RepositoryNotFoundError:
+            raise PipelineError(
+                f"there is no Space {space} on {endpoint}, or the token may not read it; make one "
+                f"with: pipeline receiver deploy {space}"
+            ) from None
+    return Path(found)
+
+
+def public_address(space: str) -> str:
+    """Where the Hugging Face Hub serves the app of a Space."""
+    return f"https://{subdomain(space)}.hf.space"
+
+
+@contextmanager
+def _translated(space: str, endpoint: str) -> Iterator[None]:
+    import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise PipelineError(f"{space!r} is no name of a Space: {error}") from None
+    except LocalTokenNotFoundError:
+        raise PipelineError(
+            f"there is no token for {endpoint}: set HF_TOKEN, or run `hf auth login`"
+        ) from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        next_step = "; set HF_TOKEN to a token that may write there" if status in (401, 403) else ""
+        raise PipelineError(
+            f"{endpoint} answered {status} about the Space {space}: "
+            f"{error.server_message or error}{next_step}"
+        ) from error
+    except httpx2.HTTPError as error:
+        raise PipelineError(
+            f"{endpoint} cannot be reached ({error}); start the hub, or give another --endpoint"
+        ) from error

@@ -1,0 +1,161 @@
+"""The files of a Space that runs a receiver: the user's, and those that are missing."""
+
+import ast
+import re
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import jobs
+import receiver
+import serving
+from pipeline.errors import PipelineError
+
+APP = "app.py"
+README = "README.md"
+REQUIREMENTS = "requirements.txt"
+PACKAGES = ("receiver/**", "jobs/**", "serving/**")
+"""Patterns of the files that `import receiver` needs. No package index has them."""
+NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
+"""Names of files and folders that stay here. `.env` holds secrets."""
+
+_DECORATORS = ("webhook_endpoint", "add_webhook")
+
+GENERATED_APP = '''\
+"""Receives webhooks. Each function is a route: POST /webhooks/<its name>."""
+
+from receiver import WebhookPayload, webhook_endpoint
+
+
+@webhook_endpoint
+async def on_push(payload: WebhookPayload):
+    if payload.repo.type != "dataset" or payload.event.action != "update":
+        return {"ignored": f"{payload.event.action} of a {payload.repo.type}"}
+    # Replace this with what a push should start.
+    print(f"{payload.repo.name} is at {payload.repo.headSha}", flush=True)
+    return {"seen": payload.repo.headSha}
+'''
+_FRONT_MATTER = """\
+---
+title: {title}
+sdk: gradio
+python_version: "3.12"
+app_file: app.py
+---
+"""
+_ABOUT = """
+# {title}
+
+A receiver of webhooks. `pipeline receiver deploy` made this Space.
+Its secret `WEBHOOK_SECRET` proves each delivery.
+"""
+
+
+def write_space(into: Path, title: str, folder: Path | None) -> None:
+    """Write all files of the Space to the empty folder `into`. `folder` has the user's files; None
+    for an app that shows how to begin. Raises PipelineError."""
+    if folder is not None:
+        _copy(folder, into)
+    app = into / APP
+    if not app.exists():
+        if folder is not None:
+            raise PipelineError(
+                f"there is no {APP} in {folder}; a Space runs that file. Rename your script, or "
+                "leave FOLDER out for one that is made for you"
+            )
+        app.write_text(GENERATED_APP)
+    if uses_receiver(app):
+        _copy_packages(into)
+        if not (into / REQUIREMENTS).exists():
+            (into / REQUIREMENTS).write_text("".join(f"{each}\n" for each in _requirements()))
+    elif not (into / REQUIREMENTS).exists():
+        (into / REQUIREMENTS).write_text("huggingface_hub\n")
+    readme = into / README
+    text = readme.read_text() if readme.exists() else _ABOUT.format(title=title)
+    if not text.startswith("---\n"):
+        readme.write_text(_FRONT_MATTER.format(title=title) + text)
+
+
+def uses_receiver(app: Path) -> bool:
+    """Whether the script imports the package `receiver`. Raises PipelineError for a script that
+    Python cannot read."""
+    return any(name.partition(".")[0] == "receiver" for name in _imported(app))
+
+
+def routes_of(app: Path) -> list[str]:
+    """The paths of the functions that the script decorates as handlers, as far as they can be read
+    from its text."""
+    routes = []
+    for node in ast.walk(_parsed(app)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for decorator in node.decorator_list:
+                call = decorator if isinstance(decorator, ast.Call) else None
+                if _last_name(call.func if call else decorator) in _DECORATORS:
+                    routes.append(f"/webhooks/{_path_in(call) or node.name}")
+    return routes
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _path_in(call: ast.Call | None) -> str | None:
+    """The name that a decorator gives the route, if it is a plain text."""
+    if call is None:
+        return None
+    given = [*call.args, *(each.value for each in call.keywords if each.arg == "path")]
+    if given and isinstance(given[0], ast.Constant) and isinstance(given[0].value, str):
+        return given[0].value.strip("/")
+    return None
+
+
+def subdomain(space: str) -> str:
+    """The name under which a Space is reached: `owner-name`, without other characters."""
+    return re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
+
+
+def _imported(app: Path) -> Iterator[str]:
+    for node in ast.walk(_parsed(app)):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
+            yield node.module
+
+
+def _parsed(app: Path) -> ast.Module:
+    try:
+        return ast.parse(app.read_bytes(), str(app))
+    except (SyntaxError, ValueError) as error:
+        raise PipelineError(f"{app} is no Python script: {error}") from None
+
+
+def _copy(folder: Path, into: Path) -> None:
+    if not folder.is_dir():
+        raise PipelineError(f"there is no folder {folder}; name the folder that holds {APP}")
+    shutil.copytree(folder, into, ignore=shutil.ignore_patterns(*NOT_UPLOADED), dirs_exist_ok=True)
+
+
+def _copy_packages(into: Path) -> None:
+    """`receiver`, and what it imports of this project: `jobs` and `serving.http`."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "engines", "weights")
+    for package in (receiver, jobs):
+        assert package.__file__ is not None
+        source = Path(package.__file__).parent
+        shutil.copytree(source, into / source.name, ignore=ignore, dirs_exist_ok=True)
+    assert serving.__file__ is not None
+    source = Path(serving.__file__).parent
+    shutil.copytree(source / "http", into / "serving" / "http", ignore=ignore, dirs_exist_ok=True)
+    shutil.copy(source / "__init__.py", into / "serving")
+
+
+def _requirements() -> list[str]:
+    """What this project needs of package indexes, without its extras."""
+    try:
+        needed = requires("hotpush") or []
+    except PackageNotFoundError:
+        raise PipelineError(
+            "hotpush is not installed here, so what it needs is not known; install it, or put a "
+            f"{REQUIREMENTS} into FOLDER"
+        ) from None
+    return sorted(each for each in needed if "extra ==" not in each)

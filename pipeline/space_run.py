@@ -1,0 +1,103 @@
+"""Runs the app of a Space on this machine, in the environment that a Space would give it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+from pipeline.errors import PipelineError
+from pipeline.space_files import APP, README, subdomain
+from pipeline.stack import end_with_parent
+
+HOST = "127.0.0.1"
+_KEPT_FROM_THE_SPACE = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")
+"""Variables of this shell that the app of a Space would not see."""
+
+
+def app_file(folder: Path) -> Path:
+    """The script that the Space runs: `app_file` of its README, else `app.py`. Raises
+    PipelineError."""
+    from huggingface_hub import metadata_load
+
+    readme = folder / README
+    try:
+        card = metadata_load(readme) if readme.is_file() else None
+    except ValueError as error:
+        raise PipelineError(f"the head of {readme} cannot be read: {error}") from None
+    file = folder / str((card or {}).get("app_file", APP))
+    if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
+        raise PipelineError(f"there is no {file.name} in {folder}; a Space runs that file")
+    return file
+
+
+def environment(
+    space: str, port: int, settings: Mapping[str, str], shell: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables of the app. `settings` are the Space's secrets and variables."""
+    inherited = {
+        name: value
+        for name, value in shell.items()
+        if name not in _KEPT_FROM_THE_SPACE and not name.startswith("PIPELINE_")
+    }
+    owner, _, name = space.partition("/")
+    return inherited | {
+        "SPACE_ID": space,
+        "SPACE_AUTHOR_NAME": owner,
+        "SPACE_REPO_NAME": name,
+        "SPACE_HOST": f"{subdomain(space)}.hf.space",
+        "SPACE_TITLE": name,
+        "SYSTEM": "spaces",
+        "PYTHONUNBUFFERED": "1",
+        **settings,
+        # A Space listens on every address. Here, other machines must not reach the app.
+        "GRADIO_SERVER_NAME": HOST,
+        "GRADIO_SERVER_PORT": str(port),
+    }
+
+
+def run_app(
+    file: Path, variables: Mapping[str, str], port: int, on_ready: Callable[[], None]
+) -> int:
+    """Run the script until it ends or this process gets SIGINT or SIGTERM; the exit code. Calls
+    `on_ready` once the app listens. Raises PipelineError if the port is in use."""
+    if _listens(port):
+        raise PipelineError(f"port {port} on {HOST} is in use; choose another one with --port")
+    stopped_by: list[int] = []
+    app = subprocess.Popen(
+        [sys.executable, str(file.resolve())],
+        cwd=file.parent,
+        env=dict(variables),
+        # In a session of its own, so that Ctrl-C reaches the app once, from here.
+        start_new_session=True,
+        preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
+    )
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        stopped_by.append(number)
+        app.send_signal(signal.SIGTERM)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        is_ready = False
+        while app.poll() is None:
+            if not is_ready and _listens(port):
+                is_ready = True
+                on_ready()
+            time.sleep(0.05)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        app.kill()
+        app.wait()
+    return 0 if stopped_by else app.returncode
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((HOST, port)) == 0

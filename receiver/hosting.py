@@ -1,0 +1,33 @@
+"""A receiver as the app of a Space: the variables that a Space sets say where it listens, and at
+which address senders reach it."""
+
+import os
+import re
+
+from receiver.errors import AddressUnavailable
+from receiver.settings import ReceiverSettings, settings_of_the_environment
+
+EVERY_ADDRESS = "0.0.0.0"
+
+
+def is_space() -> bool:
+    """Whether this process is the app of a Space."""
+    return bool(os.environ.get("SPACE_ID"))
+
+
+def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
+    """`given`, or the settings of the environment. In a Space, a host and a public URL that were
+    not set are the Space's. Raises `AddressUnavailable` for a variable that is no address."""
+    settings = given or settings_of_the_environment()
+    if not is_space():
+        return settings
+    update: dict[str, object] = {}
+    if "host" not in settings.model_fields_set:
+        update["host"] = os.environ.get("GRADIO_SERVER_NAME") or EVERY_ADDRESS
+    if "port" not in settings.model_fields_set:
+        update["port"] = settings_of_the_environment().port
+    if settings.public_url is None and (host := os.environ.get("SPACE_HOST")):
+        if not re.fullmatch(r"[A-Za-z0-9.-]+(:\d+)?", host):
+            raise AddressUnavailable(f"SPACE_HOST={host!r} is not a host name.")
+        update["public_url"] = f"https://{host}"
+    return settings.model_copy(update=update)
