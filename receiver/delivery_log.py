@@ -51,8 +51,6 @@ CREATE TABLE IF NOT EXISTS deliveries (
     PRIMARY KEY (path, id)
 ) STRICT;
 CREATE INDEX IF NOT EXISTS deliveries_due ON deliveries (due_at) WHERE due_at IS NOT NULL;
-CREATE INDEX IF NOT EXISTS deliveries_of_repository
-    ON deliveries (path, repository) WHERE due_at IS NOT NULL;
 CREATE INDEX IF NOT EXISTS deliveries_dead ON deliveries (died_at) WHERE died_at IS NOT NULL;
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -199,16 +197,19 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
+            # Few deliveries wait for their next call, so find these first and once.
+            "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
+            " FROM deliveries INDEXED BY deliveries_due"
+            " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"
             # Name the index. Otherwise SQLite would use the index on `path`, and read every row
             # that is already handled.
-            "SELECT path, id, headers, body, repository, attempts"
+            " SELECT path, id, headers, body, repository, attempts"
             " FROM deliveries AS mine INDEXED BY deliveries_due"
             f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))}){is_busy}"
-            " AND NOT EXISTS (SELECT 1 FROM deliveries AS earlier"
-            " WHERE earlier.path = mine.path AND earlier.repository = mine.repository"
-            " AND earlier.due_at > ? AND earlier.rowid < mine.rowid)"
+            " AND NOT EXISTS (SELECT 1 FROM waiting WHERE waiting.path = mine.path"
+            " AND waiting.repository = mine.repository AND waiting.first < mine.rowid)"
             " ORDER BY rowid LIMIT 100",
-            (now, *paths, *(part for pair in busy for part in pair), now),
+            (now, now, *paths, *(part for pair in busy for part in pair)),
         )
         return [
             StoredDelivery(

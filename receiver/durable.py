@@ -189,7 +189,7 @@ class DurableDeliveries:
             if not queues.has_next():
                 queues.extend(await self._next(log, now))
             while len(self._running) < MAX_RUNNING and (delivery := queues.take()) is not None:
-                task = asyncio.create_task(self._handle(delivery))
+                task = asyncio.create_task(self._handle_queue(delivery))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
             if queues.has_next():
@@ -226,7 +226,20 @@ class DurableDeliveries:
         self._known.update((delivery.path, delivery.id) for delivery in found)
         return found
 
-    async def _handle(self, delivery: StoredDelivery) -> None:
+    async def _handle_queue(self, first: StoredDelivery) -> None:
+        """Call the handler for the first delivery, and then for those that wait in its queue.
+
+        The worker stores the results meanwhile, those of several calls in one transaction.
+        """
+        queue, delivery = queue_of(first), first
+        while await self._handle(delivery, queue):
+            following = None if self._is_stopping else self._queues.take_next(queue)
+            if following is None:
+                break
+            delivery = following
+
+    async def _handle(self, delivery: StoredDelivery, queue: QueueKey) -> bool:
+        """Call the handler once. Returns whether the call succeeded."""
         failure = None
         try:
             status = await _call(self._handlers[delivery.path], delivery)
@@ -237,19 +250,18 @@ class DurableDeliveries:
             # handler again later.
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
             failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
-        key, queue = (delivery.path, delivery.id), queue_of(delivery)
         if failure is None:
             self._results.append(HandlerResult(path=delivery.path, id=delivery.id))
-            self._queues.release(queue)
         else:
             self._results.append(_failed(delivery, failure))
             # Later deliveries of this repository must not overtake the failed one. Drop them from
             # memory and keep the queue busy until the failure is stored. The log then returns them
             # in order.
-            self._unstored_failures[key] = queue
+            self._unstored_failures[delivery.path, delivery.id] = queue
             dropped = self._queues.drop(queue)
             self._known.difference_update((each.path, each.id) for each in dropped)
         self._wake.set()
+        return failure is None
 
     async def _in_thread(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return await anyio.to_thread.run_sync(

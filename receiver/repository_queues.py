@@ -19,28 +19,39 @@ def queue_of(delivery: StoredDelivery) -> QueueKey:
 
 
 class RepositoryQueues:
-    """A queue is busy from `take` to `release`. No other delivery is taken from a busy queue."""
+    """A queue is busy from `take` to `release`. No other caller takes a delivery from it then."""
 
     def __init__(self) -> None:
-        self._waiting: deque[StoredDelivery] = deque()
+        self._waiting: dict[QueueKey, deque[StoredDelivery]] = {}
+        """Only queues in which a delivery waits, in the order of their first arrival."""
         self._busy: set[QueueKey] = set()
 
     def extend(self, deliveries: Iterable[StoredDelivery]) -> None:
-        self._waiting.extend(deliveries)
+        for delivery in deliveries:
+            self._waiting.setdefault(queue_of(delivery), deque()).append(delivery)
 
     def has_next(self) -> bool:
-        return any(queue_of(delivery) not in self._busy for delivery in self._waiting)
+        return any(queue not in self._busy for queue in self._waiting)
 
     def take(self) -> StoredDelivery | None:
-        """Remove and return the first delivery whose queue is not busy. The queue is then busy.
+        """Remove and return a delivery whose queue is not busy. The queue is then busy.
 
         Returns None if there is no such delivery.
         """
-        for place, delivery in enumerate(self._waiting):
-            if queue_of(delivery) not in self._busy:
-                del self._waiting[place]
-                self._busy.add(queue_of(delivery))
-                return delivery
+        queue = next((queue for queue in self._waiting if queue not in self._busy), None)
+        if queue is None:
+            return None
+        self._busy.add(queue)
+        return self._pop(queue)
+
+    def take_next(self, queue: QueueKey) -> StoredDelivery | None:
+        """Remove and return the next delivery of this busy queue, which stays busy.
+
+        Returns None and releases the queue if no delivery waits in it.
+        """
+        if queue in self._waiting:
+            return self._pop(queue)
+        self.release(queue)
         return None
 
     def release(self, queue: QueueKey) -> None:
@@ -48,9 +59,7 @@ class RepositoryQueues:
 
     def drop(self, queue: QueueKey) -> list[StoredDelivery]:
         """Remove and return all deliveries that wait in this queue. The queue stays busy."""
-        dropped = [each for each in self._waiting if queue_of(each) == queue]
-        self._waiting = deque(each for each in self._waiting if queue_of(each) != queue)
-        return dropped
+        return list(self._waiting.pop(queue, ()))
 
     def busy_repositories(self) -> list[tuple[str, str]]:
         """Path and repository of each busy queue."""
@@ -59,3 +68,10 @@ class RepositoryQueues:
     def clear(self) -> None:
         self._waiting.clear()
         self._busy.clear()
+
+    def _pop(self, queue: QueueKey) -> StoredDelivery:
+        waiting = self._waiting[queue]
+        delivery = waiting.popleft()
+        if not waiting:
+            del self._waiting[queue]
+        return delivery

@@ -101,6 +101,34 @@ def test_what_comes_after_a_failure_waits_and_what_is_elsewhere_does_not(tmp_pat
         assert in_line(log, 1009.0) == ["d1", "d2", "d3", "d5"]
 
 
+def test_what_is_due_is_found_in_steps_that_grow_with_it_and_no_faster(tmp_path: Path) -> None:
+    """Steps of SQLite's machine, which are the same on every computer."""
+
+    def steps(log: DeliveryLog, num_due: int) -> int:
+        log.add(
+            [
+                NewDelivery(path="/x", id=f"{num_due}-{n}", headers={}, body=b"", repository="a")
+                for n in range(num_due)
+            ],
+            now=1000.0,
+        )
+        found = 0
+
+        def count() -> None:
+            nonlocal found
+            found += 1
+
+        log._connection.set_progress_handler(count, 10)
+        log.due(1000.0, ["/x"])
+        log._connection.set_progress_handler(None, 0)
+        return found
+
+    with contextlib.closing(DeliveryLog(tmp_path / "few.db")) as few:
+        few_steps = steps(few, 500)
+    with contextlib.closing(DeliveryLog(tmp_path / "many.db")) as many:
+        assert steps(many, 2000) < 6 * few_steps
+
+
 def test_a_dead_letter_is_kept_whole_until_it_is_handled_or_old(tmp_path: Path) -> None:
     path = tmp_path / "receiver.db"
     letter = NewDelivery(path="/x", id="d1", headers={}, body=b'{"a": 1}', repository="dataset/a")
