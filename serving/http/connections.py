@@ -46,9 +46,9 @@ class Limits:
     """How many clients may be connected, and how long each may make no progress."""
 
     max_connections: int = 512
-    """How many connections may be open at once. If one more client connects, the server looks at the
-    clients for which it waits, and ends the connection that has made no progress for the longest
-    time. If it waits for no client, it ends the new connection."""
+    """How many connections may be open at once. If one more client connects, the server looks at
+    the clients for which it waits, and ends the connection that has made no progress for the
+    longest time. If it waits for no client, it ends the new connection."""
     headers_seconds: float = 15
     """A client must send the complete headers of a request within this time. The time starts when
     the client connects, and again when an answer ends."""

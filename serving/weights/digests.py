@@ -2,8 +2,8 @@
 
 The digest of a file is a sha256, because the Hub and `sha256sum` use sha256. The digest of a tensor
 is a BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), which takes a quarter of the time of
-sha256. The time matters because a swap computes the digest of every tensor that it reads. Both implementations
-release the GIL while they hash, so the caller can write or fsync at the same time.
+sha256. The time matters because a swap computes the digest of every tensor that it reads. Both
+implementations release the GIL while they hash, so the caller can write or fsync at the same time.
 """
 
 import hashlib

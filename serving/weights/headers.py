@@ -88,8 +88,8 @@ def mapped_shard(
     Both are views of the mapped file, and are valid until the `with` block ends.
     """
     with path.open("rb") as file, ExitStack() as stack:
-        # Enter the mapping first, so that the stack closes it last: a mapping cannot be closed while
-        # a view of it is open.
+        # Enter the mapping first, so that the stack closes it last. A mapping cannot be closed
+        # while a view of it is open.
         mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         data = stack.enter_context(memoryview(mapped))
         contents = {

@@ -136,5 +136,5 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"these keys occur twice in one object: {', '.join(twice)}")
+        raise ValueError(f"named twice: {', '.join(twice)}")
     return found

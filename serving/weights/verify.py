@@ -43,7 +43,9 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - the shapes of the tensors agree with the config.
 
     The index and the headers are checked only if the files have no fault, and the shapes only if
-    the index and the headers have none. These checks are enough for an engine that itself checks the digest of each tensor that it
+    the index and the headers have none.
+
+    These checks are enough for an engine that itself checks the digest of each tensor that it
     reads. The sha256 of a `.bin` shard is checked here already, because an engine must unpickle the
     shard to read it, and unknown bytes must not be unpickled.
     """
