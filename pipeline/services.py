@@ -29,7 +29,8 @@ class Service:
     port_setting: str | None = None
     """Text for the user: where to set another port."""
     start_seconds: float = START_SECONDS
-    """If the service does not answer within this time after its start, the stack gives up."""
+    """The service must answer within this time. Otherwise `pipeline up` ends with an error, or, if
+    the stack was up before, kills the service and starts it again."""
 
     @property
     def port(self) -> int | None:

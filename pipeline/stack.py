@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
-"""While `start` waits for a service, it reports that to the caller this often."""
+"""While `start` waits for a service, it calls `on_wait` at this interval."""
 ROTATE_SECONDS = 10.0
 """The sizes of the logs are checked this often."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The stack waits this long before each restart of a child that ends again and again. The last
 value repeats."""
 STEADY_SECONDS = 60.0
-"""When a child has run for this long, the wait before its next restart is the shortest again."""
+"""When a child has run for this long, its next restart comes after the shortest wait again."""
 
 
 class Stack:

@@ -1,4 +1,4 @@
-"""`pipeline demo`: shows the whole loop, from a push to the new answers, with two commits to a
+"""`pipeline demo`: shows the complete way from a push to the new answers, with two commits to a
 dataset.
 
 The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. It

@@ -1,4 +1,4 @@
-"""`pipeline up` and `pipeline down`: start and stop the whole stack."""
+"""`pipeline up` and `pipeline down`: start and stop the stack."""
 
 import os
 import signal

@@ -39,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the whole content of `path` with `text`, in UTF-8. Raises OSError."""
+    """Replace the content of `path` with `text`, in UTF-8. Raises OSError."""
     with atomic_file(path) as file:
         file.write(text.encode())
 

@@ -79,9 +79,9 @@ class ShardDigests:
 
     def finish(self) -> tuple[FileEntry, dict[str, str]]:
         """Size and sha256 of the file, and tensor name → digest."""
-        whole = self._of_file.submit(self._file.hexdigest).result()
+        sha256 = self._of_file.submit(self._file.hexdigest).result()
         tensors = {name: digest.result() for name, digest in self._tensors.items()}
-        return FileEntry(size=self._size, sha256=whole), tensors
+        return FileEntry(size=self._size, sha256=sha256), tensors
 
 
 class HashingFile:

@@ -70,8 +70,8 @@ def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
         digests.add(start)
         for name, content in contents.items():
             digests.add_tensor(name, content)
-        whole, of_tensors = digests.finish()
-    return whole, {
+        file, of_tensors = digests.finish()
+    return file, {
         name: TensorEntry(
             file=path.name, dtype=entry.dtype, shape=entry.shape, digest=of_tensors[name]
         )
