@@ -20,8 +20,8 @@ from receiver.webhooks import WatchedItem, create_webhook, list_webhooks, update
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The hubs whose webhooks must follow the receiver's public URL; none if the user has no token
-    for them."""
+    """The other hubs on which the receiver must correct its webhooks when its public URL changes;
+    none if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []

@@ -151,7 +151,8 @@ def _tensors_in(release: Release, file: str) -> str:
 
 def _check_index(folder: Path, release: Release) -> list[str]:
     if not any(name in release.files for name in INDEX_FILES.values()):
-        # A checkpoint folder with one shard needs no index, and it can be served unpublished.
+        # A checkpoint folder can be served without being published. With one shard, it needs no
+        # index.
         if len({entry.file for entry in release.tensors.values()}) == 1:
             return []
         return [f"{INDEX_FILES['safetensors']}: missing"]
