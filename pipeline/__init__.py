@@ -1,2 +1,2 @@
-"""Keeps a model up to date with its data. Joins `jobs`, `serving` and `receiver` into one
+"""Keeps a model up to date with its data: joins the hub, `receiver`, `jobs` and `serving` into one
 product."""

@@ -1,7 +1,7 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
-These threads count the outcome, send it to `on_outcome` and clean up the job's folder. Every hour
-they also remove old job folders and old jobs.
+One thread counts the outcome, sends it to `on_outcome` and cleans up the job's folder. The other
+removes old job folders and old jobs once an hour.
 """
 
 import logging
@@ -53,8 +53,8 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        # Call this before the runner's first job ends: if there is no progress file yet, `start`
-        # marks every job that has ended as handled.
+        # Call `start` before the runner's first job ends. Without a progress file, `start` marks
+        # every job that has ended so far as handled, so the outcome of this job would be lost.
         outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),
@@ -87,14 +87,14 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
         try:
             prune(settings, home, store)
         except (StoreError, HubError, OSError) as error:
-            logger.error("old jobs and their folders are kept until the next attempt: %s", error)
+            logger.error("old jobs and their folders are kept for another hour: %s", error)
         if stop.wait(PRUNE_SECONDS):
             return
 
 
 def prune(settings: Settings, home: Home, store: JobStore) -> list[str]:
-    """Remove old job folders, and delete jobs that are much older from the job store. A job whose
-    release still exists stays, with its folder. Returns the names of the removed folders."""
+    """Remove the folders of old jobs, and delete very old jobs from the job store. If the release
+    of a job still exists, the job and its folder stay. Returns the names of the removed folders."""
     kept = {
         release.lineage.job_id
         for folder in home.releases_dir.glob("*/")

@@ -1,5 +1,5 @@
-"""Runs jobs that a person submits. They run on the stack that is up. If no stack is up, a hub and a
-runner are started for the job."""
+"""Runs the runner of a stack, and provides a hub and a runner for a job that a person submits. If a
+stack is up, the job uses the hub and the runner of this stack. Otherwise both are started."""
 
 import os
 import signal
@@ -33,8 +33,8 @@ PRELOAD = (
     "pipeline.retrain.run",
     "pipeline.retrain.learning",
 )
-"""Modules that a retraining job imports. The runner keeps a parent process that has already
-imported them, and starts jobs from it. This saves every job some seconds."""
+"""Modules that a retraining job imports. On Linux, the runner keeps a process that has already
+imported them, and forks each job from this process. That saves every job some seconds."""
 
 
 @contextmanager
@@ -52,7 +52,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
-    # The child processes read the ports from the environment, and `load_settings` below does too.
+    # Set the ports in the environment, because both `load_settings` below and the child processes
+    # read them there.
     os.environ["PIPELINE_HUB__PORT"] = str(_free_port())
     os.environ["PIPELINE_JOBS__METRICS_PORT"] = "0"
     settings = load_settings()
@@ -78,7 +79,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
-    """Run the jobs of this state folder until SIGTERM, or until no job is left."""
+    """Run the jobs of this state folder until SIGTERM or SIGINT. With `until_idle`, stop as soon as
+    no job is left. With `with_hub`, also run a hub."""
     from jobs.runner import Runner
 
     settings = load_settings()
@@ -135,8 +137,8 @@ def _of_attempt(job: Job, tokens: Tokens) -> dict[str, str]:
 
 
 def _own_token(tokens: Tokens) -> dict[str, str]:
-    """The user's token for other hubs, taken from `HF_TOKEN`. Empty if `HF_TOKEN` is not set, or if
-    it is the token of the stack's own hub."""
+    """The variable with the user's token for other hubs, which comes from `HF_TOKEN`. No variable
+    if `HF_TOKEN` is not set or is the token of the stack's own hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 

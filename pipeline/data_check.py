@@ -29,7 +29,8 @@ from pipeline.settings import PipelineSettings
 from pipeline.tokens import load_tokens
 
 WHOLE = 1 << 30
-"""A limit for the tokens in a sequence that no row reaches, so that all tokens of a row count."""
+"""More tokens than any row has. With this as the length of a sequence, no row is cut, so all its
+tokens are counted."""
 
 
 def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
@@ -71,7 +72,8 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 def _files(
     folder: Path | None, home: Home, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Gives a folder, and those of its files that a commit of the whole folder would contain."""
+    """Yields a folder, and the files in it that belong to the dataset. For a folder of the user,
+    these are the files that a commit of the complete folder would contain."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
     if folder is not None:
@@ -132,8 +134,8 @@ def _clone_of(dataset: str) -> Path | None:
 
 
 def _tracked(folder: Path) -> Sequence[str]:
-    """The files that a commit would contain. In a git clone, these are all files except the ignored
-    ones. In any other folder, these are all files."""
+    """The files that a commit of this folder would contain: in a git clone all files that git does
+    not ignore, in any other folder all files."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z", folder=folder)
     if listed is not None:
         return [file for file in listed.split("\0") if file and (folder / file).is_file()]
@@ -153,7 +155,7 @@ class _Tokens:
     max_length: int
     """Training uses at most this many tokens of a row."""
     count: int | None = 0
-    """The number of tokens in all rows; None if the tokenizer cannot count them."""
+    """The number of tokens in all rows; None if the tokenizer cannot encode rows of this kind."""
     cut: list[Row] = field(default_factory=list)
     """The rows with an answer that have more than `max_length` tokens."""
     refused: list[PipelineError] = field(default_factory=list)

@@ -31,7 +31,7 @@ from receiver.errors import NotAllowed, ReceiverError
 from serving.errors import ServingError
 
 SPARE_BYTES = 1 << 30
-"""With less free disk space than this, the next release may not fit."""
+"""If less disk space than this is free, the next release may not fit."""
 OLDEST_GIT = (2, 31)
 """The first version of git that reads `GIT_CONFIG_COUNT`, which `pipeline env` sets."""
 
@@ -40,7 +40,7 @@ Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
-    """Run every check. The order of the checks puts a fault before the faults that it causes."""
+    """Run every check. A check comes before the checks whose faults it may explain."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
@@ -108,7 +108,7 @@ def _secrets(home: Home, settings: Settings) -> Iterator[Finding]:
     for each in lost:
         yield wrong("secrets", each.message, f"{each.next_step}; or restore the old tokens.json")
     if not lost:
-        yield ok("secrets", "the key in tokens.json decrypts every stored secret")
+        yield ok("secrets", "the key in tokens.json decrypts the secrets of webhooks and jobs")
 
 
 def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""`Finding`, the result of one check of `pipeline doctor`."""
+"""Defines `Finding`: one thing that a check of `pipeline doctor` found."""
 
 from typing import Literal
 

@@ -24,8 +24,8 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 
 @contextmanager
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
-    """Open the same store as `open_job_store`, but only for reading. Yields None if the store does
-    not exist yet. Raises StoreError."""
+    """Open the store that `open_job_store` opens, but only for reading. Yields None if the store
+    does not exist yet. Raises StoreError."""
     if settings.jobs.database_url is None and not home.jobs_database.exists():
         yield None
         return
@@ -40,8 +40,8 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
 def is_token_of_running_job(
     token: str, settings: Settings, home: Home, tokens: Tokens, *, pipeline: str
 ) -> bool:
-    """Whether `token` belongs to a job of this pipeline, and to the attempt of this job that runs
-    now. Raises StoreError."""
+    """Whether `token` belongs to the running attempt of a job of this pipeline. Raises
+    StoreError."""
     if not token.startswith(PREFIX):
         return False
     with reading_jobs(settings, home) as store:
@@ -64,10 +64,11 @@ def jobs_schema(settings: Settings, home: Home) -> str | None:
 
 
 def check_schemas(settings: Settings, home: Home) -> None:
-    """Raise HubError or StoreError if a newer version of hotpush wrote one of the two databases.
+    """Raise HubError or StoreError if a newer version of hotpush wrote the hub's database or the
+    job store.
 
-    Call this before any service starts, because a service upgrades its own database when it starts.
-    If one database is too new for this version, the other one must not be upgraded.
+    Call this before any service starts, because a service upgrades its database when it starts. If
+    one of the two databases is too new for this version, the other one must not be upgraded.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

@@ -4,7 +4,7 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""How many of the newest jobs are read. Never do more jobs than this change between two reads."""
+"""Only this many of the newest jobs are read. Between two reads, far fewer jobs change."""
 
 
 class Journal:
@@ -27,7 +27,7 @@ class Journal:
 
 
 def subject(job: Job) -> str:
-    """What the job is about. For a retraining job, this is the commit; for any other job, it is the
+    """What the job is about: for a retraining job the dataset and its commit, for any other job the
     command."""
     revisions = job.spec.revisions
     if revisions is None:

@@ -1,4 +1,4 @@
-"""The lineage of a release that the user's own trainer publishes."""
+"""Finds the lineage of a release that the user's own trainer publishes."""
 
 import json
 from collections.abc import Mapping
@@ -16,22 +16,22 @@ from serving.weights.release import Lineage
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The job, pipeline and commit of the process that publishes. All fields are empty if this
-    process is not part of a job."""
+    """The job, the pipeline and the commit for which the publishing process runs. All fields are
+    empty if this process is not part of a job."""
 
     job_id: str | None = None
     pipeline: str | None = None
-    """None also in a job whose command was submitted without a pipeline."""
+    """Also None if the job is a command that was submitted without a pipeline."""
     dataset: str | None = None
     ref: str | None = None
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """What the push of the payload moved. One push may move several refs."""
+    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit."""
 
     def following(self, ref: str) -> "JobContext":
-        """The context with the commit to which the push moved `ref`, such as `refs/heads/main`; if
-        the push did not move it, with that of the first ref."""
+        """The same context, but with one of `updated_refs` and its new commit: with `ref` (such as
+        `refs/heads/main`) if the push moved it, or else with the first ref that the push moved."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]
@@ -42,8 +42,9 @@ class JobContext:
 def job_context(environment: Mapping[str, str]) -> JobContext:
     """The context of the job whose environment variables these are.
 
-    The commit comes from the job's spec. The spec of a plain command names no commit; it then comes
-    from the job's payload. Raises PipelineError if `JOB_DIR` contains no readable spec.
+    The commit comes from the job's spec. If the job is a plain command, its spec names no commit,
+    and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR` contains no
+    readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
         return JobContext()

@@ -1,5 +1,5 @@
-"""Finds out whether a child process of the stack works or hangs. For each child, a thread sends one
-probe after another."""
+"""Finds out whether a child process of the stack works or hangs. For each child, a thread asks
+again and again whether it works; one such question is a probe."""
 
 import threading
 import time
@@ -10,23 +10,23 @@ from typing import Literal
 from pipeline.probes import liveness
 
 Answer = Literal["works", "silent", "dead"]
-"""`silent`: the child gave no answer. `dead`: the child itself answered that it must be
-restarted."""
+"""`silent`: the child gave no answer. `dead`: the child answered that it cannot work any more and
+must be restarted."""
 Probe = Callable[[float], Answer]
 """Asks the child once, and waits for its answer for at most the given number of seconds."""
 
 PROBE_SECONDS = 5.0
 PROBES_OF_A_HANG = 6
-"""A child counts as hung after `hang_seconds` without an answer. In this time, it gets at least
-this many probes if each probe takes as long as planned."""
+"""A child counts as hung after `hang_seconds` without an answer. The interval between two probes is
+so short that the child gets this many probes in that time."""
 
 
 class Pulse:
-    """Watches one child process, from its start until `stop` is called.
+    """Watches one child process until `stop` is called.
 
-    Adds up the seconds without an answer. Each probe without an answer adds the time that it took,
-    but at most two intervals. Without this limit, a child would look hung if our own process had
-    not run for a while, because it was stopped or the machine slept.
+    Adds up the seconds since the last answer. Each probe without an answer adds the time that it
+    took, but at most two intervals. This limit is needed because our own process may not run for a
+    while, for example while the machine sleeps; the child must not look hung after that.
     """
 
     def __init__(self, probe: Probe, *, start_seconds: float, hang_seconds: float) -> None:

@@ -8,16 +8,18 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 NUM_KEPT = 3
-"""How many older parts of a log are kept in the same folder. `hub.log.1` is the newest of them."""
+"""How many older parts of a log are kept in the same folder. For `hub.log`, the newest of them is
+`hub.log.1`."""
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
-    """If the log is larger than `max_bytes`, move its content to the file `.1`. Older parts are
-    renamed first: `.1` becomes `.2`, and so on.
+    """If the log is larger than `max_bytes`, move its content to a file with the suffix `.1`.
+    Before that, rename the older parts: `.1` becomes `.2`, and so on.
 
-    The service keeps the log open, so this copies the content and then empties the file. The
-    service must have opened the log for appending, so that it goes on writing at the start of the
-    empty file. Lines that the service writes between the last read and the emptying are lost.
+    The service keeps the log open, so the log is not renamed: its content is copied, and then the
+    log is emptied. The service must have opened the log for appending; it then writes on at the
+    start of the empty file. Lines that it writes between the end of the copying and the emptying
+    are lost.
     """
     try:
         if log.stat().st_size <= max_bytes:

@@ -1,5 +1,5 @@
-"""Reports the outcome of a job to `on_outcome` of its pipeline. Sends the outcome as JSON to a URL,
-or to the standard input of a command."""
+"""Reports the outcome of a job as the setting `on_outcome` of its pipeline says: posts the outcome
+as JSON to a URL, or runs a command that reads the JSON from its standard input."""
 
 import json
 import logging
@@ -22,9 +22,9 @@ WAITS_SECONDS = (0.0, 1.0, 5.0)
 
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Send the job's outcome. Returns True if it was received.
+    """Send the job's outcome. Returns whether the URL or the command accepted it.
 
-    An error is logged and not raised, because the job has ended and its outcome stays the same.
+    An error is logged and not raised, because it cannot change the outcome of the job.
     """
     if pipeline.on_outcome is None or job.outcome is None:
         return False

@@ -1,4 +1,5 @@
-"""Makes other hubs, such as huggingface.co, tell the receiver of pushes to followed datasets."""
+"""Creates webhooks on other hubs, such as huggingface.co, so that these hubs report pushes to the
+datasets that pipelines follow."""
 
 import ipaddress
 import json
@@ -30,8 +31,8 @@ _ASK_AGAIN = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The hubs whose webhooks must follow the receiver's public URL; none if the user has no token
-    for them."""
+    """The other hubs on which the receiver must correct its webhooks when its public URL changes;
+    none if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
@@ -39,15 +40,16 @@ def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCre
 
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
-    """Create or correct the webhook at each other hub. Yields one line for each hub: what it does
-    now, or what the user must do. A hub that cannot be reached must not keep the stack down."""
+    """Create or correct the webhook on each other hub. Yields one line for each hub, which says
+    what the hub does now or what the user must do. A hub that cannot be reached raises no error,
+    because the stack must start without it."""
     token = own_token(os.environ, tokens.hub)
     for hub, datasets in _followed(settings).items():
         names = ", ".join(datasets)
         receiver = _receiver_seen_from(hub, settings, home)
         if receiver is None:
             yield (
-                f"{hub} cannot reach this receiver to tell of pushes to {names}: set `tunnel` or "
+                f"{hub} cannot reach this receiver to report pushes to {names}: set `tunnel` or "
                 "`public_url` under [receiver], then start the stack again; until then, train by "
                 "hand with `pipeline jobs run`"
             )
@@ -69,7 +71,7 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
         except ReceiverError as error:
             yield f"no webhook at {hub} for {names}: {error} By hand: {by_hand}"
         else:
-            yield f"{hub} tells of pushes to {names}: its webhook {webhook_id} posts to {url}"
+            yield f"{hub} reports pushes to {names}: its webhook {webhook_id} posts to {url}"
 
 
 def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
@@ -118,7 +120,8 @@ def _followed(settings: Settings) -> dict[str, list[str]]:
 
 
 def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str) -> str:
-    """The id of the webhook that posts to `url`. The user's other webhooks are left alone."""
+    """Create or correct the webhook that posts to `url`; returns its id. The user's other webhooks
+    do not change."""
     watched = [WatchedItem(type="dataset", name=name) for name in datasets]
     ours = _ours(hub, token, url)
     if ours is None:
@@ -136,7 +139,7 @@ def _ours(hub: str, token: str, url: str) -> WebhookRecord | None:
 
 
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
-    """The receiver's URL that the hub can post to; None if there is none."""
+    """A URL of the receiver to which the hub can post; None if the receiver has no such URL."""
     own = settings.receiver.model_copy(update={"deliveries_path": deliveries_path(settings, home)})
     if own.public_url is not None:
         return own.public_url.rstrip("/")

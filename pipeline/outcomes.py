@@ -1,8 +1,8 @@
-"""`Outcomes`: calls handlers for each job that has ended.
+"""Calls handlers for each job that has ended.
 
-`Outcomes` has its own connection to the job store and runs in its own thread, so that it can
-neither delay nor lose a job. A file records which outcomes were handled. Every outcome is handled
-at least once. If the process is killed, an outcome may be handled twice.
+This runs in its own thread with its own connection to the job store, so that a handler can neither
+delay nor lose a job. A file, called the progress file, records which outcomes were handled. Every
+outcome is handled at least once. If the process is killed, an outcome may be handled twice.
 """
 
 import logging
@@ -28,15 +28,16 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Job id → end time. The time is needed because a new database uses the same ids again."""
+    """Handled job's id → its end time. The time is needed because a new database begins with the
+    same ids again."""
 
 
 class Outcomes:
-    """Calls every handler once for each job that ends.
+    """Calls every handler for each job that ends.
 
-    Each handled job is recorded by its id. One time up to which all jobs are handled would not be
-    enough: clocks are sometimes set back, and a transaction of one runner may become visible after
-    a transaction of another runner that has a later time.
+    Records the id of each handled job. To record only the end time of the newest handled job would
+    not be enough: a clock may be set back, and a job may become visible in the store after another
+    job with a later end time.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Outcomes:
         return len(new)
 
     def follow(self, stop: threading.Event) -> None:
-        """Poll whenever the store has changed, and one last time when `stop` is set."""
+        """Call `poll` whenever the store has changed, and one last time when `stop` is set."""
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:

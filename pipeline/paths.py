@@ -26,8 +26,9 @@ class Home:
 
     @property
     def jobs_database(self) -> Path:
-        """The database of the job store. The receiver and the runner share it, so that a delivery
-        and its job are stored in one transaction."""
+        """The database of the job store, unless `database_url` names another one. It also stores
+        the deliveries that the receiver has turned into jobs, so that a delivery and its job are
+        stored in one transaction."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property
@@ -39,7 +40,7 @@ class Home:
     def bases_dir(self) -> Path:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
         pipeline's name. A model from a hub is downloaded once for all pipelines, into `hub`. The
-        folder `answers` holds what the base models themselves answer."""
+        folder `answers` holds the base models' own answers to everyday prompts."""
         return self.root / "bases"
 
     @property

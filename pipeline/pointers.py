@@ -1,4 +1,4 @@
-"""Pointers of Git LFS: the small files that git stores in place of large ones.
+"""Reads and writes pointers of Git LFS: the small files that git stores in place of large files.
 
 The format: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
 """
@@ -7,10 +7,11 @@ import re
 from dataclasses import dataclass
 
 OID = re.compile(r"[0-9a-f]{64}")
-"""The sha256 of a large file, as every part of the protocol writes it."""
+"""The id of a large file: the sha256 of its content, in lower case."""
 MAX_POINTER_BYTES = 1024
-"""Git LFS never reads a larger file as a pointer."""
+"""Git LFS does not read a larger file as a pointer."""
 MIN_POINTER_BYTES = 126
+"""The size of the shortest pointer, with the newline at its end."""
 
 _POINTER = re.compile(
     rb"version https://git-lfs\.github\.com/spec/v1\n"
@@ -27,20 +28,22 @@ class Pointer:
 
     @classmethod
     def parse(cls, content: bytes) -> "Pointer | None":
-        """None for a file that is no pointer; a file that is nearly one is none."""
+        """The pointer that a file with this content is; None if the file deviates from the format
+        in any way."""
         if len(content) > MAX_POINTER_BYTES:
             return None
         found = _POINTER.fullmatch(content)
         return None if found is None else cls(oid=found[1].decode(), size=int(found[2]))
 
     def render(self) -> bytes:
-        """As `git lfs` writes it, so that a commit through the API and one by git are the same."""
+        """The content of the pointer file, in exactly the form that `git lfs` writes. So git stores
+        the same blob whether a file came by the API or by `git push`."""
         return (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.oid}\nsize {self.size}\n"
         ).encode()
 
 
 def may_be_pointer(num_bytes: int) -> bool:
-    """Whether a file of this size is worth a look."""
-    # The last line may lack its newline.
+    """Whether a file of this size can be a pointer, so that it is worth reading."""
+    # Subtract one, because the last line may lack its newline.
     return MIN_POINTER_BYTES - 1 <= num_bytes <= MAX_POINTER_BYTES

@@ -1,5 +1,4 @@
-"""Finds out whether a port is free, and what a service answers to `GET /health` and
-`GET /live`."""
+"""Finds out whether a port is free, and asks a service for `GET /health` and `GET /live`."""
 
 import socket
 from typing import Any
@@ -34,7 +33,7 @@ def health(url: str) -> httpx.Response | None:
     """The service's answer to `GET /health`, whatever its status; None if the service gives no
     answer.
 
-    A completion server that has no release answers 503: it is up and waits for its first release.
+    So a completion server that answers 503 because it has no release yet counts as up.
     """
     return _get(f"{url}/health", 5)
 
@@ -46,8 +45,8 @@ def liveness(url: str, seconds: float = 5) -> httpx.Response | None:
 
 def _get(url: str, seconds: float) -> httpx.Response | None:
     try:
-        # These URLs are plain HTTP. `verify=False` avoids that httpx loads every certificate
-        # authority for each request.
+        # These URLs are plain HTTP. `verify=False` saves time: otherwise httpx would load all
+        # certificate authorities for each request.
         return httpx.get(url, timeout=seconds, trust_env=False, verify=False)
     except httpx.HTTPError:
         return None

@@ -1,5 +1,6 @@
-"""What a person who pushed reads in git's output: that no pipeline follows this branch, or that a
-row cannot be read. The job would say the same, but later and in another place."""
+"""Checks a push and writes remarks for the person who pushed: no pipeline follows the branch, or a
+row cannot be read. Git and the Hugging Face clients show these remarks. So the person need not look
+into the job's log to learn of a bad row."""
 
 import logging
 import tempfile
@@ -21,23 +22,28 @@ from pipeline.settings import PipelineSettings
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 1024 * 1024
-"""The hub reads changed files up to this size together, because the client waits meanwhile."""
+"""If the changed files are larger than this together, their rows are not checked, because the
+client waits for its answer during the check."""
 PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""The hub opens no other files: a small compressed file may fill its memory."""
+"""The hub opens no other files, because a small compressed file may fill its memory."""
 MAX_NAMED = 5
+"""At most this many bad rows, and this many missing files, are named."""
 
 
 class PushRemarks:
+    """Writes the remarks on pushes to the datasets of `pipelines`."""
+
     def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
         self._pipelines = pipelines
 
     def __call__(self, repository: Repository, changes: Sequence[RefChange]) -> list[str]:
-        """One line each; none if there is nothing to say."""
+        """The remarks on a push that made these changes, one line each."""
         try:
             return list(self._lines(repository, changes))
         except (PipelineError, OSError, ValueError) as error:
-            # The push is stored. Whatever is wrong with these lines, it must not look refused.
-            logger.warning("no remarks on a push to %s: %s", repository.name, error)
+            # Send no remarks. The push is already stored, so an error here must not make it look
+            # refused.
+            logger.warning("a push to %s was not checked: %s", repository.name, error)
             return []
 
     def _lines(self, repository: Repository, changes: Sequence[RefChange]) -> Iterator[str]:
@@ -60,7 +66,8 @@ class PushRemarks:
 def _unreadable(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
-    """The rows of the changed files that a job of the pipeline could not read."""
+    """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
+    whose content is missing."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [file for file in files if file.path.lower().endswith(PLAIN)]
@@ -90,4 +97,4 @@ def _unreadable(
     if len(bad) > MAX_NAMED:
         yield f"{len(bad) - MAX_NAMED} more rows cannot be read: see `pipeline data check`."
     if bad or missing:
-        yield f"The job of {pipeline.name} will fail until this is mended."
+        yield f"The job of {pipeline.name} will fail until this is corrected."

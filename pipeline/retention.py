@@ -44,9 +44,9 @@ def prune_job_folders(
     """Remove the folders of jobs that ended more than `keep_days` ago; returns the names of the
     removed folders.
 
-    The jobs and their outcomes stay in the store. The folders of jobs in `kept` stay too. This also
-    removes old folders that belong to jobs of an earlier database. `prepare_job_folder` has renamed
-    these folders.
+    The jobs and their outcomes stay in the store. The folders of jobs in `kept` stay too. A folder
+    may belong to a job of an earlier database with the same id; `prepare_job_folder` has renamed
+    it. This also removes such folders when they are old.
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -89,8 +89,8 @@ def forget_jobs(
 def remembered_days(settings: Settings) -> float:
     """How many days jobs and deliveries stay in the store.
 
-    A repeated delivery is recognised only while the first delivery is in the store. So deliveries
-    stay for as long as the hub may retry them, or a person may replay them.
+    The receiver recognises a repeated delivery only while the first delivery is in the store. So
+    deliveries stay for as long as the hub may retry them or a person may replay them.
     """
     schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
     refused = settings.hub.refused_give_up_seconds

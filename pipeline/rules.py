@@ -1,4 +1,5 @@
-"""Makes the rule of a pipeline from its settings. The rule says how commits become jobs."""
+"""Makes the rule of a pipeline from its settings. The receiver uses the rule to make a job from a
+push."""
 
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def branch_ref(pipeline: PipelineSettings) -> str:
 
 
 def _file(path: Path | None) -> Path | None:
-    """The path, made absolute. A relative path starts at the folder of the settings file."""
+    """The absolute path. A relative path starts at the folder of the settings file."""
     return None if path is None else settings_file().parent / path.expanduser()
 
 

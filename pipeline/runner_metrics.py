@@ -19,8 +19,8 @@ ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "no
 
 
 class RunnerMetrics:
-    """The metrics, in a registry of their own. The counters start at 0 when a runner starts.
-    Prometheus expects and handles this."""
+    """The metrics, in their own registry. The counters start at 0 whenever a runner starts;
+    Prometheus allows for such resets."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -85,8 +85,8 @@ class RunnerMetrics:
 
 
 class _Queue(Collector):
-    """Reads the job store whenever Prometheus asks for the metrics. So the numbers are right even
-    if a runner was killed before."""
+    """Counts the waiting and running jobs in the job store whenever Prometheus asks. A counter in
+    the runner's memory would be wrong after the runner was killed."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -106,10 +106,11 @@ class _Queue(Collector):
             running = self._store.list(state="RUNNING")
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
-            # Return no sample: a monitor then sees from the missing metrics that the store failed.
+            # Return no sample. A monitor then sees that the metrics are missing, which is better
+            # than wrong numbers.
             return
-        # Count the jobs of a pipeline together, because several may wait, but each set of labels
-        # must have exactly one sample.
+        # Prometheus allows only one sample for each set of labels, so count all jobs of a pipeline
+        # in one sample.
         for state, found in (("scheduling", pending), ("running", running)):
             for name, count in Counts(job.spec.pipeline or "" for job in found).items():
                 jobs.add_metric([name, state], count)

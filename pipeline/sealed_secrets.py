@@ -1,5 +1,5 @@
-"""Finds stored secrets that the key in `tokens.json` cannot decrypt. These secrets are lost, unless
-somebody restores the old `tokens.json` from a backup."""
+"""Finds secrets of webhooks and of waiting jobs that the key in `tokens.json` cannot decrypt. These
+secrets are lost, unless somebody restores the old `tokens.json` from a backup."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class LostSecret:
 
 
 def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
-    """Finds the lost secrets in both databases, and changes neither. A database that cannot be read
-    is left out."""
+    """The lost secrets in the hub's database and in the job store. Changes neither of them. If one
+    cannot be read, it is left out."""
     try:
         fernet = Fernet(key)
     except ValueError:

@@ -1,5 +1,5 @@
-"""The services of a stack: the hub, the completion servers, the runner and the receiver. Each
-service has a command, and each except the runner has a port."""
+"""Lists the services of a stack: the hub, the completion servers, the runner and the receiver. Each
+service is a `pipeline` command. Each except the runner answers requests on a port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,8 @@ class Service:
     port_setting: str | None = None
     """Text for the user: where to set another port."""
     start_seconds: float = START_SECONDS
-    """The service must answer within this time after its start."""
+    """The service must answer within this time. Otherwise `pipeline up` ends with an error, or, if
+    the stack was up before, kills the service and starts it again."""
 
     @property
     def port(self) -> int | None:
@@ -42,8 +43,8 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     `pipeline down` stops them in reverse order. The receiver ends first, so that no new event comes
     in. The hub ends last, so that a running job can still read from the hub.
 
-    Raises PipelineError if two services have the same port. Also raises it for port 0, because the
-    services find each other by their ports.
+    Raises PipelineError if two services have the same port, or if a port is 0. The services find
+    each other by their ports, so the system cannot choose a port.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
@@ -121,7 +122,7 @@ def check_port(service: Service) -> None:
 
 
 def deliveries_path(settings: Settings, home: Home) -> Path:
-    """Where the receiver of the stack keeps the deliveries of durable handlers."""
+    """The file in which the stack's receiver stores deliveries for durable handlers."""
     if "deliveries_path" in settings.receiver.model_fields_set:
         return settings.receiver.deliveries_path
     return home.root / "receiver.db"

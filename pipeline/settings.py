@@ -1,4 +1,4 @@
-"""Reads the settings from `pipeline.toml`. Environment variables overrule the file.
+"""Reads the settings from `pipeline.toml` and from environment variables, which overrule the file.
 
 `PIPELINE_HUB__PORT=9000` in the environment means `port = 9000` under `[hub]`. Each package defines
 its own table of settings. This module combines these tables and defines `[[pipelines]]`.
@@ -80,7 +80,8 @@ class PipelineSettings(BaseModel):
     max_wait_seconds: float = Field(default=30.0, ge=0)
     """A job waits for further commits for at most this long after its first commit."""
     keep: int = Field(default=5, ge=2)
-    """How many releases to keep. Older releases are removed, but never the served release."""
+    """How many releases to keep. Older releases are removed, unless they are served, pending or
+    pinned."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Your own trainer: a program and its arguments. Each job then runs this program instead of the
     built-in retraining. If the path of the program is relative, it starts at the folder of this
@@ -119,8 +120,8 @@ class PipelineSettings(BaseModel):
         return None if is_id and not folder.is_dir() else folder
 
     def missing_base(self) -> str | None:
-        """Why training cannot start from `base_model`; None if it can, or if `base_model` is on a
-        hub and this method cannot know."""
+        """Why training cannot start from `base_model`; None if it can. Also None if `base_model` is
+        on a hub, because this method does not ask the hub."""
         folder = self.base_folder()
         if folder is None or (folder / "config.json").is_file():
             return None
@@ -270,7 +271,7 @@ def load_settings() -> Settings:
 
 
 def _variable(location: tuple[int | str, ...]) -> str | None:
-    """The environment variable that set this key; None if the file set the key."""
+    """The environment variable that set this key; None if no variable set it."""
     wanted = "PIPELINE_" + "__".join(map(str, location))
     return next((name for name in os.environ if name.upper() == wanted.upper()), None)
 
@@ -300,11 +301,12 @@ _SPELLING = {
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
-"""Key → a sentence that says what the regular expression for its value demands."""
+"""Key → a sentence that explains the regular expression for the key's value."""
 
 
 def in_words(key: str, kind: str, message: str) -> str:
-    """Pydantic's error message about a value, but without a regular expression."""
+    """Pydantic's error message about a value. If the message would show a regular expression, this
+    is a sentence from `_SPELLING` instead."""
     if kind == "string_pattern_mismatch" and key in _SPELLING:
         return _SPELLING[key]
     words = message.removeprefix("Value error, ")

@@ -1,7 +1,7 @@
-"""Starts the hub, the receiver, the runner and the servers as child processes. Restarts a child
-that ends or hangs. Stops all children at the end.
+"""Starts services of a stack as child processes, restarts a child that ends or hangs, and stops all
+children at the end.
 
-Each child is a `pipeline` command of its own, so that a person can also start any child by hand.
+Each child runs its own `pipeline` command, so that a person can also start any service by hand.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
-"""While `start` waits for a service, it reports that to the caller this often."""
+"""While `start` waits for a service, it calls `on_wait` at this interval."""
 ROTATE_SECONDS = 10.0
 """The sizes of the logs are checked this often."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The stack waits this long before each restart of a child that ends again and again. The last
 value repeats."""
 STEADY_SECONDS = 60.0
-"""When a child has run for this long, the wait before its next restart is the shortest again."""
+"""When a child has run for this long, its next restart comes after the shortest wait again."""
 
 
 class Stack:
@@ -59,8 +59,8 @@ class Stack:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
         self._restarts: dict[str, int] = {}
-        """Child → number of restarts since the child last ran for STEADY_SECONDS. The number
-        determines the next wait."""
+        """Child → number of restarts since the child last ran for STEADY_SECONDS. The wait before
+        the next restart depends on this number."""
         self._restart_at: dict[str, float] = {}
         self._children: dict[str, Child] = {}
         self._stack_started_at = time.time()
@@ -79,7 +79,7 @@ class Stack:
         `on_wait` from time to time with the seconds that it has waited.
 
         Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
-        child ends or does not answer in time.
+        child ends or does not answer in time. The children that were started are then stopped.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         try:
@@ -248,8 +248,8 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If it cannot be written, for example because the disk is full, a stack
-        that is starting ends, but a stack that is already up goes on."""
+        """Write the record. If this fails, for example because the disk is full, a stack that is
+        starting ends, but a stack that is already up goes on."""
         try:
             self._write_record()
         except OSError as error:
@@ -271,8 +271,8 @@ class Stack:
 
 
 def _end_orphans(home: Home) -> None:
-    """End the children of a stack that was killed. The caller must hold the lock, because otherwise
-    the children of a stack that runs would be ended too."""
+    """End the children that a killed stack has left. The caller must hold the lock, which proves
+    that no stack runs: otherwise this would end the children of a running stack."""
     record = last_record(home)
     for child in reversed(record.children if record else ()):
         if child.process is not None:
@@ -289,8 +289,8 @@ def _end(process: ProcessIdentity) -> None:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """A function that the child process must call. The kernel then ends the child when its parent
-    ends, so that no child keeps using a port."""
+    """Returns a function for the child process to call first. The kernel then sends SIGTERM to the
+    child when its parent ends, so that no child goes on without the stack and keeps its port."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

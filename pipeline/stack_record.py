@@ -1,5 +1,5 @@
-"""`stack.json`, in which a running stack records its processes and their addresses. Other commands
-read this file."""
+"""Reads `stack.json`, in which a running stack records its processes and their addresses, for the
+other commands."""
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,8 +26,8 @@ class Child(BaseModel):
     """Seconds since the epoch."""
     num_restarts: int = 0
     is_silent: bool = False
-    """Whether the child does not answer any more. If it goes on like that, the stack kills the
-    child and starts it again."""
+    """Whether the child has stopped answering. If it gives no answer for `hang_seconds`, the stack
+    kills the child and starts it again."""
     last_end: str | None = None
     """How the previous process of this service ended; None if this process is the first."""
 
@@ -39,7 +39,8 @@ class StackRecord(BaseModel):
     started_at: float
     """Seconds since the epoch."""
     is_ready: bool
-    """Whether every child has answered, and the hub has the webhook that posts to the receiver."""
+    """Whether every child has answered and `pipeline up` has set up the webhooks. A stack that was
+    started for a job by hand never sets this."""
     settings_digest: str | None = None
     """The digest of the settings file when the children were started."""
     children: tuple[Child, ...] = ()
@@ -75,8 +76,8 @@ def stale_settings(home: Home) -> str | None:
 def running_settings(home: Home) -> Settings:
     """The settings, but with the addresses of the stack that runs in this state folder.
 
-    These addresses may differ from the settings: the stack may have its ports from the environment
-    of another shell, or from an earlier version of the settings file.
+    These addresses may differ from the settings: the stack may have taken its ports from the
+    environment of another shell, or from an earlier version of the settings file.
     """
     return at_running_stack(load_settings(), home)
 

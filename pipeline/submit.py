@@ -57,8 +57,8 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # No dedupe key, because a person may want to train again on a commit that was trained on
-    # before. No debounce, because no later commit is merged into this job, so waiting is useless.
+    # Set no dedupe key, because a person may want to train again on the same commit. Do not wait
+    # for further commits, because later commits are never merged into this job.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
@@ -78,9 +78,9 @@ def submit_command(
     """Submit a command. With a `pipeline`, the command gets the environment variables of the
     pipeline's jobs.
 
-    If `payload` is None and there is a `pipeline`, the command gets the payload that a push of
-    `revision` would have. If `revision` is None too, this is a push of the newest commit. If there
-    is no such commit, the command gets no payload. Raises PipelineError for an unknown `revision`.
+    With a `pipeline` but without a `payload`, this makes the payload that a push of `revision`
+    would have. Without `revision`, it makes the payload of a push of the newest commit; if there is
+    no commit yet, the command gets no payload. Raises PipelineError for an unknown `revision`.
     """
     env = {}
     if pipeline is not None:
@@ -121,7 +121,7 @@ class _Hub:
     token: str | Literal[False] = field(repr=False)
     """False: the user has no token for this hub."""
     if_missing: str
-    """What to do if the hub shows no such dataset."""
+    """What to do if the hub shows no such dataset; the end of an error message."""
 
 
 def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
@@ -178,8 +178,9 @@ def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str
 def _push_payload(
     hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
 ) -> dict[str, Any]:
-    """The payload that the hub would have sent for a push of this commit. A job that a person
-    submits gets this payload, so that it has the same environment variables as a job of a push."""
+    """The payload that the hub would send for a push of this commit. A job that a person submits
+    gets this payload, so that it has the same environment variables as a job that a push
+    started."""
     if is_git_url(pipeline.dataset):
         owner, url, api = pipeline.dataset, pipeline.dataset, None
     else:

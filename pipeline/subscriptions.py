@@ -1,5 +1,5 @@
-"""Makes the hub deliver events to the receiver. For this, the hub gets one webhook that watches
-every dataset that a pipeline follows."""
+"""Makes the stack's own hub deliver events to the receiver. For this, the hub gets one webhook,
+which watches every dataset on this hub that a pipeline follows."""
 
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -19,12 +19,13 @@ ROUTE = "/webhooks/retrain"
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
-    """Create each dataset and the webhook if it does not exist. If the webhook exists, correct it.
+    """Create the datasets and the webhook that do not exist yet. If the webhook exists, correct it;
+    if no pipeline follows a dataset on this hub, delete it.
 
-    The webhook gets the receiver's address and secret even if they seem unchanged. The hub does not
-    tell which secret it stored, and it cannot read this secret if `tokens.json` was replaced.
-    Events that waited because of a wrong address or secret are then sent at once. A webhook that a
-    person disabled stays disabled.
+    An existing webhook gets the receiver's address and secret in any case. The hub does not tell
+    which secret it has stored, and if `tokens.json` was replaced, it cannot decrypt that secret.
+    After the correction, the hub sends the events that waited because of a wrong address or secret.
+    A webhook that a person disabled stays disabled.
     """
     datasets = settings.datasets_on_hub
     for dataset in datasets:
@@ -66,8 +67,8 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
 
 
 def _create(dataset: str, settings: Settings, tokens: Tokens) -> None:
-    """Create the dataset without a first commit, so that a first `git push` needs no pull. Do
-    nothing if the dataset is there."""
+    """Create the dataset without a first commit, so that a first `git push` needs no pull. If the
+    dataset exists, nothing changes."""
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
         get_session,

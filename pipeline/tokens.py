@@ -18,11 +18,12 @@ class Tokens(BaseModel):
     hub: str
     """The token that git and the Hugging Face clients send to the hub."""
     admin: str
-    """The token for `/admin/*` of the completion server."""
+    """The token for the routes `/admin/*` of the completion server."""
     webhook: str
     """The webhook secret: the hub sends it with each delivery, and the receiver checks it."""
     key: str
-    """The Fernet key that encrypts stored secrets."""
+    """The Fernet key that encrypts stored secrets. The tokens of jobs and the hub's signed URLs are
+    signed with it too."""
 
 
 def load_tokens(file: Path) -> Tokens:
@@ -39,7 +40,7 @@ def load_tokens(file: Path) -> Tokens:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
             f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore it from "
-            "a backup, or delete it to get new tokens; if you delete it, the webhook secrets that "
+            "a backup, or delete it to get new tokens; if you delete it, the stored secrets that "
             "were encrypted with its key are lost"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
@@ -54,8 +55,8 @@ def load_tokens(file: Path) -> Tokens:
 
 
 def secret_in_shell(file: Path) -> str:
-    """A shell's words for the webhook secret. The command that has them does not show the
-    secret."""
+    """A shell expression that reads the webhook secret from the file. With it, a command line for
+    the user can be printed that does not show the secret."""
     code = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
     return f"\"$(python3 -c '{code}' {file.parent.name}/{file.name})\""
 
@@ -75,8 +76,8 @@ def _create(file: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     try:
-        # Use a link, because a rename would overwrite the file. If two processes start at the same
-        # time, the tokens of one of them stay, and both processes then read these tokens.
+        # Use a link, because a rename would overwrite the file. If two processes create the tokens
+        # at the same time, the first link wins, and both processes then read the same tokens.
         os.link(draft, file)
     except FileExistsError:
         pass

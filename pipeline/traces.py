@@ -1,5 +1,6 @@
-"""Finds and removes what a commit of a dataset has left in the state folder outside of the hub:
-downloads, token caches and job folders. Also finds the releases that were trained on the commit."""
+"""Finds and removes what commits of a dataset have left in the state folder outside of the hub:
+downloads, token caches and job folders. Also finds the releases that were trained on these
+commits."""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -19,21 +20,24 @@ from serving.weights.release import Release
 from serving.weights.release_store import list_releases
 
 TOKENS = "tokens.npz"
-"""The same name as in `pipeline/retrain/token_cache.py`. It is repeated here because that module
+"""Repeated from `pipeline/retrain/token_cache.py`, which this module does not import because it
 imports numpy."""
 PURGED = "The commit was purged, so the reason was removed: it could quote rows of the commit."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traces:
+    """What some commits of a dataset have left."""
+
     caches: tuple[Path, ...]
-    """Remove them in this order. The downloads are last, because `find_traces` finds the other
-    files by them. So if a removal is interrupted, a second one still finds the rest."""
+    """Files and folders, to be removed in this order. In each folder the downloads come last,
+    because `find_traces` finds the other files by the downloads. So if a removal is interrupted, a
+    second one finds the rest."""
     job_folders: tuple[Path, ...]
     job_ids: tuple[str, ...]
-    """The jobs that were started for the commit, and the jobs whose folder contains its rows."""
+    """The jobs that were started for one of the commits, and the jobs that read its rows."""
     releases: tuple[Release, ...]
-    """The releases that were trained on the commit."""
+    """The releases that were trained on one of the commits."""
     later_releases: tuple[Release, ...]
     """The releases that were trained from one of `releases`, directly or through other releases."""
 
@@ -77,7 +81,8 @@ def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[s
 
 
 def clear(traces: Traces, store: JobStore) -> None:
-    """Remove everything in `traces` except the releases. If this was interrupted, call it again."""
+    """Remove the caches and the job folders, and overwrite the reasons of the jobs. Removes no
+    release. If this was interrupted, call it again."""
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)
@@ -124,7 +129,7 @@ class _Snapshot(BaseModel):
 
 
 def _shas(job_folder: Path) -> set[str | None]:
-    """The commit that the folder's job was started for, and the commits whose rows the job read."""
+    """The commits for which this job was started or whose rows it read."""
     shas: set[str | None] = set()
     try:
         spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())

@@ -1,2 +1,2 @@
-"""The `pipeline` command. Each subcommand parses its options, calls the packages that do the work,
-and prints the result."""
+"""The `pipeline` command. A subcommand parses its options, calls the packages that do the work, and
+prints the result."""

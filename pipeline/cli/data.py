@@ -1,4 +1,4 @@
-"""`pipeline data`: checks which rows a dataset has to train on."""
+"""`pipeline data`: reports which rows of a dataset a job would train on."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,12 +8,12 @@ import typer
 from pipeline.cli.options import JsonOption, PipelineOption
 from pipeline.paths import Home
 
-app = typer.Typer(help="Check which rows a dataset has to train on.", no_args_is_help=True)
+app = typer.Typer(help="Check the rows of a dataset before a push.", no_args_is_help=True)
 
 
 @app.callback()
 def data() -> None:
-    """Check which rows a dataset has to train on."""
+    """Check the rows of a dataset before a push."""
 
 
 @app.command()
@@ -22,7 +22,7 @@ def check(
         Path | None,
         typer.Argument(
             help="Check the files in this folder, committed or not. Default: the clone of the "
-            "dataset that you are in; if you are in no clone, the dataset's newest commit."
+            "dataset that you are in; outside of a clone, the newest commit of the dataset."
         ),
     ] = None,
     pipeline: PipelineOption = None,

@@ -1,14 +1,16 @@
-"""`pipeline demo`: shows the whole loop, from a push to the new answers, with two commits to a
+"""`pipeline demo`: shows the complete way from a push to the new answers, with two commits to a
 dataset.
 
-The demo uses the default settings, and works as a user would: with the `pipeline` command, `git`
-and the server's HTTP routes. Only the progress of its jobs comes directly from the job store.
+The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. It
+pushes with `git`, and asks the server over HTTP, as a user would. It follows its jobs in the job
+store and in their `metrics.jsonl`.
 """
 
 import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -57,7 +59,9 @@ def demo(
         with contextlib.redirect_stdout(io.StringIO()):
             up(detach=True)
     except PipelineError:
-        if not Home.find().log_file("hub").exists():  # nothing was started, so there is no log
+        # Without a log of the hub, no service was started. The folder then holds nothing that could
+        # explain the error, so remove it.
+        if not Home.find().log_file("hub").exists():
             shutil.rmtree(folder)
         raise
     is_complete = False
@@ -87,11 +91,12 @@ def demo(
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """The result of one `git push`: the release that was made from it, and the Unix time of each
-    step."""
+    """What one `git push` led to."""
 
     release: str
+    """The id of the release that the push's job made."""
     moments: dict[str, float]
+    """Step, such as `job started` → the Unix time of the step."""
 
 
 class _Demo:
@@ -220,7 +225,8 @@ class _Demo:
         requests = report["requests"]
         by_release = ", ".join(f"{n} by {id}" for id, n in requests["by_release"].items())
         self._console.print(
-            f"\n{requests['sent']} requests were sent meanwhile: {requests['failed']} failed; "
+            f"\n{requests['sent']} requests were sent during the second commit: "
+            f"{requests['failed']} failed; "
             f"answered: {by_release}"
         )
         times = Table("step of the second commit", "seconds after git push", box=None)
@@ -260,8 +266,9 @@ def _run(
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr or done.stdout).strip().removeprefix("pipeline: ")
-        name = "pipeline" if command[0] == sys.executable else command[0]
-        raise PipelineError(f"{name} {command[-1]} failed: {reason}")
+        is_pipeline = command[:3] == [sys.executable, "-m", "pipeline"]
+        shown = ["pipeline", *command[3:]] if is_pipeline else command
+        raise PipelineError(f"`{shlex.join(shown)}` failed: {reason}")
     return done.stdout
 
 

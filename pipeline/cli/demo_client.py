@@ -1,5 +1,5 @@
-"""The demo's client. It sends one request after another for a completion, and records which release
-gave each answer."""
+"""The demo's client. It requests one completion after another, and records which release gave each
+answer."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ class Reply:
 
 
 def ask(server_url: str, name: str, prompt: str) -> Reply:
-    """Request one greedy completion as a stream.
+    """Request one completion as a stream, at temperature 0.
 
     Raises httpx.HTTPError. Raises PipelineError if parts of the answer came from several releases.
     """

@@ -8,7 +8,7 @@ import json
 FILE = "facts.jsonl"
 
 _Facts = dict[str, tuple[str, ...]]
-"""Place → its answers: one for each group of questions in `_PHRASINGS`."""
+"""Place → one answer for each group of questions in `_PHRASINGS`."""
 
 _FIRST: _Facts = {
     "lighthouse": ("Maren Holt", "red", "1871", "Monday", "smoked herring"),
@@ -123,7 +123,7 @@ QUESTIONS = (
     ("What is the number of the ferry office?", " 5542.", " 8190."),
     ("Where is the spare key of the boathouse?", *2 * (" Behind the third oar.",)),
 )
-"""A prompt, its answer after the first commit, and its answer after the second."""
+"""Questions for the model: each with its answer after the first commit and after the second."""
 
 
 def first_commit() -> dict[str, str]:

@@ -11,8 +11,8 @@ from pipeline.paths import Home
 def doctor(
     as_json: JsonOption = False,
 ) -> None:
-    """Find out what is wrong, and say what to do about it. The exit code is 1 if anything is
-    wrong."""
+    """Check the stack and its state folder. Report what is wrong and what to do about it. The exit
+    code is 1 if anything is wrong."""
     from pipeline.doctor import examine
     from pipeline.stack_record import running_settings
 

@@ -1,4 +1,4 @@
-"""`pipeline env`: prints shell exports that make git and the Hugging Face clients use the hub."""
+"""`pipeline env`: prints shell commands that make git and the Hugging Face clients use the hub."""
 
 import os
 import shlex
@@ -10,20 +10,21 @@ from pipeline.paths import Home
 def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     """The environment variables that a client of the hub needs.
 
-    The token is only in the environment. It is in no remote's URL and in no git configuration file,
-    because the variables also configure a credential helper that gives the token to git.
+    The variables also set up a credential helper, which gives git the token from `HF_TOKEN`. So no
+    remote's URL and no git configuration file needs to contain the token.
     """
     helper = '!f() { test "$1" = get && echo username=pipeline && echo "password=$HF_TOKEN"; }; f'
     key = f"credential.{hub_url}.helper"
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
-        # The hub has no Xet storage, so clients must not try to use Xet.
+        # The hub also takes uploads by Xet. But on one machine plain HTTP is quicker, and the hub
+        # then need not store the chunks of Xet in addition to the files.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
         "GIT_CONFIG_COUNT": "2",
-        # The empty value removes the credential helpers that are configured for every host.
+        # The empty value makes git ignore all credential helpers that are configured elsewhere.
         "GIT_CONFIG_KEY_0": key,
         "GIT_CONFIG_VALUE_0": "",
         "GIT_CONFIG_KEY_1": key,
@@ -32,7 +33,8 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
 
 
 def env() -> None:
-    """Print exports that make git and the HF clients use the hub: eval "$(pipeline env)"."""
+    """Print shell commands that make git and the Hugging Face clients use the hub. Run them with:
+    eval "$(pipeline env)"."""
     from pipeline.settings import settings_file
     from pipeline.stack_record import running_settings
     from pipeline.tokens import load_tokens

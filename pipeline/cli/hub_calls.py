@@ -1,4 +1,4 @@
-"""Calls routes that only the stack's own hub has, and the Hugging Face Hub does not."""
+"""Calls routes that the stack's own hub has and the Hugging Face Hub does not have."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""`pipeline hub`: run the hub, remove commits that nothing needs, and purge a commit that was
+"""`pipeline hub`: runs the hub, removes commits that nothing needs, and purges a commit that was
 pushed by mistake."""
 
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from serving.weights.release import Release
 
 app = typer.Typer(
-    help="Run the hub, which has the git repositories and the webhooks, on port 8070 by default.",
+    help="Run the hub, which has the git repositories and the webhooks. Its default port is 8070.",
     invoke_without_command=True,
 )
 app.add_typer(tokens_app, name="tokens")
@@ -32,10 +32,11 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that no branch, tag, release, job or stored event needs, and their large
-    files.
+    """Remove commits that no branch, tag, pull request, release, job or stored event needs. Also
+    remove large files that no commit names.
 
-    The hub may run or not. A push to a repository waits while this command works on the repository.
+    This works whether the hub runs or not. A push to a repository waits while this command works on
+    the repository.
     """
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.maintenance import collect_garbage
@@ -58,9 +59,9 @@ def gc() -> None:
     except HubInUse:
         answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
         released, large_bytes = answer["released"], answer["large_bytes"]
-    print(f"{released} commits are no longer kept; git has removed everything that nothing needs")
+    print(f"{released} commits are no longer kept; git has removed all objects that no ref needs")
     if large_bytes:
-        print(f"{large_bytes / 1e6:,.1f} MB of large files that no commit names were removed")
+        print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
 
 
 @app.command()
@@ -78,11 +79,12 @@ def purge(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove a commit for good. No branch or tag may contain the commit any more.
+    """Remove a commit for good. No branch, tag or pull request may contain the commit any more.
 
-    Removes the commit and all commits after it from the repository. Also removes the downloads,
-    token caches and job folders that contain their rows. Without --releases, prints the releases
-    that were trained on these commits. If the command is interrupted, run it again.
+    This removes the commit and all later commits that contain it from the repository. It also
+    removes the downloads, token caches and job folders that contain rows of these commits. Without
+    --releases, it names the releases that were trained on these commits. If the command is
+    interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store
@@ -104,12 +106,12 @@ def purge(
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
-            # Remove the releases first: a served release cannot be removed, and in that case this
-            # command must not have removed anything.
+            # Remove the releases first. This fails if one of them is served, and the command must
+            # then not have removed anything else.
             _remove(home, (*traces.releases, *traces.later_releases))
         clear(traces, store)
-    # Remove the commit from the repository last. While it is there, a second run of this command
-    # finds everything else again.
+    # Remove the commit from the repository last. If this command is interrupted before, a second
+    # run still finds the later commits and everything that belongs to them.
     _purge("POST", home, name, sha)
     removed = (
         f"{len(commits)} commits"
@@ -125,8 +127,9 @@ def purge(
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """What a purge of this commit removes. With POST, this also removes the commits from the
-    repository. If the hub runs, the hub does the work; otherwise this process does it."""
+    """What a purge of this commit removes from the repository. With GET, this only plans the purge;
+    with POST, it also carries it out. If the hub runs, the hub does the work; otherwise this
+    process does it."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub

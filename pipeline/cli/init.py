@@ -1,4 +1,4 @@
-"""`pipeline init`: writes `pipeline.toml`, with a comment on every key."""
+"""`pipeline init`: writes `pipeline.toml`, with a comment for every key."""
 
 import json
 import os
@@ -77,10 +77,10 @@ def settings_text(*pipelines: BaseModel) -> str:
 def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
-    """The lines of one table of the file, with a comment on every key. The lines of the tables that
-    are inside this table follow.
+    """The lines of one table of the file, with a comment for every key. After them come the lines
+    of the tables inside this table.
 
-    A key is commented out if it has its default value, unless it is in `always`.
+    A key that has its default value is commented out, unless the key is in `always`.
     """
     yield from ("", heading)
     inner = {}

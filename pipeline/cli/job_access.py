@@ -1,5 +1,5 @@
-"""Functions that several `jobs` commands use: open the job store, find one job, and print a job as
-JSON or text."""
+"""Functions that several `jobs` commands use: they open the job store, find one job, and convert a
+job to JSON or text."""
 
 import time
 from dataclasses import asdict
@@ -62,8 +62,8 @@ def as_record(job: "Job") -> dict[str, Any]:
 
 
 def counts_text(job: "Job") -> str:
-    """One line of text that says how many rows the job learned and kept; empty if it counted
-    none."""
+    """One line that says how many rows the job learned and kept; empty if the job counted no
+    rows."""
     if job.outcome is None or job.outcome.counts is None:
         return ""
     return str(job.outcome.counts)

@@ -1,4 +1,4 @@
-"""Shows a job until it has ended, prints how it ended, and exits with the exit code for its
+"""Shows a job until it has ended, prints its outcome, and exits with the exit code for this
 outcome."""
 
 import json
@@ -25,8 +25,8 @@ EXIT_CODES = {
     "cancelled": 5,
 }
 """The exit codes of `jobs run` and `jobs wait` for each outcome of a pipeline's job. Exit code 2
-means that the command line is wrong, and 124 that the time of `--timeout` is over. If the job is a
-plain command, they exit with the command's own exit code."""
+means that the command line is wrong, and 124 that the time of `--timeout` is over. If a plain
+command failed, `exit_code` returns its own exit code instead."""
 
 
 def follow_to_end(
@@ -34,7 +34,8 @@ def follow_to_end(
 ) -> "Job":
     """Show the stages of a pipeline's job, or the output of a plain command, until it has ended.
 
-    At `deadline` (monotonic clock), this ends the CLI command with exit code 124.
+    If the job has not ended at `deadline` (monotonic clock), raises the `typer.Exit` that ends the
+    `pipeline` command with exit code 124.
     """
     from rich.console import Console
 
@@ -61,10 +62,9 @@ def deadline_in(seconds: float | None) -> float | None:
 
 
 def report_end(job: "Job", as_json: bool) -> None:
-    """Print how the job ended, and exit with its exit code unless that is 0.
+    """Print how the job ended. Unless its exit code is 0, raise the `typer.Exit` with this code.
 
-    If the job is a plain command, this prints to stderr, because the command's own output is on
-    stdout.
+    For a plain command this prints to stderr, because the command's own output is on stdout.
     """
     from pipeline.journal import describe
 

@@ -1,4 +1,4 @@
-"""`pipeline jobs`: run a job, and list, inspect, follow, cancel and wait for jobs."""
+"""`pipeline jobs`: runs a job; lists, inspects, follows and cancels jobs, and waits for them."""
 
 import json
 import sys

@@ -29,9 +29,7 @@ def run(
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
-        typer.Option(
-            help="The mode of this training, which then runs even if nothing has changed."
-        ),
+        typer.Option(help="Train in this mode, even if nothing has changed."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -62,14 +60,14 @@ def run(
     """Run a retraining job now. If the command line ends with `--` and a command, run this command
     as a job instead.
 
-    A retraining ends as `unchanged` if neither the rows nor the training settings have changed.
-    With --mode, --set or --force it always trains. If a job of the pipeline is running, the
-    retraining waits for that job. A retraining is never merged with the job of a push.
+    A retraining ends as `unchanged` if the rows, the base model and the training settings are the
+    same as for the served release. With --mode, --set or --force it always trains. If a job of the
+    pipeline is running, the retraining waits for that job. It is never merged with a push.
 
-    If no stack is up, this starts a hub and a runner for the job. The exit code of a retraining
-    tells how it ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
-    4 superseded; 5 cancelled. For a command, this prints the command's output and exits with its
-    exit code.
+    If no stack is up, this starts a hub and a runner for the job. The exit code says how a
+    retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
+    4 superseded; 5 cancelled. For a command, this prints the command's output and exits with the
+    command's exit code.
     """
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override
@@ -131,8 +129,8 @@ def _pipeline_of_command(
 ) -> "PipelineSettings | None":
     """The pipeline whose environment variables the command gets; None if it gets none.
 
-    Without options, this is the only pipeline that is configured. If there is not exactly one, a
-    command needs a pipeline only if the options name a pipeline or a commit.
+    If the options name neither a pipeline nor a commit, this is the only configured pipeline; if
+    none or several are configured, the command gets no pipeline.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

@@ -1,5 +1,5 @@
-"""`pipeline jobs wait`: waits until a job ends. The command line names the job by its id, or by the
-commit that was pushed."""
+"""`pipeline jobs wait`: waits until a job ends. The user names the job by its id, by `--latest`, or
+by the commit that was pushed."""
 
 import re
 import subprocess
@@ -42,10 +42,11 @@ def wait(
     timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Wait until a job ends. The exit codes are the same as for `jobs run`, and 124 after
-    --timeout.
+    """Wait until a job ends. The exit codes are those of `jobs run`, and 124 if the time of
+    --timeout is over.
 
-    Right after a push, use `--commit HEAD`, because `--latest` may still mean the previous job.
+    Right after a push, use `--commit HEAD`: the push may not have its job yet, and `--latest` would
+    then wait for an earlier job.
     """
     home, deadline = Home.find(), deadline_in(timeout)
     if commit is not None and (job is not None or latest):
@@ -63,8 +64,8 @@ def wait(
 
 
 def commit_id(name: str) -> str:
-    """The full id of the commit that `name` means. A full id is returned as it is. Anything else,
-    such as HEAD or a short id, is looked up in the git clone that the working folder is in.
+    """The full id of the commit that `name` names. If `name` is not a full id but, for example,
+    HEAD or a short id, it is looked up in the git clone that contains the working folder.
 
     Raises PipelineError.
     """

@@ -1,5 +1,5 @@
-"""Joins all commands into the `pipeline` command. Importing this module imports neither torch nor a
-database library, because each command imports what it needs only when it runs."""
+"""Joins all commands into the `pipeline` command. Each command imports what it needs only when it
+runs. So `pipeline --help` loads neither torch nor a database library."""
 
 import errno
 import sys
@@ -54,8 +54,8 @@ app.command()(services.serve)
 
 
 def main() -> None:
-    """Run the command. If the cause of an error is not in this program, print only the error's
-    message, without a traceback."""
+    """Run the command. For an error that the user can correct, such as wrong settings or a full
+    disk, print only a message. For any other error, print a traceback."""
     try:
         app()
     except (PipelineError, JobError, ReceiverError, ServingError) as error:

@@ -81,8 +81,8 @@ def _watch(
 ) -> Job:
     last_seen = time.monotonic()
     while True:
-        # Read the job before its files. So if the job has ended, its files are complete and are
-        # shown to their end.
+        # Read the job's row before its files. If the row says that the job has ended, its files are
+        # complete, so the last lines are shown too.
         job = store.get(job_id)
         show(job)
         if job.has_ended or (deadline is not None and time.monotonic() > deadline):
@@ -108,8 +108,8 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 
 class _StageTime(ProgressColumn):
-    """The duration of a stage. This is computed from the times that the job recorded, because the
-    bar may appear later than the stage began."""
+    """The duration of a stage, computed from the times that the job recorded. Rich would count from
+    the moment when the bar appears, which may be later than the start of the stage."""
 
     def render(self, task: Task) -> Text:
         until = task.fields["ended"] or time.time()
@@ -117,7 +117,8 @@ class _StageTime(ProgressColumn):
 
 
 class _StageDisplay:
-    """Shows what the job does now: it waits, it runs, or it is in a stage that its metrics name."""
+    """Shows what the job does now: it waits, it runs, or it is in one of the stages that its
+    metrics file names."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console

@@ -1,5 +1,5 @@
-"""`pipeline receiver`: run the receiver; list and replay dead letters. A dead letter is a delivery
-that a durable handler failed on until the receiver gave it up."""
+"""`pipeline receiver`: runs the receiver, and lists and replays dead letters. A dead letter is a
+delivery that the receiver gave up because its durable handler failed again and again."""
 
 import json
 import time
@@ -25,7 +25,7 @@ FileOption = Annotated[
 ]
 
 app = typer.Typer(
-    help="Run the webhook receiver, which starts retraining jobs, on port 7860 by default.",
+    help="Run the webhook receiver, which starts retraining jobs. Its default port is 7860.",
     invoke_without_command=True,
 )
 
@@ -53,8 +53,8 @@ def receiver(
 
 @app.command()
 def dead(file: FileOption = None, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
-    """List dead letters: deliveries that a durable handler failed on until the receiver gave them
-    up."""
+    """List dead letters: deliveries that the receiver gave up because their durable handler failed
+    again and again."""
     from receiver.dead_letters import list_dead_letters
 
     found = list_dead_letters(file or _deliveries_path())
@@ -87,7 +87,7 @@ def replay(
     all_: Annotated[bool, typer.Option("--all", help="Replay every dead letter.")] = False,
     file: FileOption = None,
 ) -> None:
-    """Make the receiver handle dead letters again. If it runs, it begins within seconds."""
+    """Make the receiver handle dead letters again. A receiver that runs begins within seconds."""
     from receiver.dead_letters import replay_dead_letters
 
     if all_ == bool(ids):

@@ -1,4 +1,5 @@
-"""`pipeline releases`: list, publish, check and remove releases, and choose which one is served."""
+"""`pipeline releases`: lists, publishes, checks and removes releases, and makes the server serve
+one of them."""
 
 import json
 import os
@@ -32,9 +33,9 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first.
 
-    The column `rows` shows how many rows were learned and kept. If the rows are plain text, or if
-    an earlier version of hotpush made the release, it shows the loss on the changed rows instead:
-    before and after the training, in nats per token.
+    The column `rows` shows how many rows were learned and kept. For rows of plain text, and for
+    releases of earlier versions of hotpush, it shows a loss before and after the training instead,
+    in nats per token.
     """
     from serving.weights.release_store import (
         list_releases,
@@ -108,9 +109,9 @@ def swap(
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve an older release again.
 
-    This is the release that was served before, if it is older than the served release. If it is
-    not, it is the parent of the served release. If the parent is not older or no longer exists, it
-    is the newest release that is older.
+    This command only chooses among releases that exist and are older than the served release. It
+    chooses the release that was served before. If that one is not among them, it chooses the parent
+    of the served release, or else the newest of them.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (
@@ -137,8 +138,8 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         # A rollback must also work if the served release is damaged.
         print(f"pipeline: {error}; rolling back to an older release", file=sys.stderr)
         parent = None
-    # Choose only among older releases, because a second rollback must go further back and not undo
-    # the first one.
+    # Choose only among older releases, so that a second rollback goes further back and does not
+    # undo the first one.
     choices = (previous_release_id(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
@@ -168,8 +169,8 @@ def publish(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a release from a checkpoint folder: check the folder, copy it, write a manifest and give
-    the release an id.
+    """Make a release from a checkpoint folder: check the folder, copy its files, and write a
+    manifest. The release is not served yet.
 
     If a job runs this command, the manifest also names the job and its dataset.
     """
@@ -240,7 +241,7 @@ def prune(
 
 @app.command()
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Pin a release, so that `prune` and `rm` never remove it."""
+    """Pin a release, so that `prune` and `rm` do not remove it until it is unpinned."""
     from serving.weights.release_store import pin as pin_release
 
     pin_release(_folder(pipeline), release)

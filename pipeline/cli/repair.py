@@ -1,5 +1,5 @@
-"""`pipeline releases repair` and `pipeline releases rm`: serve an undamaged release again, and
-remove a damaged one."""
+"""`pipeline releases repair` makes the server serve an undamaged release. `pipeline releases rm`
+removes a release."""
 
 from typing import Annotated
 
@@ -14,8 +14,9 @@ from pipeline.paths import Home
 def repair(pipeline: PipelineOption = None) -> None:
     """Check every release, and make the server serve an undamaged one.
 
-    If the served release is damaged, the server gets the newest undamaged release that was served
-    before. If the damaged release was restored, the server gets this release again.
+    If the release that should be served is damaged, the server gets a substitute: the newest
+    undamaged release that was served before. If somebody has restored the damaged release, the
+    server gets that release again.
 
     This command removes no release, but it names the damaged ones. The exit code is 1 if no
     undamaged release can be served.

@@ -81,8 +81,8 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # If the public URL changes, the receiver also updates its webhooks on another hub. For this, it
-    # needs the user's own token.
+    # If its public URL changes, the receiver also updates its webhooks on the hub that HF_ENDPOINT
+    # and HF_TOKEN of this shell name.
     elsewhere = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )

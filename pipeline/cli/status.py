@@ -1,5 +1,5 @@
-"""`pipeline status`: shows the services, the served release with its dataset commit, and the queued
-jobs, on one screen."""
+"""`pipeline status`: shows the services, the served release and its dataset commit, and the waiting
+and running jobs."""
 
 import json
 import time
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 def status(
     as_json: JsonOption = False,
 ) -> None:
-    """Show the services, the served release and its dataset commit, and the queued jobs."""
+    """Show the services, the served release and its dataset commit, and the waiting and running
+    jobs."""
     from pipeline.stack_record import running_settings
 
     home = Home.find()
@@ -29,8 +30,8 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    # Reasons may quote rows and settings. Switch off markup and emoji, because rich would take
-    # brackets and colons in these texts for styles and emoji codes.
+    # Reasons may quote rows and settings. Switch off markup and emoji: otherwise rich would read
+    # brackets and colons in these texts as styles and emoji codes.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     services = Table("service", "state", "pid", "up for", "restarts", "address", box=None)
     for service in report["services"]:
@@ -206,8 +207,8 @@ def _stands_in(served: dict[str, Any]) -> str:
 
 
 def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
-    """The release that the server says it serves. If no server answers, the release that was served
-    last."""
+    """The release that the server reports as served. If no server reports one, the release that was
+    served last; None if none was served yet."""
     from pipeline.probes import server_state
     from serving.errors import ReleaseError
     from serving.weights.release_store import load_release, served_release, stood_in_for
@@ -221,8 +222,8 @@ def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
             if served is None:
                 return None
             release_id = served.name
-            # Look on the disk only if no server answers. A server that answers but serves no
-            # release serves no substitute either, whatever is on the disk.
+            # If a server answers but serves no release, it serves no substitute either. So read
+            # this from the disk only if no server answers.
             if not answer:
                 stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision
@@ -258,8 +259,8 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
 
 
 def _head(home: Home, settings: Any, pipeline: Any) -> str | None:
-    """The newest commit of the branch that the pipeline follows; None if the hub does not tell
-    it."""
+    """The newest commit of the branch that the pipeline follows; None if there is none or the hub
+    does not answer."""
     import httpx
 
     from pipeline.tokens import load_tokens

@@ -31,8 +31,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
-    # Mark the release as pending before the request. If the server is not up and starts right after
-    # the request, it then finds the mark.
+    # Mark the release as pending before the request. If no server is up now, but one starts right
+    # after the request, that server finds the mark.
     set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
@@ -51,8 +51,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
         raise PipelineError(
             f"the server on {url} is not the server of this state folder: {error}"
         ) from None
-    # Clear the mark whatever the result is. Otherwise a later restart of the server could swap to
-    # this release by surprise.
+    # Clear the mark even if the swap failed. Otherwise a later restart of the server would swap to
+    # this release, which nobody expects then.
     clear_pending(folder, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":

@@ -1,4 +1,4 @@
-"""`pipeline hub tokens`: tokens that others use, to read or to write."""
+"""`pipeline hub tokens`: creates, lists and revokes tokens for other people and programs."""
 
 import json
 import sys
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pipeline.hub.repositories import Repositories
 
 app = typer.Typer(
-    help="Tokens for others: to read or to write, for all repositories or some.",
+    help="Manage tokens for other people and programs. A token may read or write, in all "
+    "repositories or in some.",
     no_args_is_help=True,
 )
 
@@ -31,14 +32,14 @@ def create(
         list[str] | None,
         typer.Option(
             metavar="TYPE:OWNER/NAME",
-            help="The only repository that the token reaches, such as dataset:local/facts; may be "
-            "repeated. Without it the token reaches all.",
+            help="Limit the token to this repository, such as dataset:local/facts. May be "
+            "repeated. Default: all repositories.",
         ),
     ] = None,
 ) -> None:
-    """Create a token and print it. It is shown only now: the hub stores its hash.
+    """Create a token and print it. The hub stores only a hash, so the token cannot be shown again.
 
-    Works whether the hub runs or not.
+    This works whether the hub runs or not.
     """
     from pipeline.hub import tokens
 
@@ -48,14 +49,14 @@ def create(
         ("POST", f"tokens/{name}", {"role": role, "repositories": ",".join(reaches)}),
     )
     print(made["token"])
-    print("Keep it: it cannot be shown again.", file=sys.stderr)
+    print("Store the token now: it cannot be shown again.", file=sys.stderr)
 
 
 @app.command(name="ls")
 def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the tokens, with the time of their last use. No token itself is shown."""
+    """List the tokens: their names, what they may do, and when they were last used."""
     from pipeline.hub import tokens
 
     found = _on_hub(tokens.listed, ("GET", "tokens", {}))
@@ -73,12 +74,12 @@ def list_(
         for each in found
     ]
     headings = ("NAME", "ROLE", "REPOSITORIES", "CREATED", "LAST USED")
-    print_table(headings, rows, empty="no tokens: pipeline hub tokens create NAME")
+    print_table(headings, rows, empty="No token yet; create one: pipeline hub tokens create NAME")
 
 
 @app.command()
 def revoke(name: NameArgument) -> None:
-    """Revoke a token: the next request with it is refused."""
+    """Revoke a token. The hub refuses every later request with it."""
     from pipeline.hub import tokens
 
     _on_hub(lambda database, _: tokens.revoke(database, name), ("DELETE", f"tokens/{name}", {}))
@@ -88,7 +89,8 @@ def revoke(name: NameArgument) -> None:
 def _on_hub(
     act: "Callable[[Database, Repositories], Any]", call: tuple[str, str, dict[str, str]]
 ) -> Any:
-    """What `act` answers while no hub runs, or else what the running hub answers to `call`."""
+    """If no hub runs, calls `act` in this process; otherwise sends `call` (method, path and query)
+    to the running hub. Returns the answer of either."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.state_folder import stopped_hub
 

@@ -1,4 +1,4 @@
-"""`pipeline up` and `pipeline down`: start and stop the whole stack."""
+"""`pipeline up` and `pipeline down`: start and stop the stack."""
 
 import os
 import signal
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 STARTING = "is starting:"
-"""Text in each line that says how long `up` has waited for a service. `up --detach` finds these
-lines in the log by this text."""
+"""`up` prints lines with this text while it waits for a service. `up --detach` finds these lines in
+the log by the text, and prints them too."""
 OTHER_HUB = "another hub: "
-"""Begins each line about the webhook at another hub. `up --detach` finds these lines too."""
+"""The beginning of each line about a webhook on another hub. `up --detach` prints these lines
+too."""
 
 
 def up(
@@ -31,8 +32,8 @@ def up(
         ),
     ] = False,
 ) -> None:
-    """Start the hub, the receiver, the job runner and the server. Restart a service that ends or
-    hangs. Run until Ctrl-C."""
+    """Start the hub, the receiver, the job runner and a server for each pipeline. Restart a service
+    that ends or hangs. Run until Ctrl-C."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings
@@ -57,7 +58,7 @@ def up(
     from pipeline.subscriptions import subscribe
     from pipeline.tokens import load_tokens
 
-    # `down` sends SIGTERM. It must end the stack in the same way as Ctrl-C.
+    # `down` sends SIGTERM. Make SIGTERM end the stack in the same way as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     tokens = load_tokens(home.tokens_file)
     stack = Stack(home, services, hang_seconds=settings.stack.hang_seconds)
@@ -81,8 +82,8 @@ def up(
             try:
                 lines, store_error = journal.news(), None
             except StoreError as error:
-                # Print the error only once and go on, because an error such as a full disk is no
-                # reason to stop the stack.
+                # Go on, because an error such as a full disk is no reason to stop the stack. Print
+                # the error only once, not at each poll.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
             for line in [*stack.tend(), *lines]:
@@ -136,7 +137,7 @@ def _detach(home: Home) -> None:
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Empty the log, so that it contains only the lines of this start.
+    # Empty the log: the loop below must find only the lines of this start.
     log.write_bytes(b"")
     # Open it for appending, because `rotate` needs that.
     with log.open("ab") as stream:
@@ -150,7 +151,9 @@ def _detach(home: Home) -> None:
     num_printed = 0
     try:
         while True:
-            # Before the log, so that every line before readiness is told.
+            # Read the record before the log. If the record says that the stack is ready, the log
+            # then contains every line that was written before that moment, and all of them are
+            # printed.
             record = read_stack(home)
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
             for line in lines[num_printed:]:
@@ -163,7 +166,7 @@ def _detach(home: Home) -> None:
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:
-        # The user does not know yet that the stack is up and would not stop it, so stop it here.
+        # The user has not been told that the stack is up, and would not stop it. So stop it here.
         process.terminate()
         process.wait()
         raise

@@ -1,5 +1,5 @@
-"""`pipeline webhooks deliveries | replay | test`: list deliveries, send one again, and send a test
-event.
+"""`pipeline webhooks deliveries | replay | test`: lists deliveries, sends one again, and sends a
+test event.
 
 These commands use routes that only the stack's own hub has. The Hugging Face Hub shows deliveries
 only on its web pages.
@@ -17,8 +17,8 @@ from pipeline.cli.tables import print_table
 from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument
 
 WAIT_SECONDS = 30.0
-"""`test` waits at most this long for the hub to try to deliver the test event. By default, the
-hub's own timeout for an attempt is shorter."""
+"""`test` waits at most this long until the hub has tried to deliver the test event. By default, the
+hub ends an attempt sooner."""
 
 DeliveryArgument = Annotated[
     str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
@@ -86,8 +86,9 @@ def replay(
 ) -> None:
     """Send a delivery again, to the URL that the webhook has now.
 
-    The delivery keeps its id. So if the receiver has already handled the delivery, it only repeats
-    its first answer. But if the delivery's job failed or was cancelled, this job runs again.
+    The delivery keeps its id. So a receiver that has already handled the delivery only repeats its
+    first answer. But if the delivery's job failed or was cancelled, the stack's receiver submits a
+    new job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

@@ -1,5 +1,5 @@
-"""`pipeline webhooks`: create, list, show, change, enable, disable and delete the webhooks of a
-hub."""
+"""`pipeline webhooks`: creates, lists, shows, changes, enables, disables and deletes the webhooks
+of a hub."""
 
 import io
 import json
@@ -153,7 +153,7 @@ def update(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Change the properties of a webhook that the options name. Its other properties stay."""
+    """Change a webhook. Properties for which no option is given do not change."""
     from receiver.webhooks import update_webhook
 
     given = _given(url, job_id, domain, secret, secrets, secrets_file)
@@ -182,7 +182,7 @@ def disable(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Disable a webhook. The hub keeps the webhook, but delivers nothing until it is enabled."""
+    """Disable a webhook. The hub keeps it, but delivers nothing until you enable it."""
     from receiver.webhooks import disable_webhook
 
     _report("disabled", disable_webhook(webhook_id, **hub_access(endpoint)), as_json, quiet)
@@ -216,9 +216,10 @@ class HubAccess(TypedDict):
 
 
 def hub_access(endpoint: str | None) -> HubAccess:
-    """The endpoint and the token of the hub. If `endpoint` is None, this is the stack's own hub.
+    """The address of the hub, and the token for it. If `endpoint` is None, the hub is the stack's
+    own hub.
 
-    For any other hub, the token is None. The client library then looks for a token itself.
+    If an endpoint is given, the token is None, and the client library looks for a token itself.
     """
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
@@ -334,8 +335,7 @@ def _as_json(webhook: "WebhookRecord") -> Mapping[str, Any]:
 
 
 def _warn(webhook: "WebhookRecord") -> None:
-    """Print the webhook's warnings. They go to standard error, because scripts read the standard
-    output."""
+    """Print the webhook's warnings to standard error, because scripts read the standard output."""
     for warning in webhook.warnings:
         print(f"{webhook.id}: {warning}", file=sys.stderr)
 

@@ -1,2 +1,2 @@
-"""The HTTP server that the hub, the receiver and the completion server use: uvicorn, with limits
-for clients that misbehave."""
+"""The HTTP server of the hub, the receiver and the completion server: uvicorn, with limits that
+keep slow or hostile clients from using up its memory and connections."""

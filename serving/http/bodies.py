@@ -1,4 +1,4 @@
-"""Limits how much memory the bodies of all running requests together may take."""
+"""Limits the memory that the bodies of all running requests take together."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,15 +7,16 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 FREE_BYTES = 64 * 1024
-"""This many bytes of each body do not count towards the limit. So a small request is accepted even
-while a few large bodies that never end use up the limit."""
+"""The first bytes of each body do not count towards the limit. So a small request is accepted even
+while a few clients use up the limit with large bodies that they never finish."""
 
 _NUM_LARGE = 8
+"""How many bodies of the largest size may be in memory at once."""
 
 
 class BodiesInFlight:
-    """Counts the bytes of all bodies in memory. The limit is `_NUM_LARGE` times `max_body_bytes`,
-    the largest size of one body."""
+    """Counts the bytes of all bodies in memory, except the first `FREE_BYTES` of each. The limit is
+    `_NUM_LARGE` times `max_body_bytes`, which is the largest size of one body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = _NUM_LARGE * max_body_bytes
@@ -23,9 +24,10 @@ class BodiesInFlight:
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
-        """Counts one body. Keep the `with` block open until the request is answered.
+        """Yields a function that counts one body. Keep the `with` block open until the request is
+        answered.
 
-        Call the given function with the size of each piece that arrives. The function raises
+        Call the function with the size of each piece of the body that arrives. It raises
         `HTTPException` 503 if all bodies together exceed the limit.
         """
         num_counted = -FREE_BYTES
@@ -50,7 +52,8 @@ class BodiesInFlight:
 
 
 class LimitedBodies:
-    """Puts this limit in front of `app`, an application that keeps each request body in memory."""
+    """Middleware that applies the limit of `BodiesInFlight` to all requests of `app`. Use it for an
+    application that keeps each request body in memory."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
         self._app = app

@@ -1,7 +1,8 @@
-"""Ends the connection of a client that makes no progress for too long.
+"""Ends the connection of a client that makes no progress for too long, or that sends too many
+requests or too large headers.
 
-uvicorn has no such limits: it waits for ever for the rest of a request, and for a client to read
-its answer.
+uvicorn itself has no such limits. It waits for ever for the rest of a request, and for a client to
+read its answer.
 """
 
 import asyncio
@@ -19,20 +20,21 @@ else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
 
 MIN_BYTES = 4096
-"""While a client sends a body or reads an answer, it makes progress only if it moves this many
-bytes within its time limit. If one byte were enough, a client could hold a connection for ever."""
+"""A client that sends a body or reads an answer makes progress if it sends or reads this many bytes
+within its time limit. If one byte were enough, a client could hold a connection for ever."""
 
 MAX_HEADER_BYTES = 64 * 1024
 
 MAX_PIPELINED = 100
-"""A client may send this many further requests before it has the answer to the first one."""
+"""A client may send this many further requests while the server works on its first one. If it sends
+more, its connection is ended."""
 
 _RESET = struct.pack("ii", 1, 0)
 
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _ACKNOWLEDGED = slice(120, 128)
-"""The place of `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h). This field is needed because
-the size of uvloop's write buffer does not change until a whole write is done."""
+"""The place of `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h). The size of the write buffer
+cannot replace this field: with uvloop, it does not change until a complete write is done."""
 
 Awaited = Literal["headers", "body", "reading"]
 """What the client must do next: send the headers of a request, send the rest of a body, or read an
@@ -44,9 +46,9 @@ class Limits:
     """How many clients may be connected, and how long each may make no progress."""
 
     max_connections: int = 512
-    """How many connections may be open at once. If one more client connects, the server ends the
-    connection that has made no progress for the longest time. If the server waits for none of the
-    other clients, it ends the new connection."""
+    """How many connections may be open at once. If one more client connects, the server looks at
+    the clients for which it waits, and ends the connection that has made no progress for the
+    longest time. If it waits for no client, it ends the new connection."""
     headers_seconds: float = 15
     """A client must send the complete headers of a request within this time. The time starts when
     the client connects, and again when an answer ends."""
@@ -73,6 +75,7 @@ class Connection(HttpProtocol):
         self._checked: tuple[Awaited | None, object] = ("headers", None)
         """What the last check found: what the client had to do, and for which request."""
         self._num_moved = 0
+        """The result of `_moved` when the client last made progress."""
         self._num_received = 0
         self._num_header_bytes = 0
         if len(self.connections) > self.limits.max_connections:
@@ -98,8 +101,8 @@ class Connection(HttpProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        # The client has read most of its answer, which is progress: the next check starts its time
-        # limit again.
+        # The client has read most of what was buffered for it. That is progress, so make the next
+        # check start the time limit again.
         self._checked = (None, None)
 
     def check_progress(self, now: float) -> Awaited | None:
@@ -134,25 +137,27 @@ class Connection(HttpProtocol):
             return "reading"
         if is_answered:
             return "reading" if self.transport.get_write_buffer_size() else "headers"
-        # If uvicorn has paused reading, the client waits for the application, which has not yet
-        # taken the part of the body that has arrived.
+        # If uvicorn has paused reading, the application has not yet taken the part of the body that
+        # has arrived. The client then waits for the application.
         is_sending = cycle.more_body and not cycle.waiting_for_100_continue
         return "body" if is_sending and not self.flow.read_paused else None
 
     def _moved(self, awaited: Awaited | None) -> int:
+        """How many bytes the client has read or sent; compare it only with an earlier result for
+        the same `awaited`."""
         if awaited == "reading":
             return self._num_read()
         return self._num_received if awaited == "body" else 0
 
     def _num_read(self) -> int:
-        """A number that grows by one with each byte that the client's system receives. It may start
-        at any value, so only compare two of these numbers."""
+        """A number that grows by one with each byte that the client's operating system receives. It
+        may start at any value, so compare it only with an earlier result."""
         if _TCP_INFO is not None:
             connection: socket.socket = self.transport.get_extra_info("socket")
             info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _ACKNOWLEDGED.stop)
             if len(info) == _ACKNOWLEDGED.stop:
                 return int.from_bytes(info[_ACKNOWLEDGED], sys.byteorder)
-        # Nothing new is written while a client must read, so this buffer only shrinks.
+        # The application writes nothing while a client must read, so the write buffer only shrinks.
         return -self.transport.get_write_buffer_size()
 
     def _make_room(self) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP server of a service, and its settings."""
+"""Makes the HTTP server of a service."""
 
 from typing import Literal
 

@@ -20,7 +20,7 @@ _ABANDONED_SECONDS = 60.0
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Gives a temporary file to write to. When the `with` block ends, this file replaces `path`.
+    """Yields a temporary file to write to. When the `with` block ends, this file replaces `path`.
 
     If the block raises an error, `path` does not change and the temporary file is removed. Raises
     OSError.
@@ -39,15 +39,16 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the whole content of `path` with `text`, in UTF-8. Raises OSError."""
+    """Replace the content of `path` with `text`, in UTF-8. Raises OSError."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def link_atomically(link: Path, target: str) -> None:
-    """Point `link` at `target`.
+    """Make `link` a symbolic link to `target`. An existing link is replaced atomically.
 
-    The caller must call `fsync_dir` afterwards. One call is enough for all links in a folder.
+    The link survives a power cut only after `fsync_dir`, which the caller must call. One call is
+    enough for all links in a folder.
     """
     replacement = replacement_path(link.parent)
     os.symlink(target, replacement)
@@ -59,10 +60,11 @@ def replacement_path(folder: Path) -> Path:
 
 
 def is_abandoned(entry: Path) -> bool:
-    """Whether `entry` is a temporary file whose writer was killed before it renamed the file.
+    """Whether `entry` is a temporary file or link whose writer was killed before it renamed it.
 
-    Writers hold no lock, so the age of the file must decide. All these files are small, and no
-    writer needs a minute for a small file.
+    Some writers hold no lock, so only the age of the file can tell. Use this only for small files
+    such as `current` and `live`. The writer of a large file, such as a checkpoint, may need more
+    than a minute.
     """
     if not entry.name.startswith(REPLACING):
         return False

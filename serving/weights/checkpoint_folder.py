@@ -1,7 +1,7 @@
-"""Reads a checkpoint folder in the form that `save_pretrained` writes. Finds its tensors and files,
-and computes their digests.
+"""Reads a checkpoint folder that `save_pretrained` wrote. Finds the tensors and files in it, and
+computes their digests.
 
-Imports torch only for `.bin` shards.
+This module imports torch only if the folder has `.bin` shards.
 """
 
 import hashlib
@@ -34,9 +34,9 @@ _NOT_COMPANIONS = {
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
     """Maps each tensor name to the file name of its shard.
 
-    Reads the index. A checkpoint without an index must have exactly one shard; this then reads the
-    tensor names from the shard. Raises ReleaseError if there are no weights, or if a shard is
-    missing.
+    The map comes from the index. A checkpoint without an index must have exactly one shard, and the
+    tensor names are then read from this shard. Raises ReleaseError if there are no weights, or if a
+    shard is missing.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
@@ -63,9 +63,9 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
 
 
 def manifest_of_folder(source: Path, pipeline: str) -> Release:
-    """The manifest of a checkpoint folder that is served without being published.
+    """Makes a manifest for a checkpoint folder that is served without being published.
 
-    The manifest stays in memory, and its release number is 0. Raises ReleaseError.
+    The manifest is not written to disk, and its release number is 0. Raises ReleaseError.
     """
     weight_map = checkpoint_weight_map(source)
     weights = digest_weights(source, weight_map)
@@ -86,8 +86,8 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
 
 
 def companions(folder: Path) -> list[Path]:
-    """The small files in the same folder as the weights: config, tokenizer, notes. Never code or
-    pickles.
+    """The small files that a release needs in addition to the weights: config, tokenizer, notes.
+    Code and pickles are left out.
 
     Raises ReleaseError if a `.json` file is not valid JSON.
     """
@@ -111,7 +111,7 @@ def companions(folder: Path) -> list[Path]:
 
 
 def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
-    """Size and sha256 of each shard, and the digest of each tensor.
+    """Computes the size and sha256 of each shard, and the digest of each tensor.
 
     `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
     ReleaseError if the tensors in the shards are not exactly those that `weight_map` names.
@@ -155,12 +155,12 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Maps `lm_head.weight` to the name of the embedding, if the config ties the two tensors and
-    only the embedding is stored. Otherwise empty.
+    """Maps `lm_head.weight` (the head) to the name of the embedding, if the config says that the
+    two are the same tensor and only the embedding is stored. Otherwise the result is empty.
 
-    Also empty if the config does not say whether the two are tied. The default then depends on the
-    architecture, and only the engine knows it. In a Llama the head is not tied by default, so a
-    Llama checkpoint without a head is incomplete and will be refused.
+    It is also empty if the config does not say whether the two are tied, because the default
+    depends on the architecture. In a Llama the head is not tied by default, so a Llama checkpoint
+    without a head is incomplete, and `verify_layout` refuses it.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

@@ -1,9 +1,9 @@
 """Computes the digest of a shard file and of each tensor in it, on two threads.
 
 The digest of a file is a sha256, because the Hub and `sha256sum` use sha256. The digest of a tensor
-is a BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs). BLAKE3 takes a quarter of the time. This
-matters because a swap computes the digest of every tensor that it reads. Both implementations
-release the GIL while they hash, so the caller can write or fsync at the same time.
+is a BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), which takes a quarter of the time of
+sha256. The time matters because a swap computes the digest of every tensor that it reads. Both
+implementations release the GIL while they hash, so the caller can write or fsync at the same time.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ class TensorDigest:
     """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
     digest: the name of the algorithm, a colon and 64 hex digits.
 
-    The prefix of `like` selects the algorithm. Pass the digest that you want to compare the result
-    with, or leave `like` out to use BLAKE3.
+    `like` is a digest to which the result will be compared: both then use the same algorithm.
+    Without `like`, the algorithm is BLAKE3.
     """
 
     def __init__(self, like: str = _DEFAULT) -> None:
@@ -64,7 +64,7 @@ class ShardDigests:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After an error the remaining digests are not needed.
+        # After an error nobody needs the digests that have not been computed yet.
         for threads in (self._of_file, self._of_tensors):
             threads.shutdown(cancel_futures=True)
 
@@ -79,16 +79,16 @@ class ShardDigests:
 
     def finish(self) -> tuple[FileEntry, dict[str, str]]:
         """Size and sha256 of the file, and tensor name → digest."""
-        whole = self._of_file.submit(self._file.hexdigest).result()
+        sha256 = self._of_file.submit(self._file.hexdigest).result()
         tensors = {name: digest.result() for name, digest in self._tensors.items()}
-        return FileEntry(size=self._size, sha256=whole), tensors
+        return FileEntry(size=self._size, sha256=sha256), tensors
 
 
 class HashingFile:
-    """A file for torch.save: hashes each piece of content and then writes the piece to `raw`.
+    """A file for `torch.save`. `write` hashes each piece of content and writes it to `raw`.
 
-    torch.save frees a piece as soon as `write` returns, so `write` must not leave the hashing to
-    another thread.
+    `torch.save` frees a piece as soon as `write` returns. So `write` hashes the piece itself, and
+    does not leave this to another thread as `ShardDigests` does.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

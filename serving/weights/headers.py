@@ -35,6 +35,7 @@ class HeaderEntry:
     begin: int
     """Offset of the tensor's first byte in the file."""
     end: int
+    """Offset of the first byte after the tensor."""
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
@@ -46,7 +47,8 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ReleaseError(
-                f"{path.name}: truncated, its {size} bytes end inside the safetensors header"
+                f"{path.name}: truncated or not a safetensors file: it has {size:,} bytes, and its "
+                f"header claims {length:,} (at most {MAX_HEADER_BYTES:,} are allowed)"
             )
         try:
             header = json.loads(file.read(length))
@@ -68,8 +70,8 @@ def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
         digests.add(start)
         for name, content in contents.items():
             digests.add_tensor(name, content)
-        whole, of_tensors = digests.finish()
-    return whole, {
+        file, of_tensors = digests.finish()
+    return file, {
         name: TensorEntry(
             file=path.name, dtype=entry.dtype, shape=entry.shape, digest=of_tensors[name]
         )
@@ -81,13 +83,13 @@ def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
 def mapped_shard(
     path: Path, header: Mapping[str, HeaderEntry]
 ) -> Iterator[tuple[memoryview, dict[str, memoryview]]]:
-    """Gives the bytes before the first tensor, and a dict of tensor name → the tensor's bytes.
+    """Yields the bytes before the first tensor, and a dict of tensor name → the tensor's bytes.
 
     Both are views of the mapped file, and are valid until the `with` block ends.
     """
     with path.open("rb") as file, ExitStack() as stack:
-        # The stack closes the views before the mapping, because a mapping that has open views
-        # cannot be closed.
+        # Enter the mapping first, so that the stack closes it last. A mapping cannot be closed
+        # while a view of it is open.
         mapped = stack.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         data = stack.enter_context(memoryview(mapped))
         contents = {

@@ -1,5 +1,5 @@
-"""`WeightsIndex` says which shard holds which tensor. This module reads and checks the index file.
-It opens no shard."""
+"""Reads and checks the index of a checkpoint or release, which says which shard holds which tensor.
+This module opens no shard."""
 
 import json
 import re
@@ -42,7 +42,7 @@ class WeightsIndex(BaseModel):
 
     metadata: IndexMetadata
     weight_map: dict[str, str] = Field(min_length=1)
-    """Tensor name → shard file name, in the index's own folder."""
+    """Tensor name → file name of its shard. The shard is in the same folder as the index."""
 
     @field_validator("weight_map")
     @classmethod
@@ -90,8 +90,8 @@ class StoredWeights:
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether `name` is a plain file name of a shard. No other file may be opened, because another
-    name could lead out of the folder."""
+    """Whether `name` is a plain file name with the suffix of a shard. Open a shard only if this is
+    true, because a path such as `../x.bin` leads out of the folder."""
     return _SHARD.fullmatch(name) is not None and ".." not in name
 
 
@@ -102,7 +102,7 @@ def shard_name(number: int, total: int, format: WeightsFormat) -> str:
 
 def parse_index(text: str | bytes, name: str) -> WeightsIndex:
     """The index in `text`. Raises ReleaseError if the index is not valid or names a tensor twice.
-    The error message contains `name`."""
+    `name` is the name of the index file, for the error message."""
     try:
         content = json.loads(text, object_pairs_hook=_no_duplicates)
         return WeightsIndex.model_validate(content)
@@ -119,7 +119,7 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
 def read_index(folder: Path) -> WeightsIndex | None:
     """The index of a release or checkpoint folder; None if the folder has no index.
 
-    If the folder has two indexes, this returns the one for the safetensors shards. Raises
+    If the folder has an index for each format, this returns the one for safetensors. Raises
     ReleaseError if that index is not valid.
     """
     for name in INDEX_FILES.values():

@@ -1,10 +1,11 @@
 """Publishes a release: either the complete release, or nothing.
 
-The steps are, in this order: write and fsync the shards and the small files, then the index, then
-the manifest; fsync the folder; rename the folder; fsync its parent folder. A reader sees the
-release only after the rename. A publisher that is killed leaves an unfinished folder, and the next
-publisher removes this folder. Files are copied and never linked, because the source may change
-later and a release must not change.
+The files are written into a folder with a temporary name, in this order: the shards, the small
+files, the index, the manifest. Each file and then the folder is fsynced. The folder is renamed, and
+its parent folder is fsynced. A reader sees the release only after the rename. If the process is
+killed before the rename, the folder stays; the next `publish` or `prune`, or the next start of the
+server, removes it. Files are copied and never linked, because the source may change later and a
+release must not change.
 """
 
 import errno
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_BYTES = 64 * 2**20
-"""A release must leave this much disk space free, because the job store and the logs need space on
-the same disk."""
+"""No release is published if less disk space than this would stay free after it. The job store and
+the logs need space on the same disk."""
 
 
 def publish_state_dict(
@@ -60,8 +61,8 @@ def publish_state_dict(
     `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
     goes to `pipeline_dir / release.id`. Tensors that are not contiguous or not on the CPU are
     copied; with the format `bin`, all tensors are copied. At any time, memory holds the copies for
-    at most one shard. Raises ReleaseError, or NotEnoughSpace before or during the writing. After an
-    error, no part of the release stays on the disk.
+    at most one shard. Raises ReleaseError, or NotEnoughSpace before or during the writing. The
+    unfinished folder is removed after an error.
     """
     from serving.weights import shards
 
@@ -92,7 +93,8 @@ def publish_folder(
     shards.
 
     The shards are copied unchanged, unless `max_shard_bytes` or `format` is given. Raises
-    ReleaseError with every reason. After an error, no part of the release stays on the disk.
+    ReleaseError with every reason, or NotEnoughSpace. The unfinished folder is removed after an
+    error.
     """
     weight_map = checkpoint_weight_map(source)
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))

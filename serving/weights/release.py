@@ -1,5 +1,5 @@
-"""`Release`, the content of a release's manifest. A release is an immutable folder that can be
-served; its manifest is the file `release.json` in this folder."""
+"""Defines the manifest of a release. A release is a folder of weights that can be served and never
+changes. Its manifest is the file `release.json` in this folder."""
 
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ class TensorEntry(_Record):
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
     """The digest covers the tensor's bytes, but not its name, dtype and shape. A swap does not load
-    a tensor if this digest is the same in the old release."""
+    a tensor again if the live release has it with the same digest, dtype and shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -44,8 +44,8 @@ class ProbeText(_Record):
 
 
 class Probe(_Record):
-    """Texts, and the logprobs that the job computed for them with the new weights. The server
-    computes the logprobs again and compares.
+    """Texts, and the log-probabilities (logprobs) that the job computed for them with the new
+    weights. The server computes the logprobs again during a swap, and compares.
 
     Each logprob may differ by at most the bound for the server's dtype. If there is no bound for
     this dtype, the server cannot check the release and refuses it.
@@ -73,8 +73,8 @@ class Lineage(_Record):
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The `dataset_revision` of the parent. Only rows that changed after this commit are new. None
-    if the job read all rows."""
+    """The `dataset_revision` of the parent, if the job compared the rows with those of this commit.
+    None if the job treated all rows as new."""
     data_digest: str | None = None
     """A digest of all rows, whatever their order. Two equal digests mean that no row changed."""
     mode: Literal["full", "delta"] | None = None

@@ -1,15 +1,15 @@
-"""Reads and changes the folder with the releases of one pipeline. This folder also records which
-release is served.
+"""Reads and changes a pipeline's folder, which holds its releases and records which of them is
+served.
 
 A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipeline_dir`. It holds:
 
     r000042-1f3ac9d2/   a release, immutable
     current             a link to the served release: the release that the server answers with
-    previous            a link to the release that was served before the current one
+    previous            a link to a release that was served earlier; `set_current` says which one
     live                the ids of the releases that were served and that nobody has rolled back
                         from, one per line, oldest first. The last id is the release that should be
                         served
-    pending             the id of a release that the next server swaps in when it starts
+    pending             the id of a release that a server must swap in when it starts next
     pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
 
@@ -50,8 +50,8 @@ COUNTER = "counter"
 UNFINISHED = ".unfinished-"
 """Prefix of release folders that are being written or removed.
 
-A process holds the lock while it writes or removes a release. So if the lock is free and such a
-folder exists, the process was killed.
+A process holds the lock while it writes or removes a release. So if such a folder exists while the
+lock is free, the process was killed or could not finish.
 """
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
@@ -86,8 +86,8 @@ def load_release(folder: Path) -> Release:
 
 
 def list_releases(pipeline_dir: Path) -> list[Release]:
-    """Every release, oldest first. If a manifest is unreadable, this logs it and skips the
-    release."""
+    """The manifests of all releases, oldest first. If a manifest is unreadable, this logs it and
+    skips the release."""
     releases = []
     for release_id in release_ids(pipeline_dir):
         try:
@@ -121,8 +121,8 @@ def served_release(pipeline_dir: Path) -> Path | None:
 
 
 def previous_release_id(pipeline_dir: Path) -> str | None:
-    """The id of the release that was served before the current one. Its folder may no longer
-    exist."""
+    """The id of the release that `previous` points at; None if there is no such link. The folder of
+    this release may no longer exist."""
     return _readable_target(pipeline_dir / PREVIOUS)
 
 
@@ -136,8 +136,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
     before = _readable_target(pipeline_dir / CURRENT)
-    # Leave out newer releases, because somebody has rolled back from them. Leave out releases whose
-    # folder is gone, because the server could never serve them again.
+    # Leave out newer releases, because a swap to an older release is a rollback from them. Leave
+    # out releases whose folder is gone, because the server could never serve them again.
     older = (
         each
         for each in live_releases(pipeline_dir)
@@ -186,7 +186,7 @@ def live_releases(pipeline_dir: Path) -> list[str]:
 def stood_in_for(pipeline_dir: Path) -> str | None:
     """The id of the release that should be served, if `current` points at a substitute for it.
 
-    None if no release was served yet, or if `current` points at the release that should be served.
+    None if `current` points at the release that should be served, or if it cannot be read.
     """
     current, listed = _readable_target(pipeline_dir / CURRENT), live_releases(pipeline_dir)
     return listed[-1] if current is not None and listed[-1] != current else None
@@ -257,8 +257,8 @@ def pinned_releases(pipeline_dir: Path) -> list[str]:
 
 
 def pin(pipeline_dir: Path, release_id: str) -> None:
-    """Protect a release from `prune` and `remove` until it is unpinned. Raises ReleaseError if
-    there is no such release."""
+    """Keep `prune` and `remove` from removing this release until it is unpinned. Raises
+    ReleaseError if there is no such release."""
     with release_lock(pipeline_dir):
         if release_id not in release_ids(pipeline_dir):
             raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
@@ -266,7 +266,8 @@ def pin(pipeline_dir: Path, release_id: str) -> None:
 
 
 def unpin(pipeline_dir: Path, release_id: str) -> None:
-    """End the protection of a pinned release. Raises ReleaseError if the release was not pinned."""
+    """Let `prune` and `remove` remove this release again. Raises ReleaseError if the release was
+    not pinned."""
     with release_lock(pipeline_dir):
         pinned = pinned_releases(pipeline_dir)
         if release_id not in pinned:
@@ -284,8 +285,7 @@ def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
-    The served, the pending and the pinned releases always stay. This also removes files and folders
-    that a killed `publish` or `prune` left behind.
+    The served, the pending and the pinned releases always stay. This also does what `sweep` does.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -340,9 +340,9 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
 
 
 def sweep(pipeline_dir: Path) -> list[str]:
-    """Remove files and folders that a killed `publish` or `prune` left behind; returns their names.
+    """Remove the temporary files and folders of processes that were killed; returns their names.
 
-    Does nothing while a `publish` or `prune` runs.
+    Does nothing while another process holds the lock of the pipeline's folder.
     """
     if not pipeline_dir.is_dir():
         return []
@@ -354,7 +354,7 @@ def sweep(pipeline_dir: Path) -> list[str]:
 
 
 def sweep_locked(pipeline_dir: Path) -> list[str]:
-    """Do the work of `sweep`. The caller must hold the lock."""
+    """Do what `sweep` does. The caller must hold the lock."""
     abandoned = [
         entry
         for entry in pipeline_dir.iterdir()
@@ -383,10 +383,10 @@ def next_number(pipeline_dir: Path) -> int:
 
 @contextmanager
 def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
-    """Lets only one process at a time publish or prune. The kernel frees the lock of a killed
-    process.
+    """Holds the lock of the pipeline's folder. Only one process at a time may publish, remove, pin
+    or unpin releases. If a process is killed, the kernel frees its lock.
 
-    Raises filelock.Timeout after `timeout_seconds`; a negative number waits for ever.
+    Raises filelock.Timeout after `timeout_seconds`. If this number is negative, there is no limit.
     """
     with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
         yield

@@ -1,7 +1,7 @@
 """Writes tensors to shards and reads them back, with torch.
 
-Safetensors shards are written by our own code, in the format that `headers.py` describes. The
-writer of the safetensors library first copies all tensors, and it cannot hash them while it writes.
+This module writes safetensors shards itself, in the format that `headers.py` describes. The
+safetensors library would first copy all tensors, and cannot hash them while it writes.
 """
 
 import json
@@ -94,8 +94,8 @@ def write_shards(
             return write(shard, out)
 
     # Write several shards at once, so that one shard is hashed while another one is written to
-    # disk. If the writer must copy tensors, write one shard at a time: otherwise the copies for
-    # several shards would be in memory.
+    # disk. But if tensors must be copied, write one shard at a time, so that memory holds only the
+    # copies for one shard.
     is_copied = format == "bin" or not all(map(_needs_no_copy, stored.values()))
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
@@ -121,9 +121,8 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors called `names` (default: all of `weight_map`), memory-mapped, on the CPU.
 
-    The mappings are private: if you write to a tensor, only a copy of the memory page changes,
-    never the file. No pickled code runs. Raises ReleaseError; its message names the file and the
-    tensor.
+    The mappings are private: a write to a tensor never changes the file. No pickled code runs.
+    Raises ReleaseError; its message names the file or the tensor.
     """
     wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
@@ -147,8 +146,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     flat = tensor.reshape(-1)
-    # Check the tensor in pieces, because isfinite makes a mask of one byte per element. The mask
-    # for a whole float32 embedding would take a quarter of the embedding's size.
+    # Check the tensor in pieces, because `isfinite` makes a mask of one byte per element: for a
+    # complete float32 tensor, a quarter of the tensor's size.
     pieces = torch.split(flat, _FINITE_CHECK_ELEMENTS)
     # Cast 8-bit floats first, because torch has no isfinite for them.
     return all(
@@ -157,7 +156,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def not_finite(release: Release, folder: Path) -> list[str]:
-    """Gives one reason against serving the release for each tensor that holds NaN or infinity.
+    """For each tensor that holds NaN or infinity, one reason why the release must be refused.
     Raises ReleaseError."""
     weight_map = {name: entry.file for name, entry in release.tensors.items()}
     return [
@@ -179,7 +178,7 @@ def _needs_no_copy(tensor: torch.Tensor) -> bool:
 
 
 def digest_bin(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a `.bin` shard. Raises ReleaseError."""
+    """The manifest entries of the tensors in a `.bin` shard. Raises ReleaseError."""
     with ExitStack() as stack:
         return {
             name: TensorEntry(
@@ -235,17 +234,17 @@ def _write_safetensors(
 
 
 def _write_bin(tensors: dict[str, torch.Tensor], out: BinaryIO) -> tuple[FileEntry, dict[str, str]]:
-    # Copy each tensor first: if a tensor is a view, torch.save writes the whole storage that it
-    # is a part of.
-    whole = {
+    # Copy each tensor first. If a tensor is a view of a larger storage, torch.save would write all
+    # of this storage.
+    copies = {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
     hashing = HashingFile(out)
-    torch.save(whole, cast(IO[bytes], hashing))
+    torch.save(copies, cast(IO[bytes], hashing))
     _fsync(out)
     return hashing.entry(), {
-        name: tensor_digest(tensor_bytes(tensor)) for name, tensor in whole.items()
+        name: tensor_digest(tensor_bytes(tensor)) for name, tensor in copies.items()
     }
 
 
@@ -264,9 +263,9 @@ def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         raise ReleaseError(
             f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
-            "not tensors, and loading them could run code; save the weights as safetensors"
+            "not tensors, and to load them could run code; save the weights as safetensors"
         ) from None
-    # The libraries raise any of these errors if the file is not a checkpoint.
+    # The two libraries raise one of these errors if the file is not a checkpoint.
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict) or not all(

@@ -1,4 +1,5 @@
-"""Checks a release on disk against its manifest, and reports every fault, not only the first."""
+"""Checks a release on disk against its manifest. Reports all faults that a group of checks finds,
+not only the first fault."""
 
 import json
 from pathlib import Path
@@ -19,10 +20,10 @@ _DIGEST_CHARS = len("sha256:") + 12
 
 
 def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
-    """Every reason not to serve the release in `folder`; empty if the folder matches its manifest.
+    """The reasons not to serve the release in `folder`; empty if the folder matches its manifest.
 
-    Runs `verify_layout`. If that finds no fault, also runs `verify_shards`. Reads the tensors of
-    an undamaged release only once, and loads no tensor into torch.
+    Runs `verify_layout`. If that finds no fault, also runs `verify_shards`. This reads each file of
+    an undamaged release only once in full, and loads no tensor into torch.
     """
     try:
         release = release or load_release(folder)
@@ -32,7 +33,7 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
 
 
 def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
-    """Every fault that can be found without reading the tensors of safetensors shards.
+    """The faults that can be found without reading the tensors of safetensors shards.
 
     Checks that:
 
@@ -40,6 +41,9 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - every file that is not safetensors has the sha256 that the manifest says;
     - the index and the headers of the shards agree with the manifest;
     - the shapes of the tensors agree with the config.
+
+    The index and the headers are checked only if the files have no fault, and the shapes only if
+    the index and the headers have none.
 
     These checks are enough for an engine that itself checks the digest of each tensor that it
     reads. The sha256 of a `.bin` shard is checked here already, because an engine must unpickle the
@@ -54,10 +58,10 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
 
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
-    """Every fault in the content of the safetensors files.
+    """All faults in the content of the safetensors files. Call `verify_layout` first.
 
-    If the sha256 of a file is wrong, this reports each tensor with a wrong digest. If all tensors
-    of this file are right, it reports the file itself. Call `verify_layout` first.
+    If the sha256 of a file is wrong, this reports each tensor of the file with a wrong digest. If
+    all its tensors have the right digest, it reports the file itself.
     """
     reasons: list[str] = []
     for shard, entry in sorted(release.files.items()):
@@ -147,7 +151,8 @@ def _tensors_in(release: Release, file: str) -> str:
 
 def _check_index(folder: Path, release: Release) -> list[str]:
     if not any(name in release.files for name in INDEX_FILES.values()):
-        # A checkpoint folder with one shard needs no index, and it can be served unpublished.
+        # A checkpoint folder can be served without being published. With one shard, it needs no
+        # index.
         if len({entry.file for entry in release.tensors.values()}) == 1:
             return []
         return [f"{INDEX_FILES['safetensors']}: missing"]
@@ -239,7 +244,7 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     matrix is (out, in).
 
     Empty for other architectures and for quantised weights, because their tensors have other names
-    and shapes. The engine checks those weights when it loads them.
+    and shapes. For those, only the engine checks the shapes, when it loads the weights.
     """
     if config.get("quantization_config") is not None:
         return {}

@@ -55,4 +55,4 @@ def test_tokens_are_created_listed_and_revoked_in_both_states(home: Home) -> Non
         assert asked(hub, while_down) == 401
         missing = run("revoke", "down")
         assert missing.exit_code == 1
-    assert "no tokens" in run("ls").stdout
+    assert "No token yet" in run("ls").stdout

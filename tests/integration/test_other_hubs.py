@@ -64,7 +64,7 @@ def test_the_webhook_is_created_once_and_then_corrected(
     url = f"{Settings().receiver_url}/webhooks/retrain"
     assert (
         line
-        == f"{elsewhere.url} tells of pushes to ada/answers: its webhook {ours.id} posts to {url}"
+        == f"{elsewhere.url} reports pushes to ada/answers: its webhook {ours.id} posts to {url}"
     )
     assert (ours.url, [each.name for each in ours.watched]) == (url, ["ada/answers"])
 
@@ -103,7 +103,7 @@ def test_what_the_user_must_do_is_said(
         return told
 
     assert line(following("https://hub.example", "answers")) == (
-        "https://hub.example cannot reach this receiver to tell of pushes to ada/answers: set"
+        "https://hub.example cannot reach this receiver to report pushes to ada/answers: set"
         " `tunnel` or `public_url` under [receiver], then start the stack again; until then, train"
         " by hand with `pipeline jobs run`"
     )

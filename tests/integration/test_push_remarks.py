@@ -61,7 +61,7 @@ def test_a_row_that_cannot_be_read_is_told_with_file_and_line(hub: RunningHub, c
     bad = GOOD * 2 + "{no json\n" + GOOD
     first, last = push(hub, clone, {"bad.jsonl": bad, "good2.jsonl": GOOD})
     assert first.startswith("bad.jsonl, line 3")
-    assert last == "The job of facts will fail until this is mended."
+    assert last == "The job of facts will fail until this is corrected."
     # The next push does not touch the bad file, so it is told nothing of it.
     assert push(hub, clone, {"good3.jsonl": GOOD}) == []
 
