@@ -1,5 +1,6 @@
-"""What a person who pushed reads in git's output: that no pipeline follows this branch, or that a
-row cannot be read. The job would say the same, but later and in another place."""
+"""What a person who pushed reads in git's output: that no pipeline follows this branch or the new
+name of this dataset, or that a row cannot be read. The job would say the same, but later and in
+another place."""
 
 import logging
 import tempfile
@@ -11,6 +12,7 @@ from pipeline.hub.contents import changed_files, find_paths, read_file
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
+from pipeline.moved_datasets import fault, next_step
 from pipeline.pointers import Pointer
 from pipeline.retrain.data_files import CARD, is_needed
 from pipeline.retrain.dataset import read_dataset
@@ -29,21 +31,29 @@ class PushRemarks:
     def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
         self._pipelines = pipelines
 
-    def __call__(self, repository: Repository, changes: Sequence[RefChange]) -> list[str]:
-        """One line each; none if there is nothing to say."""
+    def __call__(
+        self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
+    ) -> list[str]:
+        """One line each; none if there is nothing to say. `former` are the names of the repository
+        before it was moved, in lower case."""
         try:
-            return list(self._lines(repository, changes))
+            return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
             # The push is stored. Whatever is wrong with these lines, it must not look refused.
             logger.warning("no remarks on a push to %s: %s", repository.name, error)
             return []
 
-    def _lines(self, repository: Repository, changes: Sequence[RefChange]) -> Iterator[str]:
-        following = [
-            pipeline
-            for pipeline in self._pipelines
-            if repository.name.type == "dataset" and pipeline.dataset == repository.name.id
-        ]
+    def _lines(
+        self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
+    ) -> Iterator[str]:
+        if repository.name.type != "dataset":
+            return
+        present = repository.name.id
+        # The hub finds a name in any case, and so does the receiver.
+        following = [one for one in self._pipelines if one.dataset.lower() == present.lower()]
+        for pipeline in self._pipelines:
+            if pipeline.dataset.lower() in former:
+                yield f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}."
         branches = [one for one in changes if one.new_sha and one.ref.startswith("refs/heads/")]
         for change in branches:
             name = change.ref.removeprefix("refs/heads/")

@@ -4,6 +4,7 @@ every dataset that a pipeline follows."""
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
+from pipeline.moved_datasets import moved_datasets
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
 from receiver.webhooks import (
@@ -20,13 +21,16 @@ ROUTE = "/webhooks/retrain"
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
     """Create each dataset and the webhook if it does not exist. If the webhook exists, correct it.
+    A dataset that was moved is watched under its present name.
 
     The webhook gets the receiver's address and secret even if they seem unchanged. The hub does not
     tell which secret it stored, and it cannot read this secret if `tokens.json` was replaced.
     Events that waited because of a wrong address or secret are then sent at once. A webhook that a
     person disabled stays disabled.
     """
-    datasets = settings.datasets_on_hub
+    moved = moved_datasets(settings, tokens)
+    # A new dataset of the old name would end the redirect, and clones would push into it.
+    datasets = tuple(moved.get(each, each) for each in settings.datasets_on_hub)
     for dataset in datasets:
         _create(dataset, settings, tokens)
 
