@@ -78,13 +78,15 @@ def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path
 def test_the_client_of_the_hub_is_told_too(
     hub: RunningHub, clone: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub.api.upload_file(
-        path_or_fileobj=b"{no json",
-        path_in_repo="sent.jsonl",
-        repo_id="local/facts",
-        repo_type="dataset",
-    )
-    assert "sent.jsonl, line 1" in caplog.text
+    for name in ("sent.jsonl", "again.jsonl"):
+        hub.api.upload_file(
+            path_or_fileobj=b"{no json",
+            path_in_repo=name,
+            repo_id="local/facts",
+            repo_type="dataset",
+        )
+        assert f"{name}, line 1" in caplog.text
+    assert "one JSON object. The job of facts will fail until this is mended." in caplog.text
 
 
 def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
