@@ -17,6 +17,7 @@ from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
+from pipeline.moved_datasets import fault, moved_datasets, next_step
 from pipeline.other_hubs import webhooks_at_other_hubs
 from pipeline.paths import Home
 from pipeline.probes import health, liveness, port_fault
@@ -228,14 +229,17 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
         )
     else:
         watched = {item.name for item in ours.watched}
-        missing = set(settings.datasets_on_hub) - watched
+        moved = moved_datasets(settings, load_tokens(home.tokens_file))
+        for dataset, present in moved.items():
+            yield wrong("webhook", fault(dataset, present), next_step(present))
+        missing = set(settings.datasets_on_hub) - watched - set(moved)
         if missing:
             yield wrong(
                 "webhook",
                 f"{ours.id} does not watch {', '.join(sorted(missing))}",
                 "pipeline down, then pipeline up",
             )
-        else:
+        elif not moved:
             yield ok("webhook", f"{ours.id} delivers to {url}")
 
 

@@ -1,6 +1,6 @@
-"""Checks a push and writes remarks for the person who pushed: no pipeline follows the branch, or a
-row cannot be read. Git and the Hugging Face clients show these remarks. So the person need not look
-into the job's log to learn of a bad row."""
+"""Checks a push and writes remarks for the person who pushed: no pipeline follows the branch, or the
+dataset's new name, or a row cannot be read. Git and the Hugging Face clients show these remarks. So
+the person need not look into the job's log to learn of a bad row."""
 
 import logging
 import tempfile
@@ -12,6 +12,7 @@ from pipeline.hub.contents import changed_files, find_paths, read_file
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
+from pipeline.moved_datasets import fault, next_step
 from pipeline.pointers import Pointer
 from pipeline.retrain.data_files import CARD
 from pipeline.retrain.dataset import read_dataset
@@ -36,22 +37,30 @@ class PushRemarks:
     def __init__(self, pipelines: Sequence[PipelineSettings]) -> None:
         self._pipelines = pipelines
 
-    def __call__(self, repository: Repository, changes: Sequence[RefChange]) -> list[str]:
-        """The remarks on a push that made these changes, one line each."""
+    def __call__(
+        self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
+    ) -> list[str]:
+        """The remarks on a push that made these changes, one line each. `former` are the names that
+        the repository had before it was moved, in lower case."""
         try:
-            return list(self._lines(repository, changes))
+            return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
             # Send no remarks. The push is already stored, so an error here must not make it look
             # refused.
             logger.warning("a push to %s was not checked: %s", repository.name, error)
             return []
 
-    def _lines(self, repository: Repository, changes: Sequence[RefChange]) -> Iterator[str]:
-        following = [
-            pipeline
-            for pipeline in self._pipelines
-            if repository.name.type == "dataset" and pipeline.dataset == repository.name.id
-        ]
+    def _lines(
+        self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
+    ) -> Iterator[str]:
+        if repository.name.type != "dataset":
+            return
+        present = repository.name.id
+        # The hub finds a name in any case, and so does the receiver.
+        following = [one for one in self._pipelines if one.dataset.lower() == present.lower()]
+        for pipeline in self._pipelines:
+            if pipeline.dataset.lower() in former:
+                yield f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}."
         branches = [one for one in changes if one.new_sha and one.ref.startswith("refs/heads/")]
         for change in branches:
             name = change.ref.removeprefix("refs/heads/")

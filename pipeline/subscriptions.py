@@ -4,6 +4,7 @@ which watches every dataset on this hub that a pipeline follows."""
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
+from pipeline.moved_datasets import moved_datasets
 from pipeline.settings import Settings
 from pipeline.tokens import Tokens
 from receiver.webhooks import (
@@ -20,14 +21,17 @@ ROUTE = "/webhooks/retrain"
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
     """Create the datasets and the webhook that do not exist yet. If the webhook exists, correct it;
-    if no pipeline follows a dataset on this hub, delete it.
+    if no pipeline follows a dataset on this hub, delete it. A dataset that was moved is watched
+    under its present name.
 
     An existing webhook gets the receiver's address and secret in any case. The hub does not tell
     which secret it has stored, and if `tokens.json` was replaced, it cannot decrypt that secret.
     After the correction, the hub sends the events that waited because of a wrong address or secret.
     A webhook that a person disabled stays disabled.
     """
-    datasets = settings.datasets_on_hub
+    moved = moved_datasets(settings, tokens)
+    # A new dataset of the old name would end the redirect, and clones would push into it.
+    datasets = tuple(moved.get(each, each) for each in settings.datasets_on_hub)
     for dataset in datasets:
         _create(dataset, settings, tokens)
 

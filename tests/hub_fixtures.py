@@ -148,7 +148,7 @@ def running_hub(
     needed_commits: Callable[[], Collection[str]] | None = None,
     limits: Limits | None = None,
     secret_key: bytes = SECRET_KEY,
-    remarks_on: Remarks = lambda repository, changes: (),
+    remarks_on: Remarks = lambda *_: (),
     token: str = TOKEN,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **settings: Any,

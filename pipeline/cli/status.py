@@ -80,7 +80,9 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     """The report that `--json` prints."""
     from pipeline.job_store import reading_jobs
     from pipeline.journal import describe
+    from pipeline.moved_datasets import fault, moved_datasets, next_step
     from pipeline.stack_record import read_stack, stale_settings
+    from pipeline.tokens import load_tokens
     from pipeline.versions import installed_versions
     from serving.weights.release_store import pending_release
 
@@ -89,6 +91,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     now = time.time()
     changed = stale_settings(home)
     suspended = _suspended_webhooks(home, settings) if record else []
+    moved = moved_datasets(settings, load_tokens(home.tokens_file)) if record else {}
     report: dict[str, Any] = {
         "home": str(home.root),
         "notices": [
@@ -103,6 +106,10 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                 f"webhook {webhook['id']} is suspended after repeated failures, so its deliveries "
                 f"wait; to send them: pipeline webhooks enable {webhook['id']}"
                 for webhook in suspended
+            ),
+            *(
+                f"{fault(dataset, present)}; {next_step(present)}"
+                for dataset, present in moved.items()
             ),
         ],
         "suspended_webhooks": suspended,

@@ -47,7 +47,7 @@ def up(
     services = services_of(settings)
     if detach:
         _detach(home)
-        _say_where_to_push(settings)
+        _say_where_to_push(settings, home)
         return
 
     from jobs.errors import StoreError
@@ -75,7 +75,7 @@ def up(
         for line in subscribe_at_other_hubs(settings, home, tokens):
             print(f"{OTHER_HUB}{line}", flush=True)
         stack.mark_ready()
-        _say_where_to_push(settings)
+        _say_where_to_push(settings, home)
         journal = Journal(open_job_store(settings, home))
         store_error = None
         while True:
@@ -121,12 +121,19 @@ def down() -> None:
     print("stopped " + ", ".join(child.name for child in reversed(record.children)))
 
 
-def _say_where_to_push(settings: "Settings") -> None:
+def _say_where_to_push(settings: "Settings", home: Home) -> None:
+    from pipeline.moved_datasets import fault, moved_datasets, next_step
+    from pipeline.tokens import load_tokens
+
+    moved = moved_datasets(settings, load_tokens(home.tokens_file))
     for pipeline in settings.pipelines:
         if not settings.is_on_own_hub(pipeline):
             hub = settings.other_hub(pipeline)
             where = pipeline.dataset if hub is None else f"{hub}/datasets/{pipeline.dataset}"
             print(f"{pipeline.name}: push to {where}")
+            continue
+        if (present := moved.get(pipeline.dataset)) is not None:
+            print(f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}")
             continue
         remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
         print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +46,9 @@ from pipeline.hub.git_http import GitHttp
 from pipeline.hub.job_copies import JobLauncher
 from pipeline.hub.maintenance import release_all_unneeded
 from pipeline.hub.metrics import HubMetrics
+from pipeline.hub.payloads import RefChange
 from pipeline.hub.reconcile import reconcile, reconcile_at_start
-from pipeline.hub.repositories import Repositories
+from pipeline.hub.repositories import Repositories, Repository
 from pipeline.hub.repository_calls import VERBS
 from pipeline.hub.service import Hub, Remarks, hub_of
 from pipeline.hub.settings import HubSettings
@@ -73,7 +74,7 @@ def create_app(
     secret_key: bytes,
     jobs_store: JobStore | None = None,
     needed_commits: Callable[[], Collection[str]] | None = None,
-    remarks_on: Remarks = lambda repository, changes: (),
+    remarks_on: Remarks = lambda *_: (),
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
@@ -140,6 +141,12 @@ def create_app(
                     ),
                 )
             ]
+
+            def remarks(repository: Repository, changes: Sequence[RefChange]) -> Sequence[str]:
+                with database.read() as connection:
+                    former = repositories.former_ids(connection, repository)
+                return remarks_on(repository, former, changes)
+
             app.state.hub = transfers.state.hub = Hub(
                 settings=settings,
                 database=database,
@@ -151,11 +158,9 @@ def create_app(
                 signed_urls=SignedUrls(secret_key),
                 xet_tokens=AccessTokens(secret_key),
                 needed_commits=needed_commits,
-                remarks_on=remarks_on,
+                remarks_on=remarks,
             )
-            app.state.git = GitHttp(
-                settings, guard, repositories, database, log, metrics, remarks_on
-            )
+            app.state.git = GitHttp(settings, guard, repositories, database, log, metrics, remarks)
             app.state.guard = guard
             try:
                 yield

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
@@ -34,9 +35,9 @@ from pipeline.hub.events import EventLog
 from pipeline.hub.git_process import PLACE
 from pipeline.hub.metrics import HubMetrics
 from pipeline.hub.names import RepositoryType
+from pipeline.hub.payloads import RefChange
 from pipeline.hub.refs import record_ref_changes
 from pipeline.hub.repositories import Repositories, Repository
-from pipeline.hub.service import Remarks
 from pipeline.hub.settings import HubSettings
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class GitHttp:
         database: Database,
         log: EventLog,
         metrics: HubMetrics,
-        remarks_on: Remarks,
+        remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]],
     ) -> None:
         self._settings = settings
         self._guard = guard

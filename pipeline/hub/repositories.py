@@ -168,6 +168,14 @@ class Repositories:
             raise RepositoryNotFound(f"No repository with the id {id} here.")
         return self._record(row)
 
+    def former_ids(self, connection: Connection, repository: Repository) -> list[str]:
+        """The names that lead to the repository since it was moved, in lower case."""
+        owned = former_names.c.repository_id == repository.id
+        return [
+            f"{row.owner}/{row.name}"
+            for row in connection.execute(select(former_names).where(owned))
+        ]
+
     def all(self, connection: Connection) -> list[Repository]:
         return [self._record(row) for row in connection.execute(select(table))]
 

@@ -19,7 +19,9 @@ from pipeline.hub.settings import HubSettings
 from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.webhook_store import SecretCipher
 
-Remarks = Callable[[Repository, Sequence[RefChange]], Sequence[str]]
+Remarks = Callable[[Repository, Sequence[str], Sequence[RefChange]], Sequence[str]]
+"""What to tell the person who moved these refs of a repository, one line each. The names in the
+middle are those that the repository had before it was moved, in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Hub:
     xet_tokens: AccessTokens
     needed_commits: Callable[[], Collection[str]] | None = None
     """What releases and jobs need of any repository; None if that is not known."""
-    remarks_on: Remarks = lambda repository, changes: ()
+    remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]] = lambda *_: ()
     """What to tell the person who moved these refs, one line each."""
 
     def find(self, name: RepositoryName) -> Repository:

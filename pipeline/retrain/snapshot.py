@@ -237,8 +237,11 @@ def _base(
     if parent is None:
         return None, "there is no release to go on from"
     seen = parent.lineage.dataset_revision
-    if parent.lineage.dataset != hub.dataset or seen is None:
-        return None, f"release {parent.id} was not trained on {hub.dataset}"
+    # A dataset that was moved has another name and the same commits.
+    is_other = parent.lineage.dataset != hub.dataset
+    not_trained = f"release {parent.id} was not trained on {hub.dataset}"
+    if seen is None:
+        return None, not_trained
     if seen == revision.sha:
         return revision, None
     try:
@@ -247,8 +250,12 @@ def _base(
         raise
     except SnapshotError as error:
         logger.info("%s", error)
+        if is_other:
+            return None, not_trained
         return None, f"revision {seen}, which release {parent.id} has seen, cannot be reached"
     if not hub.is_ancestor(seen, revision.sha):
+        if is_other:
+            return None, not_trained
         return base, f"revision {seen}, which release {parent.id} has seen, was pushed away"
     return base, None
 

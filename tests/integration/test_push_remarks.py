@@ -13,6 +13,8 @@ from tests.hub_fixtures import RunningHub, running_hub
 FOLLOWED = [
     PipelineSettings(name="facts", dataset="local/facts"),
     PipelineSettings(name="beta", dataset="local/facts", ref="beta"),
+    PipelineSettings(name="spelled", dataset="local/spelled"),
+    PipelineSettings(name="moved", dataset="local/old"),
 ]
 
 
@@ -82,15 +84,36 @@ def test_a_large_file_that_was_not_uploaded_is_told(hub: RunningHub, clone: Path
 def test_the_client_of_the_hub_is_told_too(
     hub: RunningHub, clone: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub.api.upload_file(
-        path_or_fileobj=b"{no json",
-        path_in_repo="sent.jsonl",
-        repo_id="local/facts",
-        repo_type="dataset",
-    )
-    assert "sent.jsonl, line 1" in caplog.text
+    for name in ("sent.jsonl", "again.jsonl"):
+        hub.api.upload_file(
+            path_or_fileobj=b"{no json",
+            path_in_repo=name,
+            repo_id="local/facts",
+            repo_type="dataset",
+        )
+        assert f"{name}, line 1" in caplog.text
+    assert "one JSON object. The job of facts will fail until this is mended." in caplog.text
 
 
 def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
     told = push(hub, clone, {"a\x1b[31mb.jsonl": "{no json\n"})
     assert "a?[31mb.jsonl, line 1" in told[0]
+
+
+def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> None:
+    hub.git("init", "-q", cwd=tmp_path)
+    hub.git("remote", "add", "origin", hub.create_dataset("local/SPELLED"), cwd=tmp_path)
+    told = push(hub, tmp_path, {"rows.jsonl": GOOD}, branch="other")
+    assert told == ["No pipeline follows the branch 'other', only main."]
+
+
+def test_a_push_to_a_dataset_that_was_moved_is_told_the_new_name(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    hub.git("init", "-q", cwd=tmp_path)
+    hub.git("remote", "add", "origin", hub.create_dataset("local/Old"), cwd=tmp_path)
+    assert push(hub, tmp_path, {"rows.jsonl": GOOD}) == []
+    hub.api.move_repo("local/Old", "team/new", repo_type="dataset")
+    [told] = push(hub, tmp_path, {"more.jsonl": GOOD})
+    assert told.startswith("moved: the dataset local/old was moved to team/new, so pushes")
+    assert 'write dataset = "team/new" under [[pipelines]]' in told

@@ -9,7 +9,9 @@ import torch
 from jobs.spec import RevisionRange
 from pipeline.retrain import base_model, snapshot
 from pipeline.retrain.errors import HubAway, SnapshotError
+from pipeline.retrain.parent import Parent
 from pipeline.retrain.snapshot import DatasetHub, Revision, take_snapshot
+from serving.weights.release import Lineage
 from serving.weights.release_store import load_release
 from tests.hub_fixtures import RunningHub, commit_file, running_hub
 from tests.retrain_fixtures import DATASET, SMALL, TINY, Pipeline, facts, jsonl
@@ -129,6 +131,24 @@ def test_a_wrong_token_is_named(hub: RunningHub, worktree: Path, tmp_path: Path)
     sha = pushed(hub, worktree, "0\n")
     with pytest.raises(SnapshotError, match="could not be fetched"):
         dataset(hub, tmp_path / "cache", token="wrong").download(sha)
+
+
+def parent_of(dataset: str, sha: str) -> Parent:
+    lineage = Lineage(dataset=dataset, dataset_revision=sha)
+    return Parent(id="r000001-aaaaaaaa", folder=Path("none"), lineage=lineage, evaluation={})
+
+
+def test_a_dataset_that_was_moved_is_compared_with_what_the_release_has_seen(
+    hub: RunningHub, worktree: Path, tmp_path: Path
+) -> None:
+    seen = pushed(hub, worktree, '{"text": "one"}\n')
+    pushed(hub, worktree, '{"text": "two"}\n')
+    found = dataset(hub, tmp_path / "cache")
+    taken = take_snapshot(found, "refs/heads/main", None, parent_of("local/its-old-name", seen))
+    assert (taken.base and taken.base.sha, taken.no_delta) == (seen, None)
+    other = take_snapshot(found, "refs/heads/main", None, parent_of("local/other", "1" * 40))
+    assert other.base is None
+    assert other.no_delta == f"release r000001-aaaaaaaa was not trained on {DATASET}"
 
 
 def test_jobs_follow_pushes_and_a_force_push_means_a_full_training(

@@ -19,6 +19,8 @@ from pipeline.paths import Home
 from pipeline.settings import load_settings, settings_digest
 from pipeline.stack_record import Child, StackRecord, running_settings
 from pipeline.submit import submit_retraining
+from pipeline.subscriptions import subscribe
+from pipeline.tokens import load_tokens
 from serving.weights import release_store
 from tests.hub_fixtures import Receiver, RunningHub, running_hub, wait_until
 from tests.ports import free_ports
@@ -66,6 +68,25 @@ def pipeline(*arguments: str) -> str:
 def wrong() -> list[tuple[str, str]]:
     found = json.loads(pipeline("doctor", "--json"))
     return [(each["message"], each["next_step"]) for each in found if each["level"] == "wrong"]
+
+
+def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
+    hub: RunningHub, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_RECEIVER__PORT", receiver.url.rpartition(":")[2].split("/")[0])
+    tokens = load_tokens(Home.find().tokens_file)
+    subscribe(load_settings(), tokens)
+    hub.api.move_repo("local/facts", "team/facts", repo_type="dataset")
+    subscribe(load_settings(), tokens)
+    assert [each.id for each in hub.api.list_datasets()] == ["team/facts"]
+    [webhook] = hub.api.list_webhooks()
+    assert [watched.name for watched in webhook.watched] == ["team/facts"]
+    [(message, step)] = [each for each in wrong() if "was moved to" in each[0]]
+    assert message == (
+        "the dataset local/facts was moved to team/facts, so pushes to it start no jobs"
+    )
+    assert step.startswith('write dataset = "team/facts" under [[pipelines]] in pipeline.toml')
+    assert message in pipeline("status") and step in pipeline("status")
 
 
 def test_a_suspended_webhook_is_loud(hub: RunningHub, receiver: Receiver) -> None:
