@@ -1,0 +1,77 @@
+"""What a client with a good token may send to harm the hub: long, deep, odd and slow to match."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.hub import attributes
+from tests.hub_fixtures import RunningHub, running_hub
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("hostile") / "hub", reconcile_seconds=3600) as hub:
+        yield hub
+
+
+@pytest.fixture
+def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
+    """A dataset of this test alone."""
+    name = f"local/d{abs(hash(request.node.name))}"
+    hub.api.create_repo(name, repo_type="dataset")
+    return name
+
+
+def file(path: str, content: str = "x") -> dict[str, Any]:
+    return {"key": "file", "value": {"path": path, "content": content}}
+
+
+def commit(
+    hub: RunningHub,
+    name: str,
+    *operations: dict[str, Any],
+    summary: str = "Change",
+    to: str = "main",
+) -> httpx.Response:
+    lines = [{"key": "header", "value": {"summary": summary}}, *operations]
+    body = "\n".join(json.dumps(line) for line in lines)
+    return hub.request("POST", f"/api/datasets/{name}/commit/{to}", content=body)
+
+
+def preupload(hub: RunningHub, name: str, *paths: str, **body: str) -> httpx.Response:
+    files = [{"path": path, "size": 1} for path in paths]
+    return hub.request(
+        "POST", f"/api/datasets/{name}/preupload/main", json={"files": files, **body}
+    )
+
+
+def is_refused(answer: httpx.Response, reason: str, status: int = 400) -> bool:
+    assert (answer.status_code, reason in answer.json()["error"]) == (status, True), answer.text
+    return True
+
+
+def fsck(hub: RunningHub, name: str) -> str:
+    folder = hub.root / f"repos/datasets/{name}.git"
+    done = subprocess.run(
+        ["git", f"--git-dir={folder}", "fsck", "--strict", "--no-dangling"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_pattern_that_git_never_finishes_is_refused(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attributes, "_MATCHING_SECONDS", 0.5)
+    path, pattern = "a" * 200 + "c", "*a" * 12 + "b"
+    lines = commit(hub, name, file(".gitattributes", f"{pattern} filter=lfs\n"), file(path))
+    assert is_refused(lines, ".gitattributes")
+    assert is_refused(preupload(hub, name, path, gitIgnore=f"{pattern}\n"), ".gitignore")
+    assert commit(hub, name, file("b.txt")).status_code == 200
