@@ -75,3 +75,11 @@ def test_a_pattern_that_git_never_finishes_is_refused(
     assert is_refused(lines, ".gitattributes")
     assert is_refused(preupload(hub, name, path, gitIgnore=f"{pattern}\n"), ".gitignore")
     assert commit(hub, name, file("b.txt")).status_code == 200
+
+
+def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, name: str) -> None:
+    deep = [f"{n}/" + "y/" * 100 + "f" for n in range(4)]
+    paths = [f"{n}/" + "x/" * 1950 + "f" for n in range(200)]
+    assert is_refused(preupload(hub, name, *paths), "nest the folders less deeply")
+    assert is_refused(commit(hub, name, *map(file, paths)), "nest the folders less deeply")
+    assert commit(hub, name, *map(file, deep)).status_code == 200
