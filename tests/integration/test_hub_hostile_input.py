@@ -83,3 +83,13 @@ def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, na
     assert is_refused(preupload(hub, name, *paths), "nest the folders less deeply")
     assert is_refused(commit(hub, name, *map(file, paths)), "nest the folders less deeply")
     assert commit(hub, name, *map(file, deep)).status_code == 200
+
+
+def test_many_deletions_take_no_longer_than_many_additions(hub: RunningHub, name: str) -> None:
+    paths = [f"folder/{number}" for number in range(20_000)]
+    deletions = [{"key": "deletedFile", "value": {"path": path}} for path in paths]
+    started = time.monotonic()
+    answer = commit(hub, name, *map(file, paths), *deletions, file("last.txt"))
+    assert answer.status_code == 200, answer.text
+    assert time.monotonic() - started < 15
+    assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes", "last.txt"]
