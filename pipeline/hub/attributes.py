@@ -94,8 +94,8 @@ def _matched(
         )
     except TooSlow:
         raise BadRequest(
-            f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns in "
-            f"{file}: use fewer `*` in each pattern of {file}, or send fewer files at once."
+            f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns "
+            f"in {file}: use fewer `*` in each pattern of {file}, or send fewer files at once."
         ) from None
 
 

@@ -4,7 +4,6 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -93,3 +92,30 @@ def test_many_deletions_take_no_longer_than_many_additions(hub: RunningHub, name
     assert answer.status_code == 200, answer.text
     assert time.monotonic() - started < 15
     assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes", "last.txt"]
+
+
+def test_a_token_reaches_no_repository_that_took_the_name_while_the_body_came(
+    hub: RunningHub, name: str
+) -> None:
+    created = hub.request(
+        "POST",
+        f"/api/settings/tokens/{name.partition('/')[2]}",
+        params={"role": "write", "repositories": f"dataset:{name}"},
+    )
+    token = created.json()["token"]
+
+    def replaced(*pieces: bytes) -> Iterator[bytes]:
+        yield pieces[0]
+        hub.api.delete_repo(name, repo_type="dataset")
+        hub.api.create_repo(name, repo_type="dataset")
+        yield pieces[1]
+
+    header = b'{"key": "header", "value": {"summary": "Change"}}\n'
+    answer = hub.request(
+        "POST",
+        f"/api/datasets/{name}/commit/main",
+        content=replaced(header, json.dumps(file("a.txt")).encode()),
+        headers={"Authorization": f"Bearer {token}"},
+    )
+    assert is_refused(answer, "does not reach it", 404)
+    assert len(hub.api.list_repo_commits(name, repo_type="dataset")) == 1
