@@ -58,8 +58,10 @@ def _as_header(text: str) -> str:
 
 
 def client_warning(topic: str, lines: Sequence[str]) -> dict[str, str]:
-    """A header that the client prints as a warning; none if there is nothing to say."""
-    return {"X-HF-Warning": f"{topic}; {_as_header(' '.join(lines))}"} if lines else {}
+    """A header that the client prints as a warning; none if there is nothing to say. The client
+    prints one warning of each topic, and no other until its process ends."""
+    sentences = (line if line.endswith((".", "!", "?")) else f"{line}." for line in lines)
+    return {"X-HF-Warning": f"{topic}; {_as_header(' '.join(sentences))}"} if lines else {}
 
 
 async def on_request_error(_: Request, error: Exception) -> Response:
