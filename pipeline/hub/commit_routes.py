@@ -138,7 +138,7 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
     }
     if made.pull_request is not None:
         answer["pullRequestUrl"] = f"{web}/discussions/{made.pull_request}"
-    return JSONResponse(answer, headers=client_warning("commit", made.remarks))
+    return JSONResponse(answer, headers=client_warning(made.sha, made.remarks))
 
 
 @dataclass(frozen=True, kw_only=True)
