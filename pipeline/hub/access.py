@@ -9,12 +9,11 @@ from collections.abc import Collection
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Scope
 
-from pipeline.hub.auth import READING, Identity
+from pipeline.hub.auth import READING, Identity, check_sees, out_of_reach
 from pipeline.hub.errors import (
     Forbidden,
     RepositoryMoved,
     RepositoryNotFound,
-    TokenMissing,
     Unauthorized,
 )
 from pipeline.hub.names import RepositoryName
@@ -105,17 +104,3 @@ def _find(hub: Hub, identity: Identity, named: RepositoryName, *, as_git: bool) 
         return hub.find_by_id(moved.repository_id)
     except RepositoryNotFound:
         raise out_of_reach(identity, named) from None
-
-
-def check_sees(identity: Identity, named: object, repository: Repository) -> None:
-    """Raises the same for what the token does not reach as for what is not there."""
-    if not identity.may_see(repository):
-        raise out_of_reach(identity, named)
-
-
-def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
-    if identity.is_anonymous:
-        return TokenMissing(f"No {named} here that may be read without a token: set HF_TOKEN.")
-    return RepositoryNotFound(
-        f"No {named} here, or the token {identity.token_name!r} does not reach it."
-    )

@@ -5,11 +5,16 @@ import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from pipeline.hub.errors import BadRequest, TooSlow
 from pipeline.hub.git_process import git
 from pipeline.hub.repositories import Repository
 
 ATTRIBUTES_FILE = ".gitattributes"
 IGNORE_FILE = ".gitignore"
+
+_MATCHING_SECONDS = 20.0
+"""For 100,000 paths and ordinary patterns, git needs less than one second. Against a pattern with
+many `*`, it may need years."""
 
 _TRACKED = "filter=lfs diff=lfs merge=lfs -text"
 """What `git lfs track` writes behind a pattern."""
@@ -41,8 +46,9 @@ def large_file_paths(
             stdin=entries.encode(),
             extra=index,
         )
-        answer = git(
-            repository.folder,
+        answer = _matched(
+            repository,
+            ATTRIBUTES_FILE,
             *("check-attr", "--cached", "-z", "--stdin", "filter"),
             stdin="".join(f"{path}\0" for path in paths).encode(),
             extra=index,
@@ -55,17 +61,42 @@ def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[
     """Those of `paths` that a `.gitignore` with this text in the root leaves out."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
-        answer = git(
-            repository.folder,
+        answer = _matched(
+            repository,
+            IGNORE_FILE,
             f"--work-tree={folder}",
             *("check-ignore", "--no-index", "--verbose", "--non-matching", "-z", "--stdin"),
-            stdin="".join(f"{path}\0" for path in paths).encode(),
-            may_exit_with=(1,),
+            # Git would read a colon at the beginning as "magic".
+            stdin="".join(f"./{path}\0" for path in paths).encode(),
         )
     # For each path: the file, the line's number, the pattern, the path.
     fields = answer.decode().split("\0")
     records = zip(fields[2::4], fields[3::4], strict=False)
-    return {path for pattern, path in records if pattern and not pattern.startswith("!")}
+    return {path[2:] for pattern, path in records if pattern and not pattern.startswith("!")}
+
+
+def _matched(
+    repository: Repository,
+    file: str,
+    *arguments: str,
+    stdin: bytes,
+    extra: Mapping[str, str] | None = None,
+) -> bytes:
+    """What git says of the paths. Raises BadRequest if the patterns of `file` take too long."""
+    try:
+        return git(
+            repository.folder,
+            *arguments,
+            stdin=stdin,
+            extra=extra,
+            may_exit_with=(1,),
+            seconds=_MATCHING_SECONDS,
+        )
+    except TooSlow:
+        raise BadRequest(
+            f"Git needs more than {_MATCHING_SECONDS:g} s to compare the paths with the patterns "
+            f"in {file}: use fewer `*` in each pattern of {file}, or send fewer files at once."
+        ) from None
 
 
 def tracking_line(path: str) -> str:

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from jobs.attempt_tokens import PREFIX, job_of_token
 from jobs.environment import COMMITTER_DOMAIN
 from jobs.store import JobStore
-from pipeline.hub.errors import Forbidden, TokenMissing, Unauthorized
+from pipeline.hub.errors import Forbidden, RepositoryNotFound, TokenMissing, Unauthorized
 from pipeline.hub.repositories import Repository
 from receiver.cross_site import other_host, other_site
 
@@ -83,6 +83,20 @@ def signature(identity: Identity) -> Signature:
     if identity.job_id is None:
         return Signature(name=identity.user, email=f"{identity.user}@localhost")
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
+
+
+def check_sees(identity: Identity, named: object, repository: Repository) -> None:
+    """Raises the same for what the token does not reach as for what is not there."""
+    if not identity.may_see(repository):
+        raise out_of_reach(identity, named)
+
+
+def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
+    if identity.is_anonymous:
+        return TokenMissing(f"No {named} here that may be read without a token: set HF_TOKEN.")
+    return RepositoryNotFound(
+        f"No {named} here, or the token {identity.token_name!r} does not reach it."
+    )
 
 
 ANONYMOUS = Identity(user="", role="read", token_name="")

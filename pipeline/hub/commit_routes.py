@@ -71,10 +71,11 @@ async def preupload(
     `.gitignore` leaves it out, and the id of what is there now under its path."""
     body = await read_json(request, Preupload)
     paths = [new_file_path(file.path) for file in body.files]
-    await _begin(hub, name, identity_of(request))
+    identity = identity_of(request)
+    await _begin(hub, name, identity)
 
     def read() -> list[dict[str, object]]:
-        repository = hub.find(name)
+        repository = hub.find_reached(name, identity)
         _, head = find_branch(repository, "/".join(rest))
         folders = read_folders(repository, head, folders_of(paths))
         tracked = large_file_paths(repository, _attributes(folders), paths)
@@ -103,7 +104,7 @@ async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
     if not await run_in_threadpool(is_empty):
         return
 
-    async with hub.locked(name) as repository:
+    async with hub.locked(name, identity) as repository:
 
         def act() -> None:
             if read_refs(repository):
@@ -125,7 +126,7 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
         body = await run_in_threadpool(CommitBody, file)
         act = _commit_for_review if opens else _commit
-        async with hub.locked(name) as repository:
+        async with hub.locked(name, identity) as repository:
             made = await run_in_threadpool(act, hub, repository, revision, body, identity)
     hub.log.wake()
     web = f"{hub_url(request)}/{repository.name.path}"

@@ -119,21 +119,28 @@ def check_changes(changes: Sequence[Change], repository: Repository, head: str |
 
 
 class _Tree:
-    """What is a file and what is a folder while the changes of a commit apply one by one."""
+    """What is a file and what is a folder while the changes of a commit apply one by one.
+
+    For each path, this remembers when it was last added and when it was last deleted. A path exists
+    if it was added after the last deletion of the path or of a folder above it. So a change takes
+    the same time, however many changes there are.
+    """
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
-        self._added: set[str] = set()
-        self._made: set[str] = set()
+        self._now = 0
+        self._added: dict[str, int] = {}
+        self._made: dict[str, int] = {}
         """Folders of added files."""
-        self._deleted: set[str] = set()
+        self._deleted: dict[str, int] = {}
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
-        if path in self._added:
+        deleted = max(self._deleted.get(each, 0) for each in (path, *parents_of(path)))
+        if self._added.get(path, 0) > deleted:
             return "file"
-        if path in self._made:
+        if self._made.get(path, 0) > deleted:
             return "folder"
-        if path in self._deleted or not self._deleted.isdisjoint(parents_of(path)):
+        if deleted:
             return None
         folder, _, name = path.rpartition("/")
         entry = self._folders.get(folder, {}).get(name)
@@ -142,14 +149,14 @@ class _Tree:
         return "folder" if entry.type == "directory" else "file"
 
     def add(self, path: str) -> None:
-        self._added.add(path)
-        self._made.update(parents_of(path))
+        self._now += 1
+        self._added[path] = self._now
+        for folder in parents_of(path):
+            self._made[folder] = self._now
 
     def delete(self, path: str) -> None:
-        below = f"{path}/"
-        self._added = {each for each in self._added if each != path and not each.startswith(below)}
-        self._made = {each for each in self._made if each != path and not each.startswith(below)}
-        self._deleted.add(path)
+        self._now += 1
+        self._deleted[path] = self._now
 
 
 def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from pipeline.hub import file_answers
+from pipeline.hub.auth import identity_of
 from pipeline.hub.cards import README, Card, read_card
 from pipeline.hub.contents import (
     SMALL_FILE_BYTES,
@@ -97,7 +98,7 @@ async def paths_info(
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
 
     def read() -> list[Json]:
-        repository = hub.find(name)
+        repository = hub.find_reached(name, identity_of(request))
         commit = resolve_revision(repository, "/".join(rest) or "main")
         entries = find_paths(repository, commit, paths)
         items = _entries(repository, commit, entries, expand=expand)

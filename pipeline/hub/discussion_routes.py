@@ -167,7 +167,7 @@ async def _create(request: Request, hub: Hub, name: RepositoryName, identity: Id
             num = discussions.next_num(connection, repository, read_refs(repository))
             return _store(connection, hub, repository, identity, num, body.title, body.description)
 
-    discussion = await _changing(hub, name, act)
+    discussion = await _changing(hub, name, identity, act)
     return JSONResponse(
         {
             "num": discussion.num,
@@ -253,7 +253,7 @@ async def _comment(
         hub.log.record_comment(connection, repository, found, comment, action="create")
         return comment
 
-    return JSONResponse({"newMessage": await _changing_one(hub, name, num, act)})
+    return JSONResponse({"newMessage": await _changing_one(hub, name, identity, num, act)})
 
 
 async def _edit(
@@ -271,7 +271,7 @@ async def _edit(
         hub.log.record_comment(connection, repository, found, comment, action="update")
         return comment
 
-    return JSONResponse({"updatedComment": await _changing_one(hub, name, num, act)})
+    return JSONResponse({"updatedComment": await _changing_one(hub, name, identity, num, act)})
 
 
 async def _rename(
@@ -282,7 +282,7 @@ async def _rename(
         _record_update(connection, hub, repository, num)
         return event
 
-    return JSONResponse({"newTitle": await _changing_one(hub, name, num, act)})
+    return JSONResponse({"newTitle": await _changing_one(hub, name, identity, num, act)})
 
 
 async def _set_status(
@@ -297,7 +297,7 @@ async def _set_status(
         _record_update(connection, hub, repository, num)
         return event
 
-    return JSONResponse({"newStatus": await _changing_one(hub, name, num, act)})
+    return JSONResponse({"newStatus": await _changing_one(hub, name, identity, num, act)})
 
 
 async def _merge(
@@ -332,7 +332,7 @@ async def _merge(
             _record_update(connection, hub, repository, num)
         record_ref_changes(repository, hub.log)
 
-    await _changing(hub, name, act)
+    await _changing(hub, name, identity, act)
     return JSONResponse({})
 
 
@@ -341,8 +341,10 @@ def _record_update(connection: Connection, hub: Hub, repository: Repository, num
     hub.log.record_discussion(connection, repository, changed, None, action="update")
 
 
-async def _changing(hub: Hub, name: RepositoryName, act: Callable[[Repository], Answer]) -> Answer:
-    async with hub.locked(name) as repository:
+async def _changing(
+    hub: Hub, name: RepositoryName, identity: Identity, act: Callable[[Repository], Answer]
+) -> Answer:
+    async with hub.locked(name, identity) as repository:
         answer = await run_in_threadpool(act, repository)
     hub.log.wake()
     return answer
@@ -351,6 +353,7 @@ async def _changing(hub: Hub, name: RepositoryName, act: Callable[[Repository], 
 async def _changing_one(
     hub: Hub,
     name: RepositoryName,
+    identity: Identity,
     num: int,
     act: Callable[[Connection, Repository, Discussion], DiscussionEvent],
 ) -> Json:
@@ -359,7 +362,7 @@ async def _changing_one(
             found = discussions.find_discussion(connection, repository, num)
             return act(connection, repository, found).as_json()
 
-    return await _changing(hub, name, changing)
+    return await _changing(hub, name, identity, changing)
 
 
 def as_json(discussion: Discussion, repository: Repository) -> Json:

@@ -1,6 +1,7 @@
 """What the hub refuses, and how the Hugging Face client is told.
 
     HubError                     the hub cannot start or go on; shown at the terminal
+    ├── TooSlow                  git was ended because it needed too long
     └── RequestError             answered to the client, never a traceback
         ├── BadRequest           400
         ├── Unauthorized         401
@@ -37,6 +38,10 @@ class HubError(PipelineError):
 
 class HubInUse(HubError):
     """Another process uses the state folder."""
+
+
+class TooSlow(HubError):
+    """Git was ended, because it needed more time than the caller gave it."""
 
 
 class RequestError(HubError):

@@ -17,8 +17,8 @@ from typing import IO, Literal
 
 from starlette.types import Receive, Scope, Send
 
-from pipeline.hub import access, git_backend
-from pipeline.hub.auth import Guard, Identity
+from pipeline.hub import git_backend
+from pipeline.hub.auth import Guard, Identity, check_sees, out_of_reach
 from pipeline.hub.cleanup import clear_repository
 from pipeline.hub.database import Database
 from pipeline.hub.discussions import OPEN, list_discussions
@@ -145,13 +145,13 @@ class GitHttp:
         except RepositoryMoved as moved:
             with self._database.read() as connection:
                 present = self._repositories.find_by_id(connection, moved.repository_id)
-            access.check_sees(identity, named, present)
+            check_sees(identity, named, present)
             raise
         except RepositoryNotFound:
             if identity.is_limited:
-                raise access.out_of_reach(identity, named) from None
+                raise out_of_reach(identity, named) from None
             raise
-        access.check_sees(identity, named, repository)
+        check_sees(identity, named, repository)
         return repository
 
     def _find(self, request: GitRequest) -> Repository:

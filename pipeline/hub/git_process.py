@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from pipeline.hub.errors import HubError
+from pipeline.hub.errors import HubError, TooSlow
 
 PLACE = "GIT_PROJECT_ROOT"
 """In the environment of each git process: the repository that it works in."""
@@ -67,11 +67,12 @@ def git(
     stdin: bytes = b"",
     extra: Mapping[str, str] | None = None,
     may_exit_with: Collection[int] = (),
+    seconds: float | None = None,
 ) -> bytes:
     """What `git` printed in the bare repository `folder`.
 
     Raises HubError with git's own words if git exits with a code that is neither 0 nor in
-    `may_exit_with`.
+    `may_exit_with`. Raises TooSlow if git needs more than `seconds`; git is then ended.
     """
     try:
         done = subprocess.run(
@@ -79,7 +80,10 @@ def git(
             input=stdin,
             capture_output=True,
             env=git_environment({PLACE: str(folder), **(extra or {})}),
+            timeout=seconds,
         )
+    except subprocess.TimeoutExpired:
+        raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with):

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
-from pipeline.hub import access, signatures, transfer_routes
+from pipeline.hub import signatures, transfer_routes
 from pipeline.hub.auth import identity_of
 from pipeline.hub.errors import (
     BadRequest,
@@ -139,8 +139,9 @@ async def duplicate(
     target_name = _target(hub, body.target)
 
     def act() -> list[Json]:
-        source, target = hub.find(name), hub.find(target_name)
-        access.check_sees(identity_of(request), target_name, target)
+        identity = identity_of(request)
+        source = hub.find_reached(name, identity)
+        target = hub.find_reached(target_name, identity)
         files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
         missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
         return [{"sha256": oid, "error": "This large file is not here."} for oid in missing]

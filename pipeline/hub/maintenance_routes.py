@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from pipeline.hub.auth import identity_of
 from pipeline.hub.maintenance import Collected, collect_garbage
 from pipeline.hub.names import requested_name
 from pipeline.hub.purge import plan_purge, purge
@@ -57,5 +58,5 @@ async def _locked(request: Request, act: Callable[[Repository, str], Answer]) ->
     hub, path = hub_of(request), request.path_params
     name = requested_name(path["type"], path["owner"], path["name"])
 
-    async with hub.locked(name) as repository:
+    async with hub.locked(name, identity_of(request)) as repository:
         return JSONResponse(await run_in_threadpool(act, repository, path["sha"]))

@@ -26,6 +26,8 @@ RESERVED_OWNERS = frozenset(
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
 MAX_PATH_BYTES = 4000
+MAX_FOLDER_CHARACTERS = 32 * 1024 * 1024
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -92,14 +94,31 @@ def parents_of(path: str) -> list[str]:
 
 
 def folders_of(paths: Iterable[str]) -> set[str]:
-    """Every folder on the way to each of `paths`, and the root (`""`)."""
-    return {"", *(folder for path in paths for folder in parents_of(path))}
+    """Every folder on the way to each of `paths`, and the root (`""`). Raises BadRequest if their
+    names together would fill the memory: a path of 4,000 bytes may have 2,000 folders."""
+    folders, num_characters = {""}, 0
+    for path in paths:
+        for folder in reversed(parents_of(path)):
+            if folder in folders:
+                break
+            folders.add(folder)
+            num_characters += len(folder)
+        if num_characters > MAX_FOLDER_CHARACTERS:
+            raise BadRequest(
+                f"The names of all folders have more than {MAX_FOLDER_CHARACTERS} characters: nest "
+                "the folders less deeply, or send fewer files at once."
+            )
+    return folders
 
 
 def new_file_path(path: str) -> str:
     """A path that a commit may add or delete. Raises BadRequest for one that git cannot check out
     on every system."""
     checked = file_path([path])
+    if _SURROGATE.search(path):
+        raise BadRequest(
+            f"{path!r} is no path of a file: it has half of a character (a surrogate)."
+        )
     if len(path.encode()) > MAX_PATH_BYTES:
         raise BadRequest(f"{path[:100]!r}… has more than {MAX_PATH_BYTES} bytes.")
     for piece in checked.split("/"):

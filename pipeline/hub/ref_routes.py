@@ -69,7 +69,7 @@ async def create_branch(
         start = resolve_revision(repository, body.startingPoint or "main")
         git(repository.folder, "update-ref", ref, start, _NO_REF)
 
-    await _change_refs(hub, name, act)
+    await _change_refs(request, hub, name, act)
     return Response(status_code=200)
 
 
@@ -79,7 +79,7 @@ async def delete_branch(
     ref = _full("refs/heads/", "/".join(rest))
     if ref == DEFAULT_BRANCH:
         raise BadRequest(f"Cannot delete {DEFAULT_BRANCH}: it is the default branch.")
-    await _change_refs(hub, name, lambda repository: _delete(repository, ref))
+    await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
     return Response(status_code=200)
 
 
@@ -102,7 +102,7 @@ async def create_tag(
             repository.folder, "tag", "-a", "-F", "-", body.tag, commit, stdin=message, extra=tagger
         )
 
-    await _change_refs(hub, name, act)
+    await _change_refs(request, hub, name, act)
     return Response(status_code=200)
 
 
@@ -110,7 +110,7 @@ async def delete_tag(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
     ref = _full("refs/tags/", "/".join(rest))
-    await _change_refs(hub, name, lambda repository: _delete(repository, ref))
+    await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
     return Response(status_code=200)
 
 
@@ -138,12 +138,14 @@ async def super_squash(
         )
         git(repository.folder, "update-ref", ref, squashed.decode().strip(), head)
 
-    await _change_refs(hub, name, act)
+    await _change_refs(request, hub, name, act)
     return JSONResponse({})
 
 
-async def _change_refs(hub: Hub, name: RepositoryName, act: Callable[[Repository], None]) -> None:
-    async with hub.locked(name) as repository:
+async def _change_refs(
+    request: Request, hub: Hub, name: RepositoryName, act: Callable[[Repository], None]
+) -> None:
+    async with hub.locked(name, identity_of(request)) as repository:
 
         def act_and_record() -> None:
             act(repository)

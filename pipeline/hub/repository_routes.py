@@ -97,7 +97,7 @@ async def remove(request: Request) -> Response:
     hub = hub_of(request)
     body = await read_json(request, NamedRepository)
     name = requested_name(body.type, body.organization or hub.settings.owner, body.name)
-    async with hub.locked(name) as repository:
+    async with hub.locked(name, identity_of(request)) as repository:
 
         def act() -> None:
             with hub.repositories.removal(repository), hub.database.write() as connection:
@@ -114,7 +114,7 @@ async def move(request: Request) -> Response:
     owner, name = _halves(body.fromRepo)
     source = requested_name(body.type, owner or hub.settings.owner, name)
     target = _new_name(hub, body.type, *_halves(body.toRepo))
-    async with hub.locked(source) as repository:
+    async with hub.locked(source, identity_of(request)) as repository:
 
         def act() -> None:
             with ExitStack() as on_error:
@@ -138,7 +138,7 @@ async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> R
             "give a token for it with `pipeline hub tokens create`."
         )
 
-    async with hub.locked(name) as repository:
+    async with hub.locked(name, identity_of(request)) as repository:
         private = _is_private(body, default=repository.private)
 
         def act() -> None:

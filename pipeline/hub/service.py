@@ -7,6 +7,7 @@ from functools import partial
 
 from starlette.requests import Request
 
+from pipeline.hub.auth import Identity, check_sees
 from pipeline.hub.database import Database
 from pipeline.hub.errors import RepositoryMoved, RepositoryNotFound
 from pipeline.hub.events import EventLog
@@ -61,9 +62,21 @@ class Hub:
         with self.database.read() as connection:
             return self.repositories.find_by_id(connection, id)
 
-    def locked(self, name: RepositoryName) -> AbstractAsyncContextManager[Repository]:
-        """The repository, its lock held. Raises RepositoryNotFound."""
-        return self.repositories.locked(partial(self.find, name))
+    def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
+        """As `find`. Raises RepositoryNotFound for a repository that the token does not reach, too.
+
+        Needed after a body has come in: meanwhile the repository that was checked may have been
+        deleted, and another repository may have its name.
+        """
+        repository = self.find(name)
+        check_sees(identity, name, repository)
+        return repository
+
+    def locked(
+        self, name: RepositoryName, identity: Identity
+    ) -> AbstractAsyncContextManager[Repository]:
+        """The repository, its lock held. Raises what `find_reached` raises."""
+        return self.repositories.locked(partial(self.find_reached, name, identity))
 
 
 def hub_of(request: Request) -> Hub:

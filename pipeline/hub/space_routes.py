@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.auth import identity_of
+from pipeline.hub.auth import check_sees, identity_of
 from pipeline.hub.errors import Forbidden
 from pipeline.hub.http_json import iso_time, read_json
 from pipeline.hub.names import RepositoryName
@@ -55,26 +55,33 @@ async def put(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[s
     def change(connection: Connection, space: Repository) -> None:
         put_setting(connection, space, kind, hub.cipher, **body.model_dump())
 
-    return await _changed(hub, name, kind, change)
+    return await _changed(request, hub, name, kind, change)
 
 
 async def remove(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
     kind = _kind(request, name, rest)
     _may_change(request)
     key = (await read_json(request, OldSetting)).key
-    return await _changed(
-        hub, name, kind, lambda connection, space: delete_setting(connection, space, kind, key)
-    )
+
+    def change(connection: Connection, space: Repository) -> None:
+        delete_setting(connection, space, kind, key)
+
+    return await _changed(request, hub, name, kind, change)
 
 
 async def _changed(
-    hub: Hub, name: RepositoryName, kind: Kind, change: Callable[[Connection, Repository], None]
+    request: Request,
+    hub: Hub,
+    name: RepositoryName,
+    kind: Kind,
+    change: Callable[[Connection, Repository], None],
 ) -> Response:
     """Change the settings and tell it, as the Hub does, as an event about the configuration."""
 
     def act() -> dict[str, object]:
         with hub.database.write() as connection:
             space = hub.repositories.find(connection, name)
+            check_sees(identity_of(request), name, space)
             change(connection, space)
             hub.log.record(connection, space, action="update", scope="repo.config")
         return _listed(hub, space, kind)

@@ -1,0 +1,170 @@
+"""What a client with a good token may send to harm the hub: long, deep, odd and slow to match."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from pipeline.hub import attributes
+from tests.hub_fixtures import RunningHub, running_hub
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHub]:
+    with running_hub(tmp_path_factory.mktemp("hostile") / "hub", reconcile_seconds=3600) as hub:
+        yield hub
+
+
+@pytest.fixture
+def name(hub: RunningHub, request: pytest.FixtureRequest) -> str:
+    """A dataset of this test alone."""
+    name = f"local/d{abs(hash(request.node.name))}"
+    hub.api.create_repo(name, repo_type="dataset")
+    return name
+
+
+def file(path: str, content: str = "x") -> dict[str, Any]:
+    return {"key": "file", "value": {"path": path, "content": content}}
+
+
+def commit(
+    hub: RunningHub,
+    name: str,
+    *operations: dict[str, Any],
+    summary: str = "Change",
+    to: str = "main",
+) -> httpx.Response:
+    lines = [{"key": "header", "value": {"summary": summary}}, *operations]
+    body = "\n".join(json.dumps(line) for line in lines)
+    return hub.request("POST", f"/api/datasets/{name}/commit/{to}", content=body)
+
+
+def preupload(hub: RunningHub, name: str, *paths: str, **body: str) -> httpx.Response:
+    files = [{"path": path, "size": 1} for path in paths]
+    return hub.request(
+        "POST", f"/api/datasets/{name}/preupload/main", json={"files": files, **body}
+    )
+
+
+def is_refused(answer: httpx.Response, reason: str, status: int = 400) -> bool:
+    assert (answer.status_code, reason in answer.json()["error"]) == (status, True), answer.text
+    return True
+
+
+def fsck(hub: RunningHub, name: str) -> str:
+    folder = hub.root / f"repos/datasets/{name}.git"
+    done = subprocess.run(
+        ["git", f"--git-dir={folder}", "fsck", "--strict", "--no-dangling"],
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_pattern_that_git_never_finishes_is_refused(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attributes, "_MATCHING_SECONDS", 0.5)
+    path, pattern = "a" * 200 + "c", "*a" * 12 + "b"
+    lines = commit(hub, name, file(".gitattributes", f"{pattern} filter=lfs\n"), file(path))
+    assert is_refused(lines, ".gitattributes")
+    assert is_refused(preupload(hub, name, path, gitIgnore=f"{pattern}\n"), ".gitignore")
+    assert commit(hub, name, file("b.txt")).status_code == 200
+
+
+def test_folders_that_are_nested_by_thousands_take_no_memory(hub: RunningHub, name: str) -> None:
+    deep = [f"{n}/" + "y/" * 100 + "f" for n in range(4)]
+    paths = [f"{n}/" + "x/" * 1950 + "f" for n in range(200)]
+    assert is_refused(preupload(hub, name, *paths), "nest the folders less deeply")
+    assert is_refused(commit(hub, name, *map(file, paths)), "nest the folders less deeply")
+    assert commit(hub, name, *map(file, deep)).status_code == 200
+
+
+def test_many_deletions_take_no_longer_than_many_additions(hub: RunningHub, name: str) -> None:
+    paths = [f"folder/{number}" for number in range(20_000)]
+    deletions = [{"key": "deletedFile", "value": {"path": path}} for path in paths]
+    started = time.monotonic()
+    answer = commit(hub, name, *map(file, paths), *deletions, file("last.txt"))
+    assert answer.status_code == 200, answer.text
+    assert time.monotonic() - started < 15
+    assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes", "last.txt"]
+
+
+def test_a_token_reaches_no_repository_that_took_the_name_while_the_body_came(
+    hub: RunningHub, name: str
+) -> None:
+    created = hub.request(
+        "POST",
+        f"/api/settings/tokens/{name.partition('/')[2]}",
+        params={"role": "write", "repositories": f"dataset:{name}"},
+    )
+    token = created.json()["token"]
+
+    def replaced(*pieces: bytes) -> Iterator[bytes]:
+        yield pieces[0]
+        hub.api.delete_repo(name, repo_type="dataset")
+        hub.api.create_repo(name, repo_type="dataset")
+        yield pieces[1]
+
+    header = b'{"key": "header", "value": {"summary": "Change"}}\n'
+    answer = hub.request(
+        "POST",
+        f"/api/datasets/{name}/commit/main",
+        content=replaced(header, json.dumps(file("a.txt")).encode()),
+        headers={"Authorization": f"Bearer {token}"},
+    )
+    assert is_refused(answer, "does not reach it", 404)
+    assert len(hub.api.list_repo_commits(name, repo_type="dataset")) == 1
+
+
+def test_a_body_with_very_many_faults_is_answered(hub: RunningHub, name: str) -> None:
+    answer = hub.request(
+        "POST", f"/api/datasets/{name}/preupload/main", json={"files": [{}] * 9000}
+    )
+    assert is_refused(answer, "and 17990 more")
+    long = commit(hub, name, *(file("a" * 200 + str(number)) for number in range(3)), file("../x"))
+    assert is_refused(long, "no path of a file")
+
+
+def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> None:
+    half = {"key": "file", "value": {"path": "a.txt", "content": "\ud800"}}
+    assert is_refused(commit(hub, name, half), "no text")
+    assert is_refused(commit(hub, name, file("\ud800.txt")), "surrogate")
+    assert is_refused(commit(hub, name, file("a.txt"), summary="a\0b"), "NUL")
+    for path, body in (
+        ("discussions", {"title": "a\0b", "description": "It", "pullRequest": True}),
+        ("tag/main", {"tag": "v1", "message": "a\0b"}),
+        ("super-squash/main", {"message": "a\0b"}),
+    ):
+        answer = hub.request("POST", f"/api/datasets/{name}/{path}", json=body)
+        assert answer.status_code == 400, answer.text
+    assert fsck(hub, name) == ""
+
+
+def test_files_may_have_names_that_git_reads_as_magic(hub: RunningHub, name: str) -> None:
+    paths = [":!a.txt", ":(top)b.tmp", "./c.txt"[2:]]
+    answer = preupload(hub, name, *paths, gitIgnore="*.tmp\n").json()
+    assert [each["shouldIgnore"] for each in answer["files"]] == [False, True, False]
+    assert commit(hub, name, *map(file, paths)).status_code == 200
+
+
+def test_a_tag_is_no_branch(hub: RunningHub, name: str) -> None:
+    hub.api.create_tag(name, tag="v1", repo_type="dataset")
+    hub.api.create_tag(name, tag="v2", tag_message="The second", repo_type="dataset")
+    before = hub.api.list_repo_refs(name, repo_type="dataset").tags
+    for tag in ("v1", "v2"):
+        for query in ("", "?create_pr=1"):
+            answer = commit(hub, name, file("a.txt"), to=f"refs%2Ftags%2F{tag}{query}")
+            assert is_refused(answer, "no branch", 404)
+    assert hub.api.list_repo_refs(name, repo_type="dataset").tags == before
+
+
+def test_a_secret_stays_one_whatever_its_address_ends_with(hub: RunningHub) -> None:
+    hub.api.create_repo("local/app", repo_type="space", space_sdk="docker")
+    body = {"key": "PASSWORD", "value": "hidden"}
+    assert hub.request("POST", "/api/spaces/local/app/secrets/", json=body).status_code == 200
+    assert hub.request("GET", "/api/spaces/local/app/variables").json() == {}
