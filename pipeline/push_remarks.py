@@ -1,6 +1,6 @@
-"""Checks a push and writes remarks for the person who pushed: no pipeline follows the branch, or the
-dataset's new name, or a row cannot be read. Git and the Hugging Face clients show these remarks. So
-the person need not look into the job's log to learn of a bad row."""
+"""Checks a push and writes remarks for the person who pushed: no pipeline follows the branch, a
+pipeline follows a former name of the dataset, or a row cannot be read. Git and the Hugging Face
+clients show these remarks, so the person need not look into the job's log to learn of a bad row."""
 
 import logging
 import tempfile
