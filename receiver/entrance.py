@@ -10,7 +10,7 @@ from receiver.cross_site import other_host
 
 
 class TunnelEntrance:
-    """An application in front of `app`. It must find out which requests came through a tunnel.
+    """An application in front of `app`, for a receiver that has opened a tunnel.
 
     The receiver opens `port` only for its own tunnel, so every request at this port counts as a
     tunnel's. A tunnel that the user has set up may lead to the receiver's usual port instead. At

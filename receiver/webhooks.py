@@ -101,7 +101,7 @@ def create_webhook(
         raise ValueError("Missing argument for webhook: `url` or `job_id`.")
     items = _items(watched)
     if not items:
-        raise ValueError("A webhook must watch something: set `watched` to at least one item.")
+        raise ValueError("A webhook needs something to watch: set `watched` to at least one item.")
     with _translated():
         created = _api(endpoint, token).create_webhook(
             url=url,
