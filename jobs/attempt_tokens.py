@@ -1,7 +1,8 @@
 """Makes and checks the tokens of job attempts. Each attempt of a job has its own token.
 
 A token names its attempt and is signed (HMAC-SHA256) with the key that the services of a stack
-share. No token is stored: a token is valid as long as the store says that its attempt runs.
+share. The store does not keep tokens: a token is valid as long as the store says that its attempt
+runs.
 """
 
 import hashlib
@@ -13,7 +14,8 @@ from jobs.job import Job
 from jobs.reader import JobReader
 
 PREFIX = "hpj_"
-"""Every such token begins with this text. From the text, a service knows the kind of the token."""
+"""Every token of an attempt begins with this text, so that a service can distinguish it from other
+tokens."""
 
 _TOKEN = re.compile(rf"{PREFIX}(j\d+)_(\d+)_([0-9a-f]{{64}})", re.ASCII)
 
@@ -24,11 +26,11 @@ def attempt_token(job: Job, key: bytes) -> str:
 
 
 def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
-    """The job whose current attempt has this token. None if the token is wrong, or if the attempt
-    has ended.
+    """The job whose current attempt has this token. None if the token is wrong, or if its attempt
+    is no longer the current one.
 
-    A new attempt of a job has a new number. So if a process of an earlier attempt is still alive,
-    its token is no longer valid.
+    Each attempt of a job has its own number, and so its own token. If a process of an earlier
+    attempt is still alive, its token is no longer valid.
     """
     match = _TOKEN.fullmatch(token)
     if match is None:

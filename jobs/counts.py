@@ -1,25 +1,30 @@
-"""`Counts`: what a retraining job learned and kept, in rows that a person can check."""
+"""`Counts`: how many rows a retraining job learned and kept.
+
+The *new weights* are the result of the job. The *served weights* are the weights that the server
+used when the job started.
+"""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Counts(BaseModel):
-    """A row counts as learned when the model says the row's answer. For each token of the answer,
-    the model gets the tokens of the row before it. The model says the token if the token is the
-    model's likeliest one. In an answer of up to 64 tokens, the model must say every token. In a
-    longer answer, the model must say 90 % of the tokens."""
+    """A row counts as learned if the model *says* the row's answer. To check a token of the answer,
+    the model gets all tokens of the row that precede this token, and predicts the next token. The
+    model must predict every token of an answer of up to 64 tokens, and 90 % of the tokens of a
+    longer answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     changed: int = 0
-    """Rows that the commit added or edited and that can be learned. Rows of plain text, and rows
-    that contradict each other, are not counted."""
+    """Rows that were added or edited. Rows of plain text, rows that contradict each other, and the
+    rows of `not_trained` are not counted."""
     learned: int = 0
     """Changed rows whose answer the new weights say."""
     learned_before: int = 0
     """Changed rows whose answer the served weights said already."""
     known: int = 0
-    """Measured rows of the earlier data whose answer the served weights said."""
+    """Unchanged rows whose answer the served weights said. If there are many unchanged rows, only a
+    sample of them is measured."""
     kept: int = 0
     """Known rows whose answer the new weights still say."""
     deleted: int = 0
@@ -27,9 +32,9 @@ class Counts(BaseModel):
     unlearned: int = 0
     """Rows of `deleted` whose answer the new weights no longer say."""
     base_agreement: float | None = None
-    """How much of the base model's knowledge is left. The base model has answered prompts that are
-    never trained on; this is the share of the answers' tokens that the new weights still find the
-    likeliest. None for a preset, because a preset starts with no knowledge."""
+    """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
+    prompts that no job trains on. This is the share of the tokens of these answers that the new
+    weights still predict. None for a preset, because a preset starts with no knowledge."""
     golden: int = 0
     """The number of the user's golden questions."""
     golden_right: int = 0
@@ -37,8 +42,8 @@ class Counts(BaseModel):
     not_trained: int = 0
     """Rows that the job did not reach within its token budget. The next job trains on them."""
     contradicting: int = 0
-    """Rows that have the same question as another row but another answer. All rows of such a group
-    are left out of the other counts."""
+    """Rows that have the same question as another row, but a different answer. The other counts
+    leave these rows out."""
     permuted: int = 0
     """Edited rows whose new answer is the former answer of another edited row. The usual cause is a
     column that somebody shuffled."""
@@ -48,7 +53,7 @@ class Counts(BaseModel):
     """Loss of the served weights on the same rows, in nats per token."""
 
     def __str__(self) -> str:
-        """One line: `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""
+        """One line, such as `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""
         parts = []
         if self.changed:
             before = f" ({self.learned_before:,} before)" if self.learned_before else ""

@@ -1,4 +1,5 @@
-"""Makes the environment of a job's process. Reads no file and no environment variable."""
+"""Makes the environment variables of a job's process. Reads no file and no variable of this
+process."""
 
 import json
 from collections.abc import Mapping
@@ -9,12 +10,12 @@ from jobs.folder import PAYLOAD
 from jobs.job import Job
 
 MAX_INLINE_BYTES = 96 * 1024
-"""The longest payload in a variable. Linux refuses to start a process if one of its variables has
-128 KiB or more."""
+"""The longest payload that is put into a variable. Linux refuses to start a process if one of its
+variables has 128 KiB or more."""
 
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
-"""The domain of the committer's address in a job. It distinguishes the commits of a job from the
-commits of people."""
+"""The domain of the email address with which a job makes git commits. It distinguishes these
+commits from the commits of people."""
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -25,10 +26,11 @@ _THREAD_VARIABLES = (
 
 
 SHORT_SPINS = {"GOMP_SPINCOUNT": "3000"}
-"""Sets how long a thread of PyTorch waits for the other threads in a busy loop before it sleeps.
+"""Limits how long a thread of PyTorch waits for other threads in a busy loop before it sleeps.
 
-OpenMP's default is a hundred times longer. That is a disaster if another program computes on the
-same cores: the waiting threads take the cores from the threads that still have work to do.
+OpenMP's default is a hundred times longer. If another program computes on the same cores, such long
+busy waits slow down both programs: the waiting threads keep the cores from threads that have work
+to do.
 """
 
 
@@ -45,14 +47,14 @@ def job_environment(
     num_threads: int,
     unsealed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """All variables of the job's process. They come from the runner, then from the job's spec, then
-    from the job itself. If two have the same name, the later one counts.
+    """All variables of the job's process. A variable of the job's spec replaces a variable of the
+    runner with the same name. `JOB_ID`, `JOB_DIR` and the variables of the payload replace both.
 
-    `unsealed` is the spec's `sealed_env`, decrypted. If the job makes git commits, they name the
-    job as the committer.
+    `unsealed` holds the decrypted variables of the spec's `sealed_env`. `GIT_COMMITTER_NAME` and
+    `GIT_COMMITTER_EMAIL` make the job the committer of its git commits.
 
-    If the job has a payload, there are also `WEBHOOK_PAYLOAD` (shortened if the payload is too long
-    for a variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),
+    If the job has a payload, its variables are `WEBHOOK_PAYLOAD` (shortened if the payload is too
+    long for a variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),
     `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
     """
     variables = {
@@ -82,10 +84,11 @@ def job_environment(
 
 
 def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -> str:
-    """The payload as JSON of at most `max_bytes`; the result is always valid JSON.
+    """The payload as valid JSON of at most `max_bytes`.
 
-    If the payload is longer, its lists and texts are shortened. The result then has
-    `"truncated": true`, and `"updatedFilesTruncated": true` if it lists files.
+    If the payload is longer, its lists and texts are shortened, and the result also has
+    `"truncated": true`. If the payload has `updatedFiles`, the shortened result also has
+    `"updatedFilesTruncated": true`.
     """
     complete = json.dumps(payload)
     if len(complete) <= max_bytes:
@@ -99,8 +102,8 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
         if len(cut) <= max_bytes:
             return cut
         num_items, num_characters = num_items // 2, num_characters // 2
-    # The payload is still too long, although no hub sends such a payload. Keep only the fields that
-    # a handler needs to fetch the rest.
+    # The payload is still too long. No hub sends such a payload, but anybody who knows the secret
+    # can. Keep only the fields that a job needs to fetch the rest from the hub.
     kept = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
     cut = json.dumps({**_shorten(kept, 8, 64), **flags})
     return cut if len(cut) <= max_bytes else json.dumps(flags)

@@ -1,15 +1,15 @@
 """The errors of `jobs`.
 
-JobError                   catch this at a border; the message is for a person
+JobError                   the base class; the message is for a person
 ├── JobNotFound            no job has this id
-├── PendingJob             a job that was submitted by hand is already pending
-├── LeaseLost              another runner owns the job now: leave the job alone
+├── PendingJob             the pipeline already has a pending job that was submitted by hand
+├── LeaseLost              the runner no longer holds the lease: it must leave the job alone
 ├── IllegalTransition      the job's state does not allow this change
 ├── LaunchError            a launcher could not start the command
 │   └── SealBroken         the encrypted variables of the spec cannot be decrypted
 └── StoreError             the database cannot be used
-    ├── NewerSchema        a newer release of this software wrote the database
-    └── OlderSchema        an older release wrote the database; upgrade it to read it
+    ├── NewerSchema        a newer version of hotpush wrote the database
+    └── OlderSchema        an older version of hotpush wrote the database; it must be upgraded
 """
 
 
@@ -19,7 +19,7 @@ class JobError(Exception):
 
 class JobNotFound(JobError):
     def __init__(self, job_id: str) -> None:
-        super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists all jobs.")
+        super().__init__(f"There is no job {job_id!r}; `pipeline jobs ls` lists the newest jobs.")
         self.job_id = job_id
 
 
@@ -52,8 +52,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The variables of a spec were encrypted under another key than the key of the runner, or the
-    runner has no key."""
+    """The secret variables of a spec cannot be decrypted: they were encrypted with a key other than
+    the runner's, or the runner has no key."""
 
 
 class StoreError(JobError):
@@ -61,9 +61,9 @@ class StoreError(JobError):
 
 
 class NewerSchema(StoreError):
-    """The database has a schema that this release does not know. Nothing was changed."""
+    """The database has a schema that this version of hotpush does not know. Nothing was changed."""
 
 
 class OlderSchema(StoreError):
-    """The database has the schema of an older release. This program only reads the database, so
-    another program must upgrade it first. Nothing was changed."""
+    """The database has the schema of an older version of hotpush. A program that only reads the
+    database does not upgrade it; `pipeline up` does. Nothing was changed."""

@@ -1,7 +1,8 @@
 """Names the files in a job's folder that `jobs` reads and writes, and prepares the folder.
 
-A job's command adds its own files to the folder. This module uses the standard library only,
-because every process of a launcher imports it before it becomes the command.
+A job's command adds its own files to the folder. Each attempt of a job has a *leader*, the process
+that starts the command and waits for it (`jobs/launchers/supervise.py`). Leaders import this
+module, so it uses only the standard library, which loads quickly.
 """
 
 import itertools
@@ -11,34 +12,35 @@ from pathlib import Path
 from typing import Any
 
 IDENTITY = "job.json"
-"""Says which job the folder belongs to. The id in the folder's name is not enough, because every
-new database starts again at j000001."""
+"""Says which job the folder belongs to. The job id in the folder's name is not enough, because a
+new database numbers its jobs from j000001 again, so an old folder may have the same name."""
 SPEC = "spec.json"
 PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
 STALE = ".stale-"
-"""`prepare_job_folder` adds this and a number to the name of a folder that belongs to a job of
-another database."""
+"""If a folder belongs to a job of another database, `prepare_job_folder` renames it: it adds this
+text and a number to the name."""
 LOG = "log.txt"
 PROCESS = "process.json"
-"""Written by `jobs/launchers/supervise.py`: the attempt, and the pid and start time of the process
-that leads the job's session."""
+"""The leader writes this file: the number of the attempt, and the leader's pid and start time."""
 EXIT = "exit.json"
-"""Written by `jobs/launchers/supervise.py`: the attempt and its exit code. A new runner reads here
-how the command ended, because only the command's parent process could wait for the command."""
+"""The leader writes this file when the command has ended: the number of the attempt, and the
+command's exit code. The runner reads the exit code here, because the system reports it only to the
+leader."""
 LOCK = ".lock"
-"""The session's leader holds a lock on this file, so that two attempts of a job never run at the
-same time."""
+"""The leader holds a lock on this file, so that two attempts of a job never run at the same time.
+"""
 COMPUTING = "computing"
-"""A file in the folder that contains the job folders. Every running job holds a shared lock on this
-file. As long as any job holds the lock, the server leaves a core to the jobs."""
+"""A file in the folder that contains the job folders. The leader of every running job holds a
+shared lock on this file. While any job holds the lock, the server leaves a core to the jobs."""
 
 
 def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
-    """Write to a temporary file and rename it, so that a reader sees either the old or the new
-    content, and never a part.
+    """Write to a temporary file and rename it, so that a reader sees either the complete old
+    content or the complete new content.
 
-    Set `durable` for a file that must survive a power cut because nobody could write it again.
+    With `durable`, the file also survives a power cut. Set this for content that nobody could write
+    again.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -56,10 +58,8 @@ def write_atomically(path: Path, content: str, *, durable: bool = False) -> None
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file that `write_atomically` wrote.
-
-    None if the file is missing, or if a power cut lost its content.
-    """
+    """The JSON object in a file that `write_atomically` wrote. None if the file is missing, or if
+    it is not valid JSON because a power cut lost its content."""
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -70,9 +70,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
     """Make sure that `folder` exists and belongs to the job with this `identity`.
 
-    If the folder belongs to another job, it is renamed first. Returns the new path of the renamed
-    folder; None if no folder was renamed. A folder that belongs to this job keeps all files that
-    earlier attempts have left in it.
+    If the folder belongs to another job, rename it, and make a new folder. Returns the new path of
+    the renamed folder, or None if no folder was renamed. A folder that belongs to this job keeps
+    all files of earlier attempts.
     """
     stale = None
     if (folder / SPEC).exists() and read_json(folder / IDENTITY) != identity:

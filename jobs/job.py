@@ -1,4 +1,5 @@
-"""`Job` and its state transitions, and the records for submitting jobs."""
+"""`Job` and the transitions between its states. `JobRequest` and `Submission` are the input and the
+result of submitting a job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,37 +17,37 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     "ERROR": frozenset(),
     "CANCELED": frozenset(),
 }
-"""A job that is attempted again stays RUNNING. Newer commits then get a pending job of their own,
-because a job that has started never absorbs a commit."""
+"""State → the states that may follow it. A job stays RUNNING between two attempts. It does not
+become pending again, because a job that has started must not absorb a commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as the store had it when it was read. Times are seconds since the epoch, by the store's
-    clock."""
+    """The state of a job at the moment when it was read from the store. Times are seconds since the
+    epoch, by the store's clock."""
 
     id: str
-    """`j` and a counter, as in `j000012`. No two jobs of a store ever have the same id."""
+    """`j` and a number, as in `j000012`. A store never uses an id twice."""
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
-    """The webhook's payload as it was received. A retraining that was submitted by hand gets the
-    payload that its hub would have sent; a plain command may have no payload."""
+    """The payload of the webhook's delivery. A retraining that was submitted by hand has the
+    payload that the hub would have sent for the commit. A plain command may have no payload."""
     outcome: JobOutcome | None
     """None while the job has not ended, and for a plain command that exited with 0."""
     created_at: float
     run_after: float
-    """When a pending job may start. Each commit that the job absorbs may postpone the start. If an
-    attempt failed for a temporary cause, this is when the next attempt may start."""
+    """When a pending job may start. Each commit that the job absorbs may postpone the start. After
+    an attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
-    """When the first attempt started. The time in which the job had no runner, or waited for its
-    next attempt, is added, so that it does not count against the job's time limit."""
+    """When a runner claimed the job. If the job later had no runner, or waited for its next
+    attempt, that time is added, so that it does not count against the job's time limit."""
     ended_at: float | None
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost or failed for a temporary cause. When this number reaches
-    `spec.max_attempts`, the job fails."""
+    """How many attempts were lost (their process ended without an outcome) or failed for a
+    temporary cause. When this number reaches `spec.max_attempts`, the job fails."""
     owner: str | None
     """The runner that holds the lease."""
     lease_until: float | None
@@ -55,7 +56,7 @@ class Job:
     cancel_requested: bool
     by_hand: bool
     """Whether a person submitted the job. Such a job absorbs no push. It may be pending at the same
-    time as the pipeline's job of pushes."""
+    time as a push job of the same pipeline."""
 
     @property
     def has_ended(self) -> bool:
@@ -65,7 +66,8 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     source: str
-    """Who chose the delivery's id, such as a webhook. Ids are unique only within one source."""
+    """The sender that chose the delivery's id, such as a webhook. Two sources may use the same id
+    for different deliveries."""
     id: str
     body: str
     """The JSON as it was received. It is stored for people who examine the delivery; no code reads
@@ -74,7 +76,7 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """One submission, with the arguments of `JobStore.submit`."""
+    """The arguments of `JobStore.submit` for one submission."""
 
     spec: JobSpec
     payload: dict[str, Any] | None = None
@@ -87,10 +89,10 @@ class Submission:
     job: Job
     """The job without its delivery ids, because there may be many. `JobStore.get` reads the ids."""
     is_new: bool
-    """Whether this call created `job`."""
+    """Whether the submission created `job`."""
     how: Literal["created", "merged", "duplicate"]
-    """`merged`: the pipeline's pending job absorbed the submission. `duplicate`: the delivery, or
-    the dedupe key, was seen before."""
+    """`merged`: the pipeline's pending job absorbed the submission. `duplicate`: `job` already
+    answers for the delivery, or has the same dedupe key."""
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:
@@ -108,14 +110,14 @@ def final_state(outcome: JobOutcome | None) -> JobState:
 
 
 def delivery_ids(job: Job) -> tuple[str, ...]:
-    """The deliveries that the job answers for, oldest first."""
+    """The ids of the deliveries that the job answers for, oldest first."""
     return () if job.spec.revisions is None else job.spec.revisions.delivery_ids
 
 
 def failure(
     job: Job, *, stage: str | None, reason: str, exit_code: int | None = None
 ) -> JobOutcome:
-    """The outcome that a runner gives to a job that has not written an outcome."""
+    """The outcome `failed`, for a job that wrote no outcome itself, or no valid one."""
     return JobOutcome(
         result="failed",
         stage=stage,

@@ -1,5 +1,5 @@
-"""`Launcher`: the interface through which the runner starts processes. A launcher does not know the
-job store."""
+"""`Launcher`: the interface through which the runner starts the commands of jobs. A launcher does
+not use the job store."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One attempt of a job: what to start, and where."""
+    """What to start for one attempt of a job."""
 
     job_id: str
     attempt: int
@@ -17,7 +17,8 @@ class Launch:
     env: Mapping[str, str]
     """All variables of the process; the process inherits no others."""
     job_dir: Path
-    """The command's working folder, which also gets the log. The folder must exist."""
+    """The working folder of the command. The launcher writes the command's log into this folder,
+    which must exist."""
     niceness: int
 
 
@@ -32,10 +33,10 @@ class Status:
 
 
 class Launcher(Protocol):
-    """Starts and watches attempts. A handle names an attempt.
+    """Starts and watches attempts. A *handle* is the launcher's name for an attempt.
 
-    A handle is made from the job's id and the attempt's number. So if a runner crashes and the next
-    runner starts the same attempt again, the launcher finds the process that already runs.
+    The handle depends only on the job's id and the attempt's number. So if a runner crashes, and
+    the next runner starts the same attempt again, the launcher finds the process that already runs.
     """
 
     def start(self, launch: Launch) -> str:
@@ -49,8 +50,8 @@ class Launcher(Protocol):
         waits."""
 
     def stop(self, handle: str, *, force: bool) -> None:
-        """Ask every process of the attempt to end; with `force`, kill the processes. Never waits;
-        `poll` tells when the processes are gone."""
+        """Ask every process of the attempt to end, or kill them if `force` is set. Never waits;
+        call `poll` to learn whether the attempt has ended."""
 
     def logs(self, handle: str, offset: int) -> bytes:
         """The content of the command's log from byte `offset` on."""
@@ -60,5 +61,4 @@ class Launcher(Protocol):
         that a launcher needs no thread."""
 
     def close(self) -> None:
-        """End the launcher's own processes and close its files. Commands that it started
-        continue."""
+        """End the launcher's own helper processes. Commands that were started continue to run."""

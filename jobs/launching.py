@@ -1,4 +1,5 @@
-"""Starts an attempt of a job: writes the job's folder, and asks the launcher to run the command."""
+"""Starts an attempt of a job: writes the files that the command reads into the job's folder, and
+asks the launcher to run the command."""
 
 import json
 import logging
@@ -31,12 +32,13 @@ def start_attempt(
     """
     if job.spec.launcher != "local":
         raise LaunchError(
-            f"There is no launcher {job.spec.launcher!r}; this runner has only `local`."
+            f"There is no launcher {job.spec.launcher!r}; this runner has only `local`. Submit the "
+            "job again with the launcher `local`."
         )
     stale = prepare_job_folder(job_dir, {"id": job.id, "created_at": job.created_at})
     if stale is not None:
         logger.warning(
-            "%s belonged to job %s of another database; the folder was renamed to %s.",
+            "%s belonged to the job %s of another database, so it was renamed to %s.",
             job_dir,
             job.id,
             stale.name,
@@ -67,5 +69,8 @@ def _unsealed(spec: JobSpec, secret_key: bytes | None) -> dict[str, str]:
     if spec.sealed_env is None:
         return {}
     if secret_key is None:
-        raise SealBroken("The job's spec has secrets, but this runner has no key to decrypt them.")
+        raise SealBroken(
+            "The job's spec has secrets, but this runner has no key to decrypt them: start the "
+            "runner with the key that encrypted them."
+        )
     return unseal(spec.sealed_env, secret_key)

@@ -9,7 +9,7 @@ from jobs.store import JobStore
 
 
 def read_log(jobs_dir: Path, job_id: str, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
-    """Up to `max_bytes` of the log from byte `offset` on. Empty if there is no log yet."""
+    """Up to `max_bytes` of the log, starting at byte `offset`. Empty if there is no log yet."""
     try:
         with (jobs_dir / job_id / LOG).open("rb") as log:
             log.seek(offset)
@@ -21,14 +21,14 @@ def read_log(jobs_dir: Path, job_id: str, offset: int = 0, max_bytes: int = 1 <<
 def follow_log(
     store: JobStore, jobs_dir: Path, job_id: str, *, offset: int = 0, poll_seconds: float = 0.1
 ) -> Iterator[bytes]:
-    """Yields the log from byte `offset` on, in pieces, as the job writes them, until the job has
-    ended.
+    """Yields the log in pieces while the job writes it, starting at byte `offset`. Returns when the
+    job has ended.
 
-    A piece may end inside a line, or inside a character. Raises JobNotFound.
+    A piece may end in the middle of a line or of a character. Raises JobNotFound.
     """
     while True:
-        # Read the state before the log. If the state says that the job has ended, the log below is
-        # complete.
+        # Read the state before the log. If the job has already ended now, then the log that is read
+        # below is complete.
         has_ended = store.get(job_id).has_ended
         while piece := read_log(jobs_dir, job_id, offset):
             offset += len(piece)

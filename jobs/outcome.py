@@ -1,7 +1,8 @@
-"""`JobOutcome`: how a job ended, with the ids of its deliveries, its dataset commit and releases.
+"""`JobOutcome`: how a job ended, for which deliveries and which dataset commit, and which releases
+the job read and made. A release is a set of weights that can be served.
 
-A retraining job writes `outcome.json` as its last step, and the runner reads that file. If there is
-no such file, the runner makes the outcome from the exit status of the job's process.
+As its last step, a retraining job writes its outcome to `outcome.json`, and the runner reads that
+file. If there is no such file, the runner derives the outcome from the exit status of the process.
 """
 
 from typing import Literal
@@ -13,9 +14,9 @@ from jobs.counts import Counts
 OutcomeResult = Literal[
     "promoted",  # a new release is served
     "published",  # a new release is on disk, but no server was up to serve it
-    "rejected",  # the gate found that the new weights are worse
-    "unchanged",  # the commit changed no row
-    "superseded",  # the server got another release before it took the job's release
+    "rejected",  # the new weights failed the checks of the pipeline's gate
+    "unchanged",  # there was nothing to train on
+    "superseded",  # somebody asked for another release before the job's release was served
     "failed",
     "cancelled",
 ]
@@ -26,12 +27,12 @@ class JobOutcome(BaseModel):
 
     result: OutcomeResult
     stage: str | None = None
-    """Where the job ended: a stage of the retraining, or `launch`, `timeout` or `lost` from the
-    runner. None if no stage is known."""
+    """The stage in which the job ended. The job writes a stage of the retraining; the runner writes
+    `launch`, `timeout` or `lost`. None if no stage is known."""
     reason: str | None = None
-    """One line for a person: the value, the cause and what to do. None if all went well."""
+    """Why the job ended in this way, for a person. None if there is nothing to explain."""
     exit_code: int | None = None
-    """The command's exit code; negative if a signal ended it, None if no process has ended."""
+    """The command's exit code, negative if a signal ended the command. None if it is not known."""
     delivery_ids: tuple[str, ...] = ()
     job_id: str | None = None
     dataset_revision: str | None = None
@@ -40,10 +41,9 @@ class JobOutcome(BaseModel):
     parent_release: str | None = None
     """The release whose weights the training started from."""
     served_release: str | None = None
-    """The release that the server served when the job ended. None if the job does not know the
-    release."""
+    """The release that the server served when the job ended. None if the job does not know it."""
     may_pass: bool = False
-    """Whether the failure has a temporary cause, such as a full disk. The job may then get another
-    attempt."""
+    """Whether the failure has a temporary cause, such as a full disk. The job then gets another
+    attempt, unless this was its last attempt or a newer job takes over its commits."""
     counts: Counts | None = None
-    """What the new weights learned and kept. None if the job ended before it measured this."""
+    """How many rows were learned and kept. None if the job ended before it counted them."""

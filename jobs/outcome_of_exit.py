@@ -1,5 +1,5 @@
-"""Finds the outcome of a job whose process is gone. Uses the exit status of the process and the
-files in the job's folder."""
+"""Decides the outcome of a job after its process has ended. The decision uses the exit status of
+the process, and the files in the job's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from jobs.passing import TEMPORARY_FAILURE
 
 @dataclass(frozen=True)
 class Lost:
-    """The process ended before it could write an outcome, so the job must be tried again."""
+    """The attempt has no outcome that counts. Another attempt must do the job's work: the process
+    was killed or vanished, or the runner was stopped."""
 
     reason: str
 
@@ -28,21 +29,27 @@ def outcome_of_exit(
     stopping: str | None,
     time_limit: float | None,
 ) -> JobOutcome | Lost | None:
-    """The outcome of a job whose process has exited or vanished. None if the process exited with 0
-    and wrote no outcome.
+    """The outcome of a job whose process has exited, or vanished without an exit code. None if the
+    process exited with 0 and wrote no outcome: a plain command does this when it succeeds.
 
     `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
-    means that the runner did not stop it.
+    means that the runner did not stop the process.
 
-    If the job wrote an outcome, that outcome counts, even if the process was killed right after.
-    There is one exception: if the runner stopped the job and the job wrote `failed` or `cancelled`,
-    the runner's reason replaces the job's outcome.
+    If the job wrote an outcome, this outcome is returned, even if the process was killed right
+    after it wrote the outcome. There is one exception: if the runner stopped the job, an outcome
+    `failed` or `cancelled` is ignored, because the stop probably caused it. The result then says
+    why the runner stopped the job.
     """
     try:
         written = _written_outcome(job_dir)
     except ValidationError as error:
         first = error.errors()[0]
-        reason = f"{OUTCOME} is not an outcome: {first['msg']} at {first['loc']}."
+        field = ".".join(str(part) for part in first["loc"])
+        where = f", field {field}" if field else ""
+        reason = (
+            f"{OUTCOME} in the job's folder is not a valid outcome{where}: {first['msg']}. Correct "
+            "the command that writes the file, then submit the job again."
+        )
         return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
     if written is not None and (stopping is None or written.result not in ("failed", "cancelled")):
         return written
@@ -57,21 +64,22 @@ def outcome_of_exit(
         )
     if stopping == "timeout":
         reason = (
-            f"The job ran into its time limit of {time_limit:g} s; raise timeout_seconds to allow "
-            "more time."
+            f"The job was stopped at its time limit of {time_limit:g} s. To allow more time, raise "
+            "timeout_seconds."
         )
         return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
     if stopping == "shutdown":
         if written is not None:
-            # The job wrote that it failed or was cancelled, but only its runner was stopped. The
-            # next runner continues the job. Remove the outcome, because it would end the job then.
+            # The job wrote `failed` or `cancelled` because its runner was stopped. The next runner
+            # starts another attempt in the same folder. Remove this outcome, so that it is not
+            # taken for the outcome of that attempt.
             (job_dir / OUTCOME).unlink()
         return Lost("The job's runner was stopped.")
     code = status.exit_code
     if code == 0:
         return None
     if code is None:
-        return Lost("The job's process vanished without an outcome.")
+        return Lost("The job's process vanished without an exit code and without an outcome.")
     if code < 0 and job.spec.pipeline is not None:
         return Lost(f"Signal {-code} ended the job's process before it wrote an outcome.")
     if status.error is not None:
@@ -93,8 +101,8 @@ def _written_outcome(job_dir: Path) -> JobOutcome | None:
 
 
 def _last_log_line(job_dir: Path) -> str:
-    """The end of an error message, with the last line of the job's log. Most programs print an
-    error as their last line."""
+    """Text for the end of an error message: the last line of the job's log. Most programs print
+    their error as the last line."""
     try:
         with (job_dir / LOG).open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - 4096))

@@ -1,11 +1,11 @@
-"""Distinguishes temporary failures, such as a full disk, from lasting failures. Only a temporary
-failure is worth another attempt."""
+"""Distinguishes temporary failures, such as a full disk, from lasting failures. A job gets another
+attempt only after a temporary failure."""
 
 import errno
 
 TEMPORARY_FAILURE = 75
-"""With this exit code, a command says that its failure is temporary: `EX_TEMPFAIL` of sysexits.h.
-"""
+"""A command exits with this code to report a temporary failure. The code is `EX_TEMPFAIL` of
+sysexits.h."""
 
 _PASSING = frozenset(
     (
@@ -20,7 +20,7 @@ _PASSING = frozenset(
 
 
 def can_pass(error: BaseException) -> bool:
-    """Whether the error is temporary: the error, or an error that caused it, says that memory, disk
+    """Whether the error is temporary: the error, or an error that led to it, says that memory, disk
     space, processes or open files ran out."""
     cause: BaseException | None = error
     while cause is not None:

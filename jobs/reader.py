@@ -1,4 +1,4 @@
-"""`JobReader`: reads the job store. Nothing here changes the store."""
+"""`JobReader`: the methods of the job store that only read it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +19,8 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, readin
 
 
 class JobReader:
-    """Several threads and processes may use the store at the same time, except for `changed`. Every
-    method is one transaction.
-
-    Every method raises StoreError if the database fails.
+    """Several threads and processes may use the store at the same time, but only one thread may
+    call `changed`. Every method raises StoreError if the database fails.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
@@ -46,10 +44,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """The ended jobs among the newest `among` jobs: job id → end time, ordered by end time.
-
-        This method reads two columns only, because there may be many jobs.
-        """
+        """The end times of the newest `among` jobs, without those that have not ended: job id → end
+        time, ordered by end time."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)
@@ -60,8 +56,7 @@ class JobReader:
             return {job_id_of(number): ended for number, ended in connection.execute(query)}
 
     def ids_ended_before(self, moment: float) -> list[str]:
-        """The ids of the jobs that ended before `moment`, oldest first. This method reads only the
-        ids, because there may be any number of jobs."""
+        """The ids of the jobs that ended before `moment`, in the order of their creation."""
         query = select(JOBS.c.number).where(JOBS.c.ended_at < moment).order_by(JOBS.c.number)
         with reading(self._engine) as connection:
             return [job_id_of(number) for number in connection.scalars(query)]
@@ -82,10 +77,10 @@ class JobReader:
             return select_jobs(connection, query)
 
     def of_commit(self, new_sha: str) -> Sequence[Job]:
-        """The jobs that answer for pushes of this commit, newest first.
+        """The jobs that answer for a push of this commit, newest first.
 
-        There may be several jobs: each pipeline has one, and if a job failed, there is also the job
-        that took over its commits.
+        There may be several jobs: several pipelines may follow the dataset, and after a failure a
+        second job may have taken over the commits of the failed job.
         """
         numbers = select(JOB_DELIVERIES.c.job_number).where(JOB_DELIVERIES.c.new_sha == new_sha)
         query = select(JOBS).where(JOBS.c.number.in_(numbers)).order_by(JOBS.c.number.desc())
@@ -93,9 +88,9 @@ class JobReader:
             return select_jobs(connection, query)
 
     def waited_since(self, job: Job) -> float:
-        """When the first commit that the job answers for was received. Commits that the job took
-        over from a failed job count too. If the job was submitted by hand, this is when it was
-        submitted."""
+        """When the oldest delivery that the job answers for was received. Deliveries that the job
+        took over from a failed job count too. If the job has no deliveries, because it was
+        submitted by hand for example, this is when the job was created."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
                 select(func.min(JOB_DELIVERIES.c.received_at)).where(
@@ -105,8 +100,8 @@ class JobReader:
         return job.created_at if received_at is None else received_at
 
     def answer_to(self, source: str, delivery_id: str) -> dict[str, str] | None:
-        """The answer that the store has recorded for the delivery: `{"job": id}` or
-        `{"ignored": reason}`. None for a new delivery."""
+        """The recorded answer to the delivery: `{"job": id}` or `{"ignored": reason}`. None if the
+        store does not know the delivery."""
         with reading(self._engine) as connection:
             row = connection.execute(
                 select(DELIVERIES.c.job_number, DELIVERIES.c.ignored_reason).where(
@@ -120,8 +115,9 @@ class JobReader:
         return {"ignored": row.ignored_reason}
 
     def seconds_to_next(self) -> float | None:
-        """The number of seconds until `claim` can find a job; 0 if a job is due now. None if no job
-        is pending, or if every pending job waits for a running job."""
+        """The number of seconds until `JobStore.claim` can return a job; 0 if a job is due now.
+        None if no job is pending, or if every pending job waits for a running job of its pipeline.
+        """
         with reading(self._engine) as connection:
             due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
             return None if due is None else max(0.0, due - self._now(connection))
@@ -135,8 +131,7 @@ class JobReader:
         return self._changes.changed()
 
     def now(self) -> float:
-        """The time in seconds since the epoch, by the clock from which all times in the store
-        come."""
+        """The present time by the store's clock, in seconds since the epoch."""
         with reading(self._engine) as connection:
             return self._now(connection)
 

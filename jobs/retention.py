@@ -1,5 +1,5 @@
-"""Deletes old jobs and deliveries from the store. Finds them without a lock, and deletes a few at a
-time, so that no submission waits long."""
+"""Deletes old jobs and deliveries from the store. This module searches without a lock, and deletes
+in small transactions, so that submissions never wait long for the lock."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -47,16 +47,16 @@ def forget_ignored(engine: Engine, before: float) -> int:
     for source, old in ids.items():
         for batch in _batches(old):
             with writing(engine) as connection:
-                # Check again that each delivery is ignored. If a delivery was repeated since the
-                # first check, it may have led to a job.
+                # Check each delivery again. It may have been repeated since the search above, and
+                # may now have a job.
                 of_batch = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(batch)
                 connection.execute(delete(DELIVERIES).where(*of_batch, *is_old))
     return sum(map(len, ids.values()))
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    # The condition on `run_after` uses an index, so that newer jobs are not even read. If a job
-    # ended before its `run_after` (by a cancellation, for example), it is found a little later.
+    # The condition on `run_after` makes the database use an index, so it does not read newer jobs.
+    # A job that was cancelled before its `run_after` is therefore found a little too late.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

@@ -1,5 +1,8 @@
-"""Reads and writes rows of the store. Every function that gets a connection runs in the caller's
-transaction."""
+"""Reads and writes rows of the store. A function with the argument `connection` runs in the
+caller's transaction.
+
+A push job is a job of a pipeline that was not submitted by hand.
+"""
 
 import json
 from collections import defaultdict
@@ -16,7 +19,8 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, insert_missing
 from jobs.spec import JobSpec
 
 MAX_DIGITS = 9
-"""A job number must not have more digits, so that it fits into an INTEGER of Postgres."""
+"""A job id with more digits is not looked up, because its number might not fit into an INTEGER of
+Postgres."""
 
 
 def job_id_of(number: int) -> str:
@@ -53,8 +57,8 @@ def job_from_row(row: Row[Any], delivery_ids: Sequence[str] = ()) -> Job:
 
 
 def spec_as_json(spec: JobSpec) -> str:
-    """The text for the `spec` column. It leaves out the delivery ids, because these are rows of
-    `job_deliveries`."""
+    """The text for the `spec` column. The delivery ids are left out, because they are rows of the
+    table `job_deliveries`."""
     return _with_delivery_ids(spec, ()).model_dump_json()
 
 
@@ -118,11 +122,10 @@ def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: f
 
 
 def fetch_successor(connection: Connection, job: Job) -> Job | None:
-    """The pending job that takes over the commits of `job` if `job` fails. None if there is no such
-    job.
+    """The pending job that takes over the commits of `job` if `job` fails: the pipeline's pending
+    push job. None if there is no such job.
 
-    Only a job of pushes has a successor. A job that was submitted by hand trains on the commit that
-    a person named, and answers for no other commit.
+    A job that was submitted by hand has no successor, because it answers for no push.
     """
     if job.spec.pipeline is None or job.by_hand:
         return None
@@ -137,11 +140,12 @@ def is_pending(pipeline: str, *, by_hand: bool) -> Any:
 
 
 def merge_specs(older: JobSpec, newer: JobSpec, *, may_be_older: bool = True) -> JobSpec:
-    """One spec that has the newest commit and answers for the commits of both specs.
+    """Merge two specs into one that answers for the commits of both.
 
-    `newer` arrived later than `older`. But deliveries may overtake each other: if the commits of
-    `newer` precede those of `older`, the result keeps the command and the settings of `older`. With
-    `may_be_older=False`, the commits of `newer` always count as the newest.
+    `newer` arrived later than `older`, so the result is `newer` with a longer range of commits. But
+    deliveries may overtake each other. If the commits of `newer` end where the commits of `older`
+    begin, the result is `older` with a longer range. With `may_be_older=False`, the commits of
+    `newer` always count as the newer ones.
     """
     if older.revisions is None:
         return newer
@@ -158,7 +162,7 @@ def newest_commit(spec: JobSpec) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DeliveryLink:
-    """A row of `job_deliveries`: it says that this job answers for this delivery."""
+    """A row of the table `job_deliveries`. It records that the job answers for the delivery."""
 
     job_number: int
     delivery_id: str
@@ -169,7 +173,7 @@ class DeliveryLink:
 def link_deliveries(
     connection: Connection, links: Sequence[DeliveryLink], received_at: float
 ) -> None:
-    """Add each delivery to its job, unless the job already has the delivery."""
+    """Store the links that are not in the table yet."""
     if not links:
         return
     arrived = connection.scalar(select(func.max(JOB_DELIVERIES.c.arrival))) or 0
@@ -201,7 +205,8 @@ def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
 
 
 def insert_ignored(connection: Connection, delivery: Delivery, now: float, reason: str) -> None:
-    """Record that the delivery leads to no job, unless the delivery already has an answer."""
+    """Record that the delivery leads to no job. If the delivery is already recorded, with or
+    without a job, change nothing."""
     matches = matches_delivery(delivery.source, delivery.id)
     if connection.scalar(select(DELIVERIES.c.received_at).where(*matches)) is None:
         connection.execute(

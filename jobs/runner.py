@@ -1,8 +1,9 @@
-"""`Runner`: takes jobs from the store and runs them. For each job, it takes the lease, launches the
-command, extends the lease by heartbeats, and records the outcome.
+"""`Runner`: takes jobs from the store and runs them. For each job, the runner takes the lease,
+launches the command, extends the lease by heartbeats, and records the outcome.
 
-Several runners may share one store. A runner that loses the lease of a job leaves the job alone. If
-a runner dies, another runner adopts its jobs, together with the processes that still run.
+A lease gives one runner the job for some seconds. Several runners may share one store. If a runner
+dies, its leases run out, and another runner adopts its jobs and the processes that still run. A
+runner that has lost the lease of a job leaves the job alone.
 """
 
 import logging
@@ -36,8 +37,8 @@ _ALIVE_SECONDS = 0.25
 """How often a runner touches its `alive_file`."""
 
 _RETRY_FACTOR = 4
-"""After each failure with a temporary cause, the wait is this many times longer than the wait
-before."""
+"""Each attempt that was lost or failed before makes the wait for the next attempt this many times
+longer."""
 
 Stopping = Literal["cancel", "timeout", "shutdown"]
 
@@ -52,25 +53,31 @@ class _LeasedJob:
     deadline: float
     """When the job's time limit ends, by the monotonic clock; infinite if the job has no limit."""
     failed: JobOutcome | None = None
-    """While the job waits for its next attempt: why the last attempt failed. Otherwise None."""
+    """How the last attempt failed. Set only while the job waits for its next attempt."""
     launch_at: float = 0.0
-    """When the wait for the next attempt ends. The attempt is then launched as soon as there is
-    room."""
+    """When the next attempt may be launched, by the monotonic clock. It is launched later if
+    `max_running` jobs run at that time."""
     waits_since: float = 0.0
-    """When the wait for the next attempt began."""
+    """When the job began to wait for its next attempt, by the monotonic clock."""
     stopping: Stopping | None = None
+    """Why this runner has asked the job's processes to end. None if it has not."""
     kill_at: float | None = None
+    """When the job's processes are killed if they have not ended, by the monotonic clock."""
 
 
 class Runner:
-    """Runs the store's jobs until it is told to stop, all in the calling thread.
+    """Runs the store's jobs. A runner starts no thread: `run` does all work in the calling thread.
 
-    `environment` holds the variables that the process of every job gets; the variables of the
-    runner's own process are not added. In `jobs_dir`, each job gets a folder with the job's id as
-    its name. `of_attempt` returns the variables that only one attempt gets, such as its tokens.
-    `secret_key` is the Fernet key that encrypted the secrets in specs; without this key, a job with
-    secrets fails to start. The runner touches `alive_file` several times a second. If the runner
-    hangs, the file gets old, and another program can notice that.
+    Args:
+        jobs_dir: The folder that contains one folder per job, with the job's id as its name.
+        environment: The variables that every job gets. A job gets no other variables of the
+            runner's own process.
+        of_attempt: Returns the variables that only one attempt gets, such as its tokens.
+        launcher: Starts the commands. Default: a `LocalLauncher`.
+        secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
+            secrets fails to start.
+        alive_file: The runner touches this file several times a second. If the runner hangs, the
+            file's time stays old, and another program can notice that.
     """
 
     def __init__(
@@ -98,18 +105,20 @@ class Runner:
         self._next_claim = 0.0
         self._next_adoption = 0.0
         self.owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-        """The runner's name in the store. No two runners ever have the same name."""
+        """The unique name of this runner in the store."""
 
     def run(self, stop: threading.Event) -> None:
-        """Run jobs until `stop` is set. Then stop the running jobs; the next runner continues them.
+        """Run jobs until `stop` is set. Then end the processes of the running jobs, and return. The
+        next runner starts new attempts of these jobs.
 
-        Raises LaunchError if `jobs_dir` cannot be used. If the store fails, the runner waits until
-        the store works again. If the store fails after `stop` was set, raises StoreError.
+        If the store fails, the runner tries again until the store works. If the store fails after
+        `stop` was set, raises StoreError. Raises LaunchError if `jobs_dir` cannot be used.
         """
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job and can claim none, or until `stop` is set."""
+        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. A
+        pending job that waits for the job of another runner does not count as pending."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -121,8 +130,8 @@ class Runner:
                     idle = until_idle and not self._leased and self._store.seconds_to_next() is None
                 except StoreError as error:
                     if stop.is_set():
-                        raise  # the next runner adopts the jobs that still run
-                    # Try again. Every step can be repeated, so nothing is lost meanwhile.
+                        raise  # do not wait for the store: the next runner adopts the running jobs
+                    # A step that has failed can be repeated, so try again until the store works.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)
                     idle = False
@@ -144,7 +153,8 @@ class Runner:
             )
         except OSError as error:
             raise LaunchError(
-                f"No job can run in {self._jobs_dir}: {error.strerror}. Make it a writable folder."
+                f"No job can run in {self._jobs_dir}: {error.strerror}. Make this path a writable "
+                "folder."
             ) from error
 
     def _touch_alive_file(self) -> None:
@@ -155,7 +165,9 @@ class Runner:
         try:
             self._alive_file.touch()
         except OSError as error:
-            logger.warning("%s cannot be touched: %s", self._alive_file, error.strerror)
+            logger.warning(
+                "The modification time of %s cannot be set: %s", self._alive_file, error.strerror
+            )
 
     def _step(self, launcher: Launcher, *, is_stopping: bool) -> None:
         now = time.monotonic()
@@ -187,7 +199,8 @@ class Runner:
 
     @property
     def _has_room(self) -> bool:
-        """Whether another attempt may run. A job that waits for its next attempt takes no room."""
+        """Whether fewer than `max_running` jobs run. A job that waits for its next attempt does not
+        count."""
         running = sum(leased.failed is None for leased in self._leased.values())
         return running < self._settings.max_running
 
@@ -223,7 +236,8 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # Another runner saw the attempt fail. The cause is only in the log of that runner.
+            # An earlier runner saw the last attempt fail, and logged the cause. The store does not
+            # have the cause.
             reason = f"Attempt {job.attempt - 1} of {job.id} failed."
             self._wait(leased, failure(job, stage="lost", reason=reason), wait)
 
@@ -259,14 +273,15 @@ class Runner:
         leased.failed, leased.launch_at = failed, now + seconds
 
     def _retry(self, leased: _LeasedJob, failed: JobOutcome) -> Job:
-        """Plan the next attempt of a job that failed for a temporary cause, or end the job if there
-        is no next attempt. Returns the job as the store now has it."""
+        """Plan the next attempt after a failure with a temporary cause, or end the job if it gets
+        no further attempt. Returns the changed job."""
         job = leased.job
         seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
         job = self._store.retry(job.id, self.owner, failed, seconds)
         if not job.has_ended:
-            # Delete the outcome only now that the store has recorded the retry. If this runner died
-            # before that, the next runner would find no outcome, and would end the job as failed.
+            # Delete the outcome after the store has recorded the retry, never before. If this
+            # runner died between the two, the next runner would see an attempt without an outcome,
+            # and would end the job as failed.
             (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
             logger.warning(
                 "Job %s is tried again in %g s: %s",
@@ -279,10 +294,10 @@ class Runner:
         return job
 
     def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
-        """Whether to launch the next attempt of a job that waits for it.
+        """Whether the next attempt of a waiting job must be launched now.
 
-        First ends the job if it was cancelled, or if a newer job takes over its commits. The answer
-        is then False.
+        If the job was cancelled, or if a newer job takes over its commits, this method ends the job
+        and returns False.
         """
         job = leased.job
         if job.cancel_requested:
@@ -329,11 +344,11 @@ class Runner:
             if reason is not None:
                 self._stop(leased, launcher, reason)
         elif status.phase == "starting":
-            # Send the stop again, because the process may not have existed at the last call.
+            # Ask again, because at the last call the process may not have existed yet.
             launcher.stop(leased.handle, force=False)
         elif leased.kill_at is not None and now >= leased.kill_at:
-            # Repeat the kill until the processes are gone, because a process that was just forked
-            # may have escaped the last kill.
+            # Kill again every second until the processes are gone: a process that was forked during
+            # the last kill may have escaped it.
             leased.kill_at = now + 1.0
             launcher.stop(leased.handle, force=True)
 
@@ -350,10 +365,11 @@ class Runner:
 
     def _stop(self, leased: _LeasedJob, launcher: Launcher, reason: Stopping) -> None:
         assert leased.handle is not None
-        # Check the lease first, because this runner must not stop a job that another runner has
-        # taken.
+        # Check the lease first: if another runner has adopted the job, this raises LeaseLost.
         self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
-        logger.info("Job %s is stopped: %s.", leased.job.id, reason, extra=log_fields(leased.job))
+        logger.info(
+            "Job %s is being stopped (%s).", leased.job.id, reason, extra=log_fields(leased.job)
+        )
         leased.stopping = reason
         leased.kill_at = time.monotonic() + self._settings.kill_grace_seconds
         launcher.stop(leased.handle, force=False)
@@ -368,8 +384,9 @@ class Runner:
             time_limit=self._time_limit(leased.job),
         )
         if status.phase == "vanished":
-            # The leader of the session is dead, but other processes of the session may be alive.
-            # Kill these, after checking that this runner still has the lease.
+            # The process that leads the job's session is dead, but other processes of the session
+            # may still run. Kill them, after `heartbeat` has checked that this runner has the
+            # lease.
             self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
             launcher.stop(leased.handle, force=True)
         if isinstance(result, Lost):
@@ -386,8 +403,8 @@ class Runner:
         self._conclude(leased, job)
 
     def _conclude(self, leased: _LeasedJob, job: Job) -> None:
-        """Take over what the store decided after an attempt: the job gets another attempt, or has
-        ended."""
+        """Act on the result of an attempt. `job` is the job after the store has recorded the
+        result: it has ended, or gets another attempt."""
         if not job.has_ended:
             leased.job, leased.handle = job, None
             return
@@ -395,7 +412,7 @@ class Runner:
             "Job %s is %s%s", job.id, job.state, _describe_end(job.outcome), extra=log_fields(job)
         )
         del self._leased[job.id]
-        self._next_claim = 0.0  # claim at once: a job that waited for this one may be due now
+        self._next_claim = 0.0  # claim at once, because a job that waited for this one may be due
 
     def _release(self, leased: _LeasedJob) -> None:
         self._store.release(leased.job.id, self.owner)

@@ -1,8 +1,8 @@
 """The tables of the store, and the connections to the database: SQLite by default, Postgres by URL.
 
-Two partial unique indexes allow each pipeline at most one running job and at most two pending jobs:
-one of pushes, and one that was submitted by hand. So the database refuses more jobs even if the
-code has a bug.
+A pipeline may have one running job and two pending jobs: one that pushes created, and one that a
+person submitted (`by_hand`). Two partial unique indexes enforce this, so even a bug cannot create
+more.
 """
 
 import sqlite3
@@ -73,7 +73,8 @@ JOBS = Table(
     Index("jobs_by_pipeline", "pipeline", "number"),
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_dedupe_key", "dedupe_key"),
-    # Never reuse the number of a deleted job, because the job's folder may still exist.
+    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. The folder of the
+    # deleted job may still exist.
     sqlite_autoincrement=True,
 )
 
@@ -97,30 +98,30 @@ JOB_DELIVERIES = Table(
     METADATA,
     Column("job_number", Integer, primary_key=True),
     Column("delivery_id", String, primary_key=True),
-    # The order of arrival, counted across all jobs.
+    # The number of the delivery in the order of arrival. All jobs share one count.
     Column("arrival", Integer, nullable=False),
     Column("received_at", Float, nullable=False),
-    # The commit that the delivery announced. NULL in rows of an older release, which did not record
-    # the commit.
+    # The commit that the delivery announced. NULL in most rows that schema 0002 wrote, because it
+    # did not record the commit.
     Column("new_sha", String),
     Index("job_deliveries_by_arrival", "arrival"),
     Index("job_deliveries_by_commit", "new_sha"),
 )
 """The deliveries that each job answers for, including those that it took over from a failed job.
 
-The deliveries are not in the job's row, because there may be any number of them, and the job's row
-is written again for every delivery that a pending job absorbs.
+The deliveries have their own table because a job may have thousands. If they were part of the job's
+row, the row would get long, and the store writes it again whenever the job absorbs a push.
 """
 
-_WRITERS_LOCK = 0x686F7470757368  # our key for Postgres' advisory lock; the value is arbitrary
+_WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
 
 
 def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
-    With `only_reads`, nothing creates the file or a table, and the first read fails if the file is
-    missing. Raises StoreError for any other kind of URL, for a path in a folder that does not
-    exist, and if the driver of the URL is not installed.
+    With `only_reads`, a SQLite file is opened read-only: it is not created, and the first read
+    fails if the file is missing. Raises StoreError for any other kind of URL, for a path in a
+    folder that does not exist, and if the database driver is not installed.
     """
     shown = str(url_or_path)
     if isinstance(url_or_path, str) and "://" in url_or_path:
@@ -142,8 +143,8 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         target = make_url("sqlite://").set(database=str(path))
     options: dict[str, Any] = {}
     if target.get_backend_name() == "postgresql":
-        # Test each connection before use. Otherwise the next query would fail after a restart of
-        # the database server.
+        # Test each connection before use. Otherwise the first queries after a restart of the
+        # database server would fail.
         options["pool_pre_ping"] = True
     elif only_reads:
         file = f"{Path(target.database or '').absolute().as_uri()}?mode=ro"
@@ -162,22 +163,23 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
 
 
 def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:
-    dbapi_connection.isolation_level = None  # so that the driver begins no transaction itself
+    dbapi_connection.isolation_level = None  # the driver must not begin transactions by itself
     dbapi_connection.execute(f"PRAGMA busy_timeout = {BUSY_SECONDS * 1000}")
 
 
 def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
-    _set_busy_timeout(dbapi_connection, record)  # first, because the statements below may wait
+    _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # NORMAL is usual with WAL. Use FULL, because an answered delivery must survive a power cut.
+    # Use FULL instead of NORMAL, which is usual with WAL: a delivery that was answered must survive
+    # a power cut.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    # Try again while the file is locked. SQLite ignores busy_timeout here, and two processes may
-    # open a new file at the same time.
+    # Two processes may open a new file at the same time. One of them then finds the file locked.
+    # SQLite does not apply busy_timeout to this statement, so try again here.
     give_up = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -190,19 +192,17 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # Writers take the write lock at BEGIN. A transaction that reads first and takes the lock later
-    # fails if another transaction has written in between.
+    # Take the write lock at BEGIN. If a transaction read first and took the lock later, it would
+    # fail whenever another transaction had written in between.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction that writes. Only one such transaction runs at a time.
-
-    SQLite ensures this by BEGIN IMMEDIATE. On Postgres, an advisory lock does the same, so that
-    both databases behave alike. A transaction holds the lock for about a millisecond. Raises
-    StoreError if the database fails.
+    """A transaction that writes. Only one such transaction runs at a time: on SQLite because of
+    BEGIN IMMEDIATE, and on Postgres because of an advisory lock. Keep the transaction short,
+    because all other writers wait for it. Raises StoreError if the database fails.
     """
     with _translated(engine), engine.connect() as connection:
         connection = connection.execution_options(writes=True)
@@ -216,31 +216,32 @@ def writing(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
-    """A transaction that only reads, and sees one snapshot of the database. Raises StoreError if
-    the database fails."""
+    """A transaction that only reads. All its statements see the same snapshot of the database.
+    Raises StoreError if the database fails."""
     with _translated(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":
-            # By default, each statement of the transaction would see a newer snapshot.
+            # By default, Postgres takes a new snapshot for each statement.
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
         with connection.begin():
             yield connection
 
 
 def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An INSERT that skips rows whose key is already in the table."""
+    """An INSERT statement that skips rows whose key is already in the table."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table).on_conflict_do_nothing()
     return sqlite.insert(table).on_conflict_do_nothing()
 
 
 class ChangeDetector:
-    """Tells whether anybody has written to the database since the last call. Only one thread may
+    """Detects whether anybody has written to the database since the last call. Only one thread may
     use a detector.
 
-    The detector has its own connection. On SQLite, `PRAGMA data_version` of this connection changes
-    when any other connection commits. On Postgres, the detector compares the next transaction id.
-    Writes to other databases of the same cluster change this id too. After such a write, the caller
-    looks at the jobs without need, which does no harm.
+    The detector has its own connection, and compares a number with its value at the last call. On
+    SQLite, this is `PRAGMA data_version`, which changes when any other connection commits. On
+    Postgres, it is the upper bound of the ended transactions (`pg_snapshot_xmax`). Writes to other
+    databases of the same Postgres server change this bound too, so the caller sometimes looks for
+    changes in vain.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -253,7 +254,7 @@ class ChangeDetector:
             self._query = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text"
 
     def changed(self) -> bool:
-        """Whether anybody has written since the last call. True at the first call. Raises
+        """Whether anybody may have written since the last call. True at the first call. Raises
         StoreError if the database fails."""
         try:
             with _translated(self._engine):
@@ -262,7 +263,8 @@ class ChangeDetector:
                     proxy.detach()
                     self._connection = proxy.dbapi_connection
                     if self._engine.dialect.name == "postgresql":
-                        # Without autocommit, the connection would stay in one transaction for ever.
+                        # Without autocommit, the first query would begin a transaction that never
+                        # ends.
                         self._connection.autocommit = True
                 seen: object = self._connection.execute(self._query).fetchone()
         except StoreError:

@@ -1,8 +1,7 @@
-"""Encrypts the secret variables of a job's spec with Fernet. Only a process that has the runner's
-key can decrypt them.
+"""Encrypts the secret environment variables of a job with the runner's Fernet key.
 
-The database, `spec.json` and every listing show only the encrypted token. The job's process gets
-the decrypted variables.
+The spec holds the variables only in encrypted form. So the database, `spec.json` and lists of jobs
+show no secret. Only the job's process gets the decrypted variables.
 """
 
 import json
@@ -14,18 +13,18 @@ from jobs.errors import SealBroken
 
 
 def seal(variables: Mapping[str, str], key: bytes) -> str:
-    """Encrypt the variables. Returns the token for `JobSpec.sealed_env`. `key` must be the runner's
+    """Encrypt the variables. Returns the text for `JobSpec.sealed_env`. `key` must be the runner's
     Fernet key."""
     return Fernet(key).encrypt(json.dumps(dict(variables)).encode()).decode()
 
 
 def unseal(token: str, key: bytes) -> dict[str, str]:
-    """Decrypt the variables. Raises SealBroken if the token was not made with `key`."""
+    """Decrypt the variables. Raises SealBroken if `token` was not encrypted with `key`."""
     try:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:
         raise SealBroken(
-            "The job's secrets were encrypted under another key than the key of this runner: start "
-            "the hub and the runner with the same key, or submit the job again with its secrets."
+            "The job's secrets were encrypted with another key than this runner has: start the hub "
+            "and the runner with the same key, or submit the job again with its secrets."
         ) from None
     return variables

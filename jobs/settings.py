@@ -12,33 +12,34 @@ class JobsSettings(BaseModel):
     database_url: str | None = None
     """`postgresql+psycopg://…`. If unset, jobs are kept in a SQLite file in the state folder."""
     max_running: int = Field(default=1, ge=1)
-    """How many jobs may run at the same time. A pipeline never runs two jobs at once, so these are
-    jobs of different pipelines, or plain commands."""
+    """How many jobs may run at the same time. A pipeline never runs two jobs at once, so with one
+    pipeline a higher number has an effect only on plain commands."""
     preload: tuple[str, ...] | None = None
-    """Modules that one process imports in advance, so that jobs of the form `python -m …` start
-    with these modules loaded. With an empty list, every job imports its modules itself. If unset,
-    the modules that a retraining needs are imported in advance."""
+    """Modules that one process imports in advance. Commands of the form `python -m …` are forked
+    from this process, so they need not import these modules. With an empty list, every command
+    imports its modules itself. If unset, the modules of the built-in retraining are imported."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads of a job. If unset, a job has as many threads as there are cores. While the server
-    answers requests, it has priority over the job on every core except one; that core is left to
-    the job."""
+    """Threads of a job, unless the job's spec sets them. If unset, as many threads as the runner
+    may use cores. While the server answers requests, it leaves one core to the jobs, and has
+    priority over them on the other cores."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long a job may run. The time in which the stack was down does not count. If unset, there
-    is no limit."""
+    """How long a job may run, unless the job's spec sets a limit. The time in which the stack was
+    down does not count. If unset, there is no limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
     """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
-    it is attempted again after this time. Each further wait is four times longer."""
+    the next attempt starts after this time. Each earlier attempt that failed or was killed makes
+    the wait four times longer."""
     lease_seconds: float = Field(default=15.0, gt=0)
-    """If a runner has sent no heartbeat for this long, it counts as dead, and another runner adopts
-    its jobs."""
+    """If a runner has sent no heartbeat for a job for this long, another runner adopts the job."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
+    """How often a runner sends a heartbeat for each of its jobs."""
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
-    """How often a runner looks for new jobs and for processes that have ended."""
+    """The pause between two checks of a runner for new jobs and for processes that have ended."""
     keep_days: float = Field(default=30.0, gt=0)
-    """How long the folder of an ended job is kept, with the job's log, metrics and records. If the
-    job's release still exists after that time, the folder is kept as long as the release."""
+    """How long the folder of an ended job is kept, with the job's log, metrics and records. While
+    the job's release exists, the folder is not deleted."""
     metrics_port: int = Field(default=8071, ge=0, le=65535)
     """Port of the runner's Prometheus metrics, which only this machine can reach. 0 turns the
     metrics off."""

@@ -1,7 +1,8 @@
 """`JobSpec`: what to run. The submitter of a job writes the spec, and the runner reads it.
 
-A spec holds no secret in plain text. A job gets its secrets from the runner's environment, or from
-`sealed_env`, which is encrypted under the runner's key.
+Put no secret into `env` or `settings`, because everybody who can list jobs sees them. A job gets
+its secrets from the runner's environment, or from `sealed_env`, which is encrypted with the
+runner's key.
 """
 
 from typing import Any
@@ -18,38 +19,38 @@ class Resources(_Record):
     """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default."""
     niceness: int = Field(default=10, ge=0, le=19)
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long the job may run, counted from the start of the first attempt. The time in which the
-    job has no runner, or waits for its next attempt, does not count. When the time is over, the
-    runner stops the job's processes and the job fails. None means the runner's default."""
+    """How long the job may run, all attempts together. The time in which the job has no runner, or
+    waits for its next attempt, does not count. When the time is over, the runner stops the job's
+    processes, and the job fails. None means the runner's default."""
 
 
 class RevisionRange(_Record):
     """The commits of one ref that a job answers for: `old_sha..new_sha`.
 
-    A range only records which pushes led to the job. It does not say what the job trains on: a job
-    trains on what has changed since the revision of the served release.
+    A retraining trains towards `new_sha`, from the dataset commit of the served release. So
+    `old_sha` does not decide what the job trains on; it only records which pushes led to the job.
     """
 
     repo: str
     """`owner/name`"""
     ref: str
-    """The full name, as in `refs/heads/main`."""
+    """The full name of the ref, such as `refs/heads/main`."""
     old_sha: str | None = None
     """None if the ref was new, or if the job was submitted by hand."""
     new_sha: str
     delivery_ids: tuple[str, ...] = ()
-    """Every delivery that the job absorbed, oldest first."""
+    """The ids of all deliveries that the job answers for, oldest first."""
 
     def follows(self, other: "RevisionRange") -> bool:
         """Whether this range begins where `other` ends."""
         return self.old_sha is not None and self.old_sha == other.new_sha
 
     def absorb(self, arrived: "RevisionRange", *, may_be_older: bool = True) -> "RevisionRange":
-        """One range that covers both ranges, with the delivery ids of this range.
+        """One range that covers both ranges. It keeps the delivery ids of this range.
 
-        `arrived` came later, so its commits count as newer. There is one exception, because
-        deliveries may overtake each other: if `arrived` ends where this range begins, its commits
-        are older. With `may_be_older=False`, there is no exception.
+        `arrived` came later, so its commits count as the newer ones. But deliveries may overtake
+        each other: if `arrived` ends where this range begins, its commits count as the older ones.
+        With `may_be_older=False`, the commits of `arrived` always count as the newer ones.
         """
         first, last = self, arrived
         if may_be_older and self.follows(arrived) and not arrived.follows(self):
@@ -61,24 +62,25 @@ class JobSpec(_Record):
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments; never a shell line."""
     pipeline: str | None = None
-    """None for a plain command, which may run at the same time as any other job. A pipeline has at
-    most one running job and at most two pending jobs: one of pushes, and one that was submitted by
-    hand."""
+    """The pipeline that the job belongs to. None for a plain command, which never waits for another
+    job to end. A pipeline has at most one running job, and at most two pending jobs: one that
+    pushes created, and one that a person submitted by hand."""
     env: dict[str, str] = {}
     sealed_env: str | None = None
     """More environment variables, encrypted by `jobs.sealed`."""
     settings: dict[str, Any] = {}
-    """The settings of the command. They are fixed when the job is submitted, and the command reads
-    them in `spec.json`. The job store does not interpret them."""
+    """Settings for the command, which reads them from `spec.json`. The job store does not interpret
+    them."""
     revisions: RevisionRange | None = None
     dedupe_key: str | None = None
-    """If the pipeline's latest job has the same key, the submission returns that job instead of a
-    new one, unless that job failed or was cancelled."""
+    """A submission with the same key as an earlier job returns that job instead of a new one,
+    unless that job failed or was cancelled. For a pipeline, only one earlier job is compared: the
+    pending job that pushes created, or else the newest job."""
     resources: Resources = Resources()
     launcher: str = "local"
     max_attempts: int = Field(default=3, ge=1)
-    """How many attempts the job has in all, if each one vanishes without an outcome or fails for a
-    temporary cause."""
+    """How many attempts the job gets. The job gets another attempt only after an attempt failed for
+    a temporary cause, or after its process was lost without an outcome."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job starts once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)

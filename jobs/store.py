@@ -1,6 +1,9 @@
 """`JobStore`: all jobs with their states, and the deliveries that led to the jobs.
 
 The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
+
+A *push job* is a job of a pipeline that was not submitted by hand. While it is pending, it
+*absorbs* later pushes: it then answers for their commits too.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -34,20 +37,20 @@ __all__ = ["Delivery", "JobRequest", "JobStore", "Submission"]
 
 
 class JobStore(JobReader):
-    """Several threads and processes may use the store at the same time, except for `changed`. If
-    the database fails, every method raises StoreError.
+    """Several threads and processes may use the store at the same time, but only one thread may
+    call `changed`. Every method raises StoreError if the database fails.
 
-    Every method is one transaction, so a method that fails changes nothing. There are two
+    A method that fails has changed nothing, because each method is one transaction. There are two
     exceptions: `forget` and `replace_reasons` use several transactions.
     """
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
-        """Open the store; first create or upgrade it if necessary. Raises NewerSchema if a newer
-        release wrote the store.
+        """Open the store. First create or upgrade its tables if necessary. Raises NewerSchema if a
+        newer version of hotpush wrote the store.
 
-        Without a `clock`, the times of a Postgres store come from the Postgres server, because the
-        clocks of its clients may differ. The times of a SQLite store come from this machine.
+        Without a `clock`, the times of a SQLite store come from this machine. The times of a
+        Postgres store come from the Postgres server, because the clocks of its clients may differ.
         """
         engine = connect(url_or_path)
         try:
@@ -59,11 +62,11 @@ class JobStore(JobReader):
 
     @classmethod
     def open_to_read(cls, url_or_path: str | Path) -> Self | None:
-        """Open the store without creating or upgrading anything; None if the store has no tables
-        yet.
+        """Open the store without creating or upgrading anything. Returns None if the store has no
+        tables yet.
 
-        Raises NewerSchema if a newer release wrote the store, and OlderSchema if the store must
-        first be upgraded.
+        Raises NewerSchema if a newer version of hotpush wrote the store, and OlderSchema if the
+        store must be upgraded first.
         """
         engine = connect(url_or_path, only_reads=True)
         try:
@@ -71,8 +74,8 @@ class JobStore(JobReader):
             if revision not in (None, HEAD):
                 shown = engine.url.render_as_string(hide_password=True)
                 raise OlderSchema(
-                    f"The job store {shown} has the older schema {revision!r} and cannot be read "
-                    f"yet; `pipeline up` upgrades it to {HEAD!r}."
+                    f"The job store {shown} has the older schema {revision!r}, which this version "
+                    f"of hotpush cannot read; `pipeline up` upgrades it to {HEAD!r}."
                 )
         except BaseException:
             engine.dispose()
@@ -92,41 +95,43 @@ class JobStore(JobReader):
         delivery: Delivery | None = None,
         by_hand: bool = False,
     ) -> Submission:
-        """Record `delivery` and submit `spec`; the store does both or neither. Returns the job that
-        now answers for the delivery:
+        """Submit `spec` and record `delivery`; the store does both or neither. Returns the job that
+        now answers for the submission. The first of these rules that applies decides:
 
-        - If `delivery` was seen before, the job to which it led. If that job failed or was
-          cancelled, the pipeline's job of a later push. If there is no such job, or if the delivery
-          was ignored before, the cases below apply.
-        - If the pipeline's latest job has the same `dedupe_key`, that job, unless it failed or was
-          cancelled.
-        - If the pipeline has a pending job of pushes, that job. It absorbs `spec`: it takes the
-          command, settings and payload of `spec`, and keeps the start of its own range. If the
-          commits of `spec` are older, the pending job keeps its command, settings and payload.
-        - In all other cases, a new pending job.
+        1. The store has recorded a job for `delivery`: that job. If that job failed or was
+           cancelled: the newest later push job of the pipeline that did not fail and was not
+           cancelled. If there is no such job, this rule does not apply.
+        2. The pipeline's pending push job has the same `dedupe_key`: that job. If no push job is
+           pending, the newest job of the pipeline is compared instead, unless it failed or was
+           cancelled. A plain command is compared with the newest plain command with the same key.
+        3. The pipeline has a pending push job: that job absorbs `spec`. It takes the command,
+           settings and payload of `spec`, and its range of commits then covers both. If the commits
+           of `spec` are older, the pending job keeps its command, settings and payload.
+        4. Otherwise: a new pending job.
 
-        A submission by hand (`by_hand`) leads to a new job, even if the `dedupe_key` is known. That
-        job absorbs no push, and no other job absorbs it. Raises PendingJob if a job that was
-        submitted by hand is already pending for the pipeline.
+        For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
+        and no other job absorbs it. Raises PendingJob if the pipeline already has a pending job
+        that was submitted by hand.
         """
         request = JobRequest(spec=spec, payload=payload, delivery=delivery, by_hand=by_hand)
         return self.submit_all([request])[0]
 
     def submit_all(self, requests: Sequence[JobRequest]) -> list[Submission]:
-        """Submit the requests in order, each in the same way as `submit`. The store takes all of
-        them or none."""
+        """Submit the requests in order, by the rules of `submit`, in one transaction."""
         with writing(self._engine) as connection:
             return submit_all(connection, requests, self._now(connection))
 
     def ignore(self, delivery: Delivery, reason: str) -> None:
-        """Record that `delivery` leads to no job, unless the delivery already has an answer."""
+        """Record that `delivery` leads to no job. If the delivery is already recorded, change
+        nothing."""
         with writing(self._engine) as connection:
             insert_ignored(connection, delivery, self._now(connection), reason)
 
     # What a runner does
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
-        """Lease to `owner` the pending job that has been due longest. The job is then RUNNING.
+        """Lease the pending job that has been due longest to the runner `owner`. The job is then
+        RUNNING.
 
         Returns None if no pending job is due, or if every due job waits for the running job of its
         pipeline.
@@ -152,8 +157,8 @@ class JobStore(JobReader):
             )
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
-        """Record the launcher's handle of the attempt, and that the job waited `waited_seconds` for
-        this attempt. Raises LeaseLost."""
+        """Record the launcher's handle of a started attempt. The job waited `waited_seconds` for
+        this attempt; this time does not count against its time limit. Raises LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
             started_at = JOBS.c.started_at + waited_seconds
@@ -162,7 +167,7 @@ class JobStore(JobReader):
     def heartbeat(self, job_id: str, owner: str, lease_seconds: float) -> bool:
         """Extend the lease. Returns True if somebody asked to cancel the job. Raises LeaseLost.
 
-        Even a lease that has run out is extended, as long as no other runner has adopted the job.
+        A lease that has run out is extended too, if no other runner has adopted the job meanwhile.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -172,7 +177,7 @@ class JobStore(JobReader):
     def finish(self, job_id: str, owner: str, outcome: JobOutcome | None) -> Job:
         """End the job. An `outcome` of None means a plain command that exited with 0.
 
-        If a job of pushes failed, the pending job of pushes takes over its commits. Raises
+        If a push job failed, the pipeline's pending push job takes over its commits. Raises
         LeaseLost.
         """
         with writing(self._engine) as connection:
@@ -180,12 +185,11 @@ class JobStore(JobReader):
             return end_job(connection, job, outcome, self._now(connection))
 
     def retry(self, job_id: str, owner: str, failed: JobOutcome, wait_seconds: float = 0.0) -> Job:
-        """Plan the next attempt of a job whose attempt was lost or failed, or end the job with the
-        outcome `failed`.
+        """Plan the next attempt of a job whose attempt was lost or failed for a temporary cause.
 
-        The job ends if this was the last of its `max_attempts`. A job of pushes also ends if
-        another job of pushes is pending; that job then takes over the commits. Returns the job,
-        which is RUNNING or has ended. Raises LeaseLost.
+        If the job gets no further attempt, end it with the outcome `failed`. There are two reasons:
+        this was the last of its `max_attempts`, or a push job is pending that takes over its
+        commits. Returns the job, which is RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -205,16 +209,17 @@ class JobStore(JobReader):
             )
 
     def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
-        """End a job that waits for its next attempt, if a pending job of pushes can take over the
+        """End a job that waits for its next attempt, if a pending push job can take over its
         commits. Returns the job, which is RUNNING or has ended. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             return _give_way(connection, job, failed, self._now(connection)) or job
 
     def release(self, job_id: str, owner: str) -> None:
-        """Give up the lease of a job whose process this runner has stopped or never started.
+        """Give up the lease of a job. Call this only when the job has no process: this runner has
+        stopped the process, or has not started it.
 
-        Any runner can now adopt the job and start a new attempt. Raises LeaseLost.
+        Another runner can then adopt the job and start a new attempt. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -228,8 +233,8 @@ class JobStore(JobReader):
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Lease to `owner` each RUNNING job that another runner had, if the lease of that job has
-        run out. Returns these jobs."""
+        """Lease the RUNNING jobs of other runners whose lease has run out to the runner `owner`.
+        Returns these jobs."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -247,29 +252,29 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
-                    # The job had no runner since its lease ran out. Move its start by that time, so
-                    # that it does not count against the job's time limit.
+                    # The job had no runner since its lease ran out. Add this time to its start
+                    # time, so that it does not count against the job's time limit.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
             ]
 
-    # What keeps the store small
+    # Deleting old jobs and reasons
 
     def forget(self, before: float, *, newest: int, kept: Collection[str] = ()) -> Sequence[str]:
-        """Delete the jobs that ended before the time `before`, with their deliveries. Returns the
+        """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
         ids of the deleted jobs.
 
-        The `newest` jobs of each pipeline are not deleted, and the jobs in `kept` are not deleted.
-        Deliveries that led to no job are also deleted, if they were received before `before`. If a
-        deleted delivery is repeated, it counts as a new delivery.
+        The `newest` jobs of each pipeline and the jobs in `kept` are not deleted. This method also
+        deletes the deliveries that led to no job and were received before `before`. A deleted
+        delivery that is repeated counts as a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
-        """Replace the reason in the outcomes of these jobs, because a reason may quote rows that
-        must be deleted. An outcome without a reason stays as it is."""
+        """Replace the reason in the outcomes of these jobs. Call this when rows must be deleted
+        everywhere, because a reason may quote them. An outcome without a reason does not change."""
         for job_id in job_ids:
             with writing(self._engine) as connection:
                 try:
@@ -283,8 +288,8 @@ class JobStore(JobReader):
     # What a person does
 
     def cancel(self, job_id: str) -> Job:
-        """End a pending job, or ask the runner of a running job to stop it. A job that has ended
-        stays as it is.
+        """End a pending job, or ask the runner of a running job to stop it. If the job has already
+        ended, change nothing.
 
         Raises JobNotFound.
         """
@@ -315,7 +320,7 @@ def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) 
 
 
 def _because(failed: JobOutcome, why_no_more: str) -> JobOutcome:
-    """The outcome of the last attempt, as the outcome of the job. `why_no_more` says why there is
-    no further attempt."""
+    """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
+    is no further attempt."""
     reason = " ".join(filter(None, (failed.reason, why_no_more)))
     return failed.model_copy(update={"reason": reason, "may_pass": False})

@@ -1,6 +1,7 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
-Even if a pipeline's pending job absorbs many submissions, its row is read once and written once.
+A *push job* is a job of a pipeline that was not submitted by hand. A pending push job may absorb
+many submissions of one transaction. Its row is then written only once, at the end.
 """
 
 import json
@@ -33,14 +34,16 @@ DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
 _FAILED_OR_CANCELLED: tuple[JobState, ...] = ("ERROR", "CANCELED")
-"""A job that ended in one of these states has not done its work, so another job may do the work."""
+"""A job in one of these states has not done its work, so a repeated delivery may lead to another
+job."""
 
 
 def submit_all(
     connection: Connection, requests: Sequence[JobRequest], now: float
 ) -> list[Submission]:
-    """Submit the requests in order, each as `JobStore.submit` describes. Raises PendingJob for the
-    same reason."""
+    """Submit the requests in order, each as `JobStore.submit` describes. Like `JobStore.submit`,
+    raises PendingJob if a request by hand finds that its pipeline already has a pending job by
+    hand."""
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, requests)
     answered: dict[DeliveryKey, tuple[Delivery, int]] = {}
@@ -68,14 +71,15 @@ def submit_all(
 def _known_deliveries(
     connection: Connection, requests: Sequence[JobRequest]
 ) -> Mapping[DeliveryKey, int | None]:
-    """The deliveries that the store knows, each with the number of its job. The number is None for
-    a delivery that was ignored."""
+    """The deliveries of these requests that the store has already recorded, each with the number of
+    its job. The number is None for a delivery that was ignored."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for request in requests:
         if request.delivery is not None:
             ids[request.delivery.source].append(request.delivery.id)
     known = {}
-    # Use one query per source. SQLite would compare a list of (source, id) pairs with every row.
+    # Use one query per source. With a list of (source, id) pairs, SQLite would not use the index
+    # and would compare every row.
     for source in ids:
         query = select(DELIVERIES.c.id, DELIVERIES.c.job_number)
         is_asked = DELIVERIES.c.source == source, DELIVERIES.c.id.in_(ids[source])
@@ -103,8 +107,8 @@ def _write_answers(
     ]
     if new:
         connection.execute(insert(DELIVERIES), new)
-    # Update deliveries that had another answer: they were ignored, or their job failed or was
-    # cancelled.
+    # These deliveries were recorded with another answer: they were ignored, or their job failed or
+    # was cancelled.
     for key in answered.keys() & known.keys():
         answer = update(DELIVERIES).where(*matches_delivery(*key))
         connection.execute(answer.values(job_number=answered[key][1], ignored_reason=None))
@@ -112,10 +116,11 @@ def _write_answers(
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """The job with which the next push of a pipeline is compared: the pending job of pushes. If
-    there is none, this is the newest job of the pipeline.
+    """The job with which the next submission is compared. The submission is a duplicate of this
+    job, or this job absorbs it, or it gets a new job.
 
-    The push may be absorbed by this job, or be a duplicate of it.
+    For a pipeline, this is the pending push job or, if no push job is pending, the newest job. For
+    a plain command, it is the newest plain command with the same dedupe key.
     """
 
     job: Job
@@ -123,7 +128,8 @@ class _Candidate:
 
 
 class _Batch:
-    """The submissions of one transaction. Changed jobs are kept in memory until `write`."""
+    """The submissions of one transaction. New jobs are inserted at once. Changes of earlier jobs
+    and links to deliveries are kept in memory until `write` is called."""
 
     def __init__(self, connection: Connection, now: float) -> None:
         self._connection = connection
@@ -135,8 +141,8 @@ class _Batch:
     def submit(self, request: JobRequest) -> Submission:
         submission = self._submit(request)
         spec, delivery = request.spec, request.delivery
-        # A job that has started has already read its spec, so only a pending job can take more
-        # deliveries.
+        # Only a pending job takes more deliveries, because a job that has started has already read
+        # its spec.
         if spec.revisions is not None and submission.job.state == "SCHEDULING":
             own = () if delivery is None else (delivery.id,)
             self._links += [
@@ -158,8 +164,9 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # Only the newest job counts. After pushes of the commits A, B and A again, the third
-            # push must lead to another training, although an earlier job has the same key.
+            # A pipeline's older jobs are not compared. After pushes of the commits A, B and A
+            # again, the third push must lead to another training, although the job of the first
+            # push has the same key.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
@@ -186,20 +193,22 @@ class _Batch:
             number = self._connection.scalar(query)
             if number is not None:
                 raise PendingJob(job_id_of(number), pipeline)
-            # The new job is now the newest job of the pipeline, unless a job of pushes is pending.
-            # Forget the candidate, so that the next push of this batch reads the new job.
+            # The next push must be compared with the new job, unless a push job is pending. So if
+            # the remembered candidate is not pending, forget it. The next push of this batch then
+            # reads the new job from the database.
             candidate = self._candidates.get(pipeline)
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
         return Submission(job=self._insert(request), is_new=True, how="created")
 
     def answer(self, number: int) -> Job | None:
-        """The job for a repeated delivery whose first answer was the job `number`. None if the
-        delivery needs a new job.
+        """The job for a repeated delivery whose recorded answer is the job `number`. None if the
+        delivery must be submitted like a new one.
 
-        This is the job `number`, unless that job failed or was cancelled. Then it is the newest job
-        of a later push of the pipeline. The later push has a newer commit, and a training on the
-        repeated delivery's commit would replace the newer commit by an older one.
+        This is the job `number`, unless that job failed or was cancelled. In that case it is the
+        newest later push job that did not fail and was not cancelled. That job trains on a newer
+        commit, and a new training on the commit of the repeated delivery would replace the newer
+        weights by older ones.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -253,8 +262,8 @@ class _Batch:
         return self._candidates[pipeline]
 
     def _same_command(self, spec: JobSpec) -> _Candidate | None:
-        """The newest plain command with the same dedupe key. Jobs of pipelines do not count,
-        because dedupe keys are compared only within one pipeline."""
+        """The newest plain command with the dedupe key of `spec`. A job of a pipeline may have the
+        same key by chance, so it is never a candidate for a plain command."""
         if spec.dedupe_key is None:
             return None
         return self._newest(
@@ -280,11 +289,11 @@ class _Batch:
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _repeats_an_event(self, pending: Job) -> bool:
-        """Whether the pending job answers for a delivery that an earlier job had before: a repeated
-        delivery, or one that the pending job took over.
+        """Whether the pending job answers for a delivery that an earlier job already answered for:
+        the delivery was repeated, or the pending job took it over from a failed job.
 
-        A push that now arrives for the first time is newer than that delivery. This is so even if
-        the push ends where that delivery began, because somebody forced the branch back.
+        Such a delivery is old. A push that arrives now is newer, even if its commit is the one at
+        which that delivery began: somebody has force-pushed the branch back to that commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
@@ -327,7 +336,8 @@ class _Batch:
 
 
 def _failed_or_cancelled(job: Job) -> bool:
-    """Whether another job may do the work of this job: it failed, or a person cancelled it."""
+    """Whether the job failed, was cancelled, or is running but will be cancelled. A repeated
+    delivery may then lead to another job."""
     return job.state in _FAILED_OR_CANCELLED or job.cancel_requested
 
 

@@ -1,5 +1,10 @@
-"""Receives webhooks: checks the proof of each delivery, calls the handler, and answers. This
-package can be used alone, as a library: `from receiver import WebhookPayload, webhook_endpoint`."""
+"""Receives webhooks. A *delivery* is one request that a hub sends to a webhook's URL. The receiver
+checks its *proof* (a secret or a signature), calls the *handler* (a function of the user), and
+answers.
+
+This package can be used alone, as a library: `from receiver import WebhookPayload,
+webhook_endpoint`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +15,8 @@ __all__ = ["WebhookPayload", "WebhooksServer", "webhook_endpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded at its first use, so that the hub can import records of this package without a server.
+    # Import `receiver.server` only at its first use, so that the hub can import the records of this
+    # package without loading a web server.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from receiver import server

@@ -1,9 +1,9 @@
 """Starts the server when the script that defines its handlers ends.
 
-An exit handler would start the server too late: `asyncio.to_thread`, name resolution and async
-clients would then fail with "cannot schedule new futures after interpreter shutdown". So the server
-starts when the script's module code is about to return (Python 3.12 and newer), or before all exit
-handlers (Python 3.11).
+An `atexit` handler would start the server too late: thread pools are closed by then, so
+`asyncio.to_thread`, name resolution and async clients would fail with "cannot schedule new futures
+after interpreter shutdown". On Python 3.12 and newer, the server starts when the script's module
+code is about to return. On Python 3.11, it starts before the thread pools are closed.
 """
 
 import atexit
@@ -18,15 +18,15 @@ from receiver.errors import ReceiverError
 
 
 def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
-    """Call `start` when the main script ends normally or with `sys.exit()`. If `start` raises a
-    `ReceiverError`, the error is printed as one line, and the exit code is 1.
+    """Arrange that `start` is called when the main script ends normally or with `sys.exit()`. If
+    `start` raises a `ReceiverError`, its message is printed, and the exit code is 1.
 
-    Returns a function that cancels the call of `start`.
+    `start` is not called if the script ends with an exception, or with an error code such as in
+    `sys.exit(1)`. On Python 3.11, `start` is called even after `sys.exit(1)`, because the exit code
+    is not known at that point. In a notebook or at a prompt there is no script, so `start` is never
+    called.
 
-    After an exception or `sys.exit(1)`, `start` is not called. Python 3.11 cannot distinguish
-    `sys.exit(1)` from `sys.exit()` at that point, so it calls `start` after both.
-
-    In a notebook or at a prompt there is no script, so `start` is never called.
+    Returns a function that cancels the call. Raises `ReceiverError` if the call cannot be arranged.
     """
     if is_interactive():
         return _nothing
@@ -85,8 +85,8 @@ if sys.version_info >= (3, 12):
         monitoring.use_tool_id(tool, __name__)
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
-        # PY_UNWIND reports a script that ends with `sys.exit()`. This event cannot be set for one
-        # code object only, so `on_unwind` checks whether the code is that of the script.
+        # A script that ends with `sys.exit()` causes the event PY_UNWIND. This event cannot be
+        # limited to one code object, so `on_unwind` checks that the code is the script's.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel
@@ -117,15 +117,15 @@ else:
             try:
                 start()
             except ReceiverError as error:
-                # At this point, only `os._exit` can still set the exit code. `os._exit` skips the
-                # exit handlers, so run these first.
+                # Only `os._exit` can set the exit code at this point. It skips the `atexit`
+                # handlers, so run them first.
                 print(error, file=sys.stderr)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
                 os._exit(1)
 
-        # The function that was registered last is called first, so `on_exit` runs before
-        # concurrent.futures closes its executors. `_register_atexit` is private, but Python 3.11
-        # gets only security fixes, so it will not change.
+        # Python calls these functions in reverse order of registration, so `on_exit` runs before
+        # concurrent.futures closes its executors. `_register_atexit` is private, but it will not
+        # change, because Python 3.11 gets only security fixes.
         threading._register_atexit(on_exit)  # type: ignore[attr-defined]
         return cancel

@@ -1,5 +1,5 @@
-"""Writes items that arrive at the same time in one batch, so that they share one wait for the
-disk."""
+"""Writes items in batches: items that arrive while a write is running share the next write, and so
+share its wait for the disk."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,8 +13,8 @@ class Batches(Generic[Item, Result]):
     """Collects the next batch while the current batch is being written. Only one `write` runs at a
     time.
 
-    `write` returns one result per item. If `write` raises an error, `add` raises the same error for
-    each item of the batch.
+    `write` gets the items of a batch, and returns one result per item in the same order. If it
+    raises an error, `add` raises this error for each item of the batch.
     """
 
     def __init__(self, write: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
@@ -24,7 +24,8 @@ class Batches(Generic[Item, Result]):
         self._busy_until = 0.0
 
     async def wait_until_quiet(self, *, for_seconds: float, within_seconds: float) -> None:
-        """Return once nothing was added or written for `for_seconds`, or after `within_seconds`."""
+        """Wait until nothing has been added or written for `for_seconds`, but at most
+        `within_seconds`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_seconds
         while (now := loop.time()) < deadline:
@@ -35,8 +36,8 @@ class Batches(Generic[Item, Result]):
             await asyncio.sleep(min(quiet_at, deadline) - now)
 
     async def add(self, item: Item) -> Result:
-        """Put the item into the next batch, and return the item's result once the batch is
-        written."""
+        """Put the item into the next batch, wait until this batch is written, and return the item's
+        result."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Result] = loop.create_future()
         self._busy_until = loop.time()
@@ -50,17 +51,17 @@ class Batches(Generic[Item, Result]):
 
     async def _write_all(self) -> None:
         while self._arrived:
-            await asyncio.sleep(0)  # let other tasks that are ready add their items first
+            await asyncio.sleep(0)  # let other tasks add their items to this batch first
             batch, self._arrived = self._arrived, []
             try:
                 results = await self._write([item for item, _ in batch])
             except Exception as error:
-                # Part of the batch may be written, but nobody knows which part. So every `add`
-                # raises the error.
+                # Some items may have been written, but it is not known which. So every `add` of
+                # this batch raises the error.
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)
                 continue
             for (_, future), result in zip(batch, results, strict=True):
-                if not future.done():  # the future is cancelled if the sender has disconnected
+                if not future.done():  # a future is cancelled when its sender disconnects
                     future.set_result(result)

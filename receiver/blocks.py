@@ -1,5 +1,6 @@
-"""A `gradio.Blocks` as the page of a receiver. The script finds on it what gradio's own `launch`
-would have set: `ui.server.close()`, `ui.local_url`, `ui.share_url`, `ui.is_running`."""
+"""Serves a `gradio.Blocks` as the page of a receiver. A script may read attributes of the blocks
+that gradio's own `launch` sets, such as `ui.server`, `ui.local_url`, `ui.share_url` and
+`ui.is_running`. This module sets them too."""
 
 import signal
 import threading
@@ -20,16 +21,16 @@ def is_blocks(ui: object) -> bool:
 
 def application_of_blocks(blocks: Any) -> FastAPI:
     """An application that serves `blocks`. The caller must enter its lifespan."""
-    import gradio  # must be installed, since the user passed Blocks
+    import gradio  # is installed, because the user has passed a gradio.Blocks
 
-    # Mount the interface in an application of its own, because at "/" of the server it would hide
-    # routes that are added later.
+    # Mount the interface in a separate application. If it were mounted at "/" of the server's own
+    # application, it would hide routes that are added later.
     mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), blocks, path="/")
     return mounted
 
 
 class ServerOfBlocks:
-    """The object that a script finds as `ui.server`."""
+    """The value of `ui.server`, on which a script may call `close`."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close
@@ -38,7 +39,7 @@ class ServerOfBlocks:
 def show_as_running(
     blocks: Any, *, app: FastAPI, local_url: str, share_url: str | None, close: Callable[[], None]
 ) -> None:
-    """Set the attributes that a script may read after `launch`. `close` stops the server."""
+    """Set the attributes that a script may read after `launch`. `close` must stop the server."""
 
     def close_and_tell() -> None:
         blocks.is_running = False
@@ -52,17 +53,17 @@ def show_as_running(
 
 
 def block_until_interrupted(blocks: Any) -> None:
-    """Call `blocks.block_thread()`, which a script may replace, and close the server after it.
-    SIGTERM ends the process too, but only after the server has closed."""
+    """Call `blocks.block_thread()`, which waits until Ctrl-C and then closes the server (a script
+    may replace this method). On SIGTERM, close the server first, and then end the process."""
     if threading.current_thread() is not threading.main_thread():
-        blocks.block_thread()  # only the main thread can take signals
+        blocks.block_thread()  # only the main thread can set signal handlers
         return
     is_terminated = False
 
     def terminate(_number: int, _frame: FrameType | None) -> None:
         nonlocal is_terminated
         is_terminated = True
-        raise KeyboardInterrupt  # ends the wait in `block_thread`
+        raise KeyboardInterrupt  # `block_thread` stops waiting
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:

@@ -1,9 +1,10 @@
-"""Finds requests that a browser sends for a page of another site. Reads headers only.
+"""Recognises, by its headers, a request that a page of another site caused.
 
-Such a page is dangerous: through the user's browser it reaches servers that only the user's machine
-can reach, and the browser adds the user's login. The owner of a page can also let the page's host
-name resolve to 127.0.0.1 (DNS rebinding). The browser then believes that this server belongs to the
-page, but it still sends the page's host name as `Host`.
+A page of another site can make the user's browser send requests to a server that only the user's
+machine can reach, and the browser adds the user's login. There are two cases. Either the page names
+this server, and the browser says in `Origin` or `Sec-Fetch-Site` that the page is of another site.
+Or the owner of the page makes the page's own host name resolve to 127.0.0.1 (DNS rebinding). The
+browser then takes this server for the page's own, but it sends the page's host name as `Host`.
 """
 
 import ipaddress
@@ -12,10 +13,10 @@ from urllib.parse import urlsplit
 
 
 def other_site(headers: Mapping[str, str]) -> str | None:
-    """Names the other site whose page made a browser send this request.
+    """The other site whose page made a browser send this request, for an error message.
 
-    None if a page of this server sent the request, or a client that is not a browser. The names in
-    `headers` must be lower case.
+    None if the request comes from a page of this server, or from a client that is not a browser.
+    The names in `headers` must be lower case.
     """
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != _host(headers).lower():
@@ -29,10 +30,10 @@ def other_site(headers: Mapping[str, str]) -> str | None:
 def other_host(
     headers: Mapping[str, str], server: tuple[str, int | None] | None, names: Collection[str]
 ) -> str | None:
-    """The `Host` header of a request that came over loopback, if the header names another host.
+    """The `Host` header of a request over loopback, if this header names neither loopback nor one
+    of `names`. None for any other request.
 
-    None if the request did not come over loopback, or if the header names loopback or one of
-    `names`. `server` is the local end of the connection, as in an ASGI scope.
+    `server` is the local address of the connection, as in an ASGI scope.
     """
     if server is None or not _is_loopback(server[0]):
         return None
@@ -43,7 +44,7 @@ def other_host(
 
 
 def host_name(url: str) -> str:
-    """The host name in the URL, in lower case; empty if the URL has no host name."""
+    """The host name in the URL, in lower case. Empty if the URL has no host name."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -1,7 +1,8 @@
 """Lists dead letters, and queues them to be handled again.
 
-A dead letter is a delivery that was given up, because every call of its durable handler failed. The
-receiver may run meanwhile; it finds the queued deliveries within seconds.
+A dead letter is a delivery that the receiver has given up, because every call of its durable
+handler failed (`receiver/durable.py`). These functions can be called while the receiver runs; the
+receiver then finds the queued dead letters within seconds.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from receiver.delivery_log import REVIVED, SCHEMA_VERSION
 from receiver.errors import ReceiverError
 
 BUSY_SECONDS = 10.0
-"""How long to wait while the receiver writes to the file."""
+"""How long to wait for the receiver's lock on the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,13 @@ class DeadLetter:
     died_at: float
     attempts: int
     failure: str | None
-    """How the last call failed."""
+    """How the last call of the handler failed."""
     body: str
 
 
 def list_dead_letters(file: Path) -> list[DeadLetter]:
-    """All dead letters. The letter that was given up first comes first. Raises ReceiverError if the
-    file cannot be read."""
+    """All dead letters, in the order in which they were given up. Raises ReceiverError if the file
+    cannot be read."""
     with _opened(file, "ro") as connection:
         rows = connection.execute(
             "SELECT path, id, repository, received_at, died_at, attempts, failure, body"
@@ -55,9 +56,10 @@ def list_dead_letters(file: Path) -> list[DeadLetter]:
 
 
 def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> list[str]:
-    """Queue these dead letters to be handled again; if `ids` is None, queue all. Returns their ids.
+    """Queue the dead letters with these ids to be handled again, or all dead letters if `ids` is
+    None. Returns the ids of the queued dead letters.
 
-    Raises ReceiverError and changes nothing if no dead letter has one of the ids.
+    Raises ReceiverError and changes nothing if an id is not the id of a dead letter.
     """
     with _opened(file, "rw") as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -66,7 +68,8 @@ def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> li
         for id in known if ids is None else ids:
             if id not in known:
                 raise ReceiverError(
-                    f"{id!r} is no dead letter in {file}; `pipeline receiver dead` lists them"
+                    f"{id!r} is no dead letter in {file}; `pipeline receiver dead` lists the dead"
+                    " letters."
                 )
             connection.execute(
                 f"UPDATE deliveries SET {REVIVED.format(now='?')} WHERE id = ? AND {dead}",
@@ -91,9 +94,9 @@ def _opened(file: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connectio
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != SCHEMA_VERSION:
                 raise ReceiverError(
-                    f"{file} has schema {version}, but this release can read only schema"
-                    f" {SCHEMA_VERSION}. If the file is older, start the receiver of this release"
-                    " once: it upgrades the file. If the file is newer, upgrade hotpush."
+                    f"{file} has schema {version}, but this version of hotpush can read only schema"
+                    f" {SCHEMA_VERSION}. If the schema of the file is older, start the receiver"
+                    " once, which upgrades the file. If it is newer, upgrade hotpush."
                 )
             yield connection
     except sqlite3.Error as error:

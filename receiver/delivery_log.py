@@ -1,7 +1,7 @@
-"""Stores the deliveries of durable handlers in one SQLite file, until the handler has succeeded. A
-delivery that was given up stays in the file as a dead letter.
+"""Stores deliveries in one SQLite file until their durable handler has succeeded. If every call of
+the handler fails, the delivery is given up: it stays in the file as a *dead letter*.
 
-A delivery is on disk before its sender gets an answer. Headers that carry a proof are never
+A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
 written.
 """
 
@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""A delivery that arrives again within this time is recognised as a repeat. This time is longer
-than the 30 days for which a hub keeps its deliveries by default."""
+"""A delivery that is repeated within this time is recognised as a repeat. The stack's hub keeps its
+deliveries for 30 days by default, so it cannot repeat a delivery that is older than this time."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -56,15 +56,15 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 _ADDED = {"repository": "TEXT", "died_at": "REAL", "failure": "TEXT"}
-"""Columns that the first version of the schema did not have."""
+"""The columns that schema 1 does not have."""
 
 
 REVIVED = (
     "due_at = iif(died_at IS NULL, due_at, {now}), attempts = iif(died_at IS NULL, attempts, 0),"
     " died_at = NULL"
 )
-"""The SET part of an UPDATE that queues dead letters to be handled again. Failed calls are counted
-from 0 again. Rows that are no dead letters keep their values."""
+"""The SET part of an UPDATE. It queues a dead letter to be handled again, with a new count of
+failed calls. It does not change a row that is no dead letter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,26 +74,27 @@ class NewDelivery:
     headers: dict[str, str]
     body: bytes
     repository: str | None = None
-    """Deliveries of one repository wait for each other. A delivery without a repository waits for
-    no other delivery."""
+    """Deliveries of one repository to the same path are handled one after another. A delivery
+    without a repository waits for no other delivery."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredDelivery(NewDelivery):
     attempts: int
-    """How many calls of the delivery's handler have failed."""
+    """How many calls of the handler for this delivery have failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerResult:
-    """How one call of a delivery's handler ended. The call succeeded if both times are None."""
+    """How one call of the handler for one delivery ended. If `due_at` and `died_at` are None, the
+    call succeeded."""
 
     path: str
     id: str
     due_at: float | None = None
     """When to call the handler again."""
     died_at: float | None = None
-    """When the delivery was given up."""
+    """When the delivery was given up. None if it was not."""
     failure: str | None = None
     """How the call failed, in a few words."""
 
@@ -106,9 +107,10 @@ class DeliveryLog:
     """The open file. A lock on `<path>.lock` ensures that only one process has a `DeliveryLog` of
     the file. Only one thread at a time may call the methods. Times are seconds since the epoch.
 
-    Raises `ReceiverError` if another process has the lock, if a newer release wrote the file, or if
-    the file is no SQLite database. Such a file is not changed. Opening a file with the current
-    schema writes nothing to it, so that a receiver can start while the disk is full.
+    The constructor raises `ReceiverError`, and does not change the file, if another process has the
+    lock, if a newer version of hotpush wrote the file, or if the file is no SQLite database. If the
+    file has the current schema, the constructor writes nothing to it, so that a receiver can start
+    while the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,19 +147,19 @@ class DeliveryLog:
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
         """Store all deliveries or none. Returns for each delivery whether it is new.
 
-        When this method returns, all deliveries are on disk, whether they are new or not.
+        When this method returns, all these deliveries are on disk.
         """
         keys = [(delivery.path, delivery.id) for delivery in deliveries]
         known = self._known(keys)
-        # Use one statement for all rows. Each call of SQLite releases the interpreter lock, and a
-        # busy event loop takes long to give the lock back.
+        # Use one statement for all rows. Each call of SQLite releases Python's interpreter lock,
+        # and this thread gets the lock back late if the thread of the event loop is busy.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced.execute(
             "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
             f" VALUES {rows}"
-            # A sender that repeats a delivery may repeat it again, so count KEPT_SECONDS from now.
+            # The sender may repeat the delivery once more, so KEPT_SECONDS must begin again.
             " ON CONFLICT DO UPDATE SET received_at = excluded.received_at,"
-            # A sender that repeats a dead letter wants the delivery to be handled, so queue it.
+            # If the sender repeats a dead letter, handle it again.
             f" {REVIVED.format(now='excluded.due_at')}",
             [
                 value
@@ -176,8 +178,8 @@ class DeliveryLog:
 
     def _known(self, keys: Sequence[tuple[str, str]]) -> set[tuple[str, str]]:
         places = ", ".join(["(?, ?)"] * len(keys))
-        # With a cross join, SQLite looks up each key in the index. With `(path, id) IN (VALUES …)`,
-        # SQLite would read all rows.
+        # Use a cross join, so that SQLite looks up each key in the index. With
+        # `(path, id) IN (VALUES …)`, SQLite would read all rows.
         found = self._connection.execute(
             f"WITH asked (path, id) AS (VALUES {places})"
             " SELECT path, id FROM asked CROSS JOIN deliveries USING (path, id)",
@@ -190,8 +192,9 @@ class DeliveryLog:
     ) -> list[StoredDelivery]:
         """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
 
-        A delivery is left out while an earlier delivery to the same path, of the same repository,
-        waits for its next call. It is also left out if `busy` contains its path and repository.
+        Left out are deliveries that must wait for an earlier delivery of the same path and
+        repository, because the earlier one waits for its next call. Also left out are deliveries
+        whose path and repository are in `busy`.
         """
         if not paths:
             return []
@@ -201,8 +204,8 @@ class DeliveryLog:
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"
-            # Name the index. Otherwise SQLite would use the index on `path`, and read every row
-            # that is already handled.
+            # Name the index. Otherwise SQLite would use the index on `path`, and would read all
+            # rows of deliveries that are already handled.
             " SELECT path, id, headers, body, repository, attempts"
             " FROM deliveries AS mine INDEXED BY deliveries_due"
             f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))}){is_busy}"
@@ -224,13 +227,13 @@ class DeliveryLog:
         ]
 
     def settle(self, calls: Sequence[HandlerResult]) -> None:
-        """Store how these calls ended.
+        """Store the results of calls.
 
-        If a call succeeded, the delivery's headers and body are deleted. Its path and id stay, so
-        that a repeat is recognised. A delivery that was given up keeps its headers and body.
+        After a successful call, the delivery's headers and body are deleted. Its path and id stay,
+        so that a repeat is recognised. A delivery that was given up keeps its headers and body.
 
-        A power cut may undo this method; the handlers are then called again. If only this process
-        dies, nothing is undone.
+        This method does not wait for the disk. So a power cut may lose the results, and the
+        handlers are then called again. If only this process dies, no result is lost.
         """
         failed = [
             (call.due_at, call.died_at, call.failure, call.path, call.id)
@@ -252,16 +255,16 @@ class DeliveryLog:
             )
 
     def next_due_at(self, now: float) -> float | None:
-        """The earliest time after `now` at which a delivery becomes due. None if no delivery is due
-        after `now`."""
+        """The earliest time after `now` at which a delivery becomes due. None if there is no such
+        time."""
         due_at: float | None = self._connection.execute(
             "SELECT min(due_at) FROM deliveries WHERE due_at > ?", (now,)
         ).fetchone()[0]
         return due_at
 
     def forget(self, now: float) -> None:
-        """Delete the handled deliveries whose last arrival is `KEPT_SECONDS` ago, and the dead
-        letters that were given up that long ago."""
+        """Delete the handled deliveries that last arrived more than `KEPT_SECONDS` ago, and the
+        dead letters that were given up more than `KEPT_SECONDS` ago."""
         before = now - KEPT_SECONDS
         self._connection.execute(
             "DELETE FROM deliveries WHERE due_at IS NULL AND received_at < ?"
@@ -271,7 +274,8 @@ class DeliveryLog:
 
 
 def _added(connection: sqlite3.Connection) -> str:
-    """The SQL statements that add the missing columns to a table of the first schema version."""
+    """The SQL statements that add the missing columns to a table of schema 1. Empty if there is no
+    table yet."""
     present = {row[1] for row in connection.execute("PRAGMA table_info(deliveries)")}
     missing = {} if not present else {k: v for k, v in _ADDED.items() if k not in present}
     return "".join(f"ALTER TABLE deliveries ADD COLUMN {k} {v};" for k, v in missing.items())
@@ -286,14 +290,14 @@ def _version(path: Path) -> int:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorname != "SQLITE_READONLY_ROLLBACK":
             raise
-        # The process that created the file was killed during its first write. Only a connection
-        # that may write can roll that write back.
+        # A process was killed during its first write to the file. A read-only connection cannot
+        # roll this write back, so open the file for writing.
         version = _read_version(path, "rw")
     if version > SCHEMA_VERSION:
         raise ReceiverError(
-            f"{path} has schema {version}, but the newest schema that this release knows is"
-            f" {SCHEMA_VERSION}: a newer release wrote the file. The file was not changed."
-            " Upgrade hotpush, or set `deliveries_path` to another file."
+            f"{path} has schema {version}, but this version of hotpush knows schemas up to"
+            f" {SCHEMA_VERSION}: a newer version of hotpush wrote the file. The file was not"
+            " changed. Upgrade hotpush, or set `deliveries_path` to another file."
         )
     return version
 
@@ -309,8 +313,8 @@ def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={synchronous}")
-    # During a checkpoint, SQLite moves pages from the write-ahead log to the file, and a sender
-    # waits. So let SQLite do one only after this many pages (40 MB).
+    # At a checkpoint, SQLite copies the pages of the write-ahead log into the file, and senders
+    # wait. So make checkpoints rare: one after this many pages (40 MB).
     connection.execute("PRAGMA wal_autocheckpoint=10000")
     return connection
 

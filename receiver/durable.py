@@ -1,11 +1,11 @@
-"""Calls durable handlers after the sender was answered. If a call fails, the handler is called
-again after a pause.
+"""Stores the deliveries of durable handlers, and calls the handlers after the sender was answered.
+If a call fails, the handler is called again after a pause.
 
-A handler is called at least once for each delivery. If the process dies while a handler runs, the
-next process calls the handler again. Deliveries of one repository are handled in the order of their
-arrival: while one delivery waits for its next call, the later deliveries wait too. After
-`MAX_ATTEMPTS` failed calls, the delivery becomes a dead letter (`receiver/dead_letters.py`), and
-the later deliveries are handled.
+The handler may be called several times for one delivery: if the process dies while a handler runs,
+the next process calls the handler again. A handler gets the deliveries of one repository in the
+order of their arrival: while one delivery waits for its next call, the later deliveries wait too.
+After `MAX_ATTEMPTS` failed calls, the delivery is given up: it becomes a dead letter
+(`receiver/dead_letters.py`), and the later deliveries are handled.
 """
 
 import asyncio
@@ -33,25 +33,29 @@ _logger = logging.getLogger(__name__)
 MAX_RUNNING = 8
 """How many handlers may run at the same time."""
 LONGEST_PAUSE_SECONDS = 600.0
+"""The pause before the next call begins at 1 s, and doubles after each failed call up to this
+value."""
 MAX_ATTEMPTS = 20
-"""A delivery is given up after this many failed calls. Because of the pauses between the calls,
-this takes almost two hours."""
+"""A delivery is given up after this many failed calls. With the pauses between them, the calls take
+almost two hours."""
 LOOK_SECONDS = 5.0
-"""The worker reads the log at least this often. In this way it finds a dead letter that another
-process has queued again."""
+"""When no delivery waits in memory, the worker reads the log this often. In this way it finds dead
+letters that another process has queued."""
 FAILURE_CHARACTERS = 500
 """The description of a failure is cut to this length before it is stored."""
 FORGET_EVERY_SECONDS = 3600.0
 """How often old deliveries are deleted from the log."""
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
-"""Senders that wait for an answer have priority over handlers. So handlers are called when no
-delivery has arrived for QUIET_SECONDS, or at the latest after YIELD_SECONDS."""
+"""Senders that wait for an answer have priority over handlers. So before it calls handlers, the
+worker waits until no delivery has arrived for QUIET_SECONDS, but at most YIELD_SECONDS."""
 
 
 class DurableDeliveries:
-    """The delivery log, and the task that calls the handlers while the context `worker` is open.
+    """The delivery log, and the worker: a task that calls the handlers while the context `worker`
+    is open.
 
-    Each handler is an ASGI application for one path, and is called with the stored request.
+    Each handler is an ASGI application for one path. It is called with a request that is made from
+    the stored delivery.
     """
 
     def __init__(self, path: Path, *, shutdown_seconds: float) -> None:
@@ -66,18 +70,19 @@ class DurableDeliveries:
         self._one_thread = anyio.CapacityLimiter(1)
         self._batches = Batches(self._store)
         self._known: set[tuple[str, str]] = set()
-        """Path and id of each delivery that waits for a call or is being handled, or whose result
-        is not stored yet."""
+        """The deliveries in memory, by path and id: they wait for a call, are being handled, or
+        have a result that is not stored yet."""
         self._queues = RepositoryQueues()
         self._running: set[asyncio.Task[None]] = set()
         self._results: list[HandlerResult] = []
-        """The results that are not stored yet."""
+        """The results of calls that are not stored yet."""
         self._unstored_failures: dict[tuple[str, str], QueueKey] = {}
-        """The deliveries whose failure is not stored yet: path and id → the delivery's queue."""
+        """The deliveries whose failed call is not stored yet: path and id → queue. These queues
+        stay busy."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
-        """Add a handler. Any thread may call this, also while handlers run. Raises `ReceiverError`
-        for the same reasons as `open`."""
+        """Add a handler. Any thread may call this method, also while the worker runs. Raises
+        `ReceiverError` if the worker runs and the log cannot be opened."""
         if self._loop is not None:
             self._opened()
         self._handlers[path] = handler
@@ -93,12 +98,12 @@ class DurableDeliveries:
     async def accept(
         self, path: str, id: str, headers: dict[str, str], body: bytes, repository: str
     ) -> bool:
-        """Store the delivery. Returns whether the delivery is new. Raises `WorkerNotRunning` if the
-        context `worker` is not open."""
+        """Store the delivery. Returns True if the delivery is new, and False if it is a repeat.
+        Raises `WorkerNotRunning` if the context `worker` is not open."""
         if self._loop is None:
             raise WorkerNotRunning(
-                "This server's durable handlers are not called: the application that mounts the"
-                " server must enter the server's lifespan, as in"
+                "This server cannot call its durable handlers, because its lifespan was not"
+                " entered. The application that mounts the server must enter it:"
                 " FastAPI(lifespan=server.lifespan)."
             )
         delivery = NewDelivery(path=path, id=id, headers=headers, body=body, repository=repository)
@@ -112,18 +117,19 @@ class DurableDeliveries:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Call the handlers while this context is open, first for the deliveries that an earlier
-        process left.
+        """Call the handlers while this context is open. Deliveries that an earlier process has left
+        are handled too.
 
-        On exit, wait up to `shutdown_seconds` for the handlers that still run, and cancel the rest.
-        The next process calls the cancelled handlers again.
+        On exit, wait up to `shutdown_seconds` for the handlers that still run, and then cancel
+        them. The next process calls the cancelled handlers again.
         """
         if self._loop is not None:
-            # Another server serves the same application, and already runs the worker.
+            # The context is already open, because another server serves the same application.
             yield
             return
         self.open()
-        # An event belongs to one event loop, and the last launch may have had another loop.
+        # Make a new event: an event belongs to one event loop, and an earlier launch may have used
+        # another loop.
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
@@ -131,8 +137,8 @@ class DurableDeliveries:
         try:
             yield
         finally:
-            # Let the worker end by itself. Do not cancel it, because its thread may be executing an
-            # SQL statement.
+            # Ask the worker to end, and do not cancel it: its thread may be executing an SQL
+            # statement.
             self._is_stopping = True
             self._wake.set()
             await worker
@@ -164,9 +170,12 @@ class DurableDeliveries:
             try:
                 await self._call_due_handlers()
             except sqlite3.Error as error:
-                # The usual cause is a full disk. Nothing is lost: the stored deliveries stay in the
-                # file, and the results stay in memory until they can be written.
-                _logger.error("%s cannot be used; next try in 1 s: %s", self._path, error)
+                # The usual cause is a full disk. Nothing is lost meanwhile: the stored deliveries
+                # stay in the file, and the results stay in memory until they can be stored.
+                _logger.error(
+                    "%s cannot be used, so no handler is called; next try in 1 s: %s",
+                    *(self._path, error),
+                )
                 await asyncio.sleep(1)
 
     async def _call_due_handlers(self) -> None:
@@ -196,8 +205,9 @@ class DurableDeliveries:
                 await self._wake.wait()
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
-            # `_wake` is set when a delivery was stored, when a handler ended, and when the worker
-            # must stop. Nothing sets it for the other work, so look again at `look_at`.
+            # `_wake` is set when a delivery was stored, when a handler was added or has ended, and
+            # when the worker must stop. Nothing sets it when a pause ends, when old deliveries must
+            # be deleted, or when another process queues a dead letter. So wake up at `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
@@ -246,8 +256,7 @@ class DurableDeliveries:
             if status >= 300:
                 failure = f"answered {status}"
         except Exception as error:
-            # A handler is the user's code and may raise anything. Log the traceback, and call the
-            # handler again later.
+            # A handler is the user's code and may raise anything. The traceback is only in the log.
             _logger.exception("%s failed on delivery %s", delivery.path, delivery.id)
             failure = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
         if failure is None:
@@ -270,12 +279,13 @@ class DurableDeliveries:
 
 
 def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
-    """The result of a failed call: either the next call or the end of the delivery."""
+    """The result of a failed call: either the handler is called again later, or the delivery is
+    given up."""
     num_calls = delivery.attempts + 1
     if num_calls >= MAX_ATTEMPTS:
         _logger.error(
             "%s: delivery %s is given up after %d calls (%s). To handle it again, run"
-            " `pipeline receiver replay` with this id",
+            " `pipeline receiver replay` with this id.",
             *(delivery.path, delivery.id, num_calls, failure),
         )
         return HandlerResult(
@@ -292,7 +302,8 @@ def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
 
 
 async def _call(handler: ASGIApp, delivery: StoredDelivery) -> int:
-    """Call the handler and return the HTTP status of its answer. Raises what the handler raises."""
+    """Call the handler with the stored request. Returns the HTTP status of the answer. Raises any
+    exception of the handler."""
     status = 500
     body: list[Message] = [{"type": "http.request", "body": delivery.body, "more_body": False}]
 

@@ -1,4 +1,4 @@
-"""Lets requests that come through a tunnel reach the handlers' routes, and nothing else."""
+"""Limits what requests through a tunnel can reach: only `POST` to the routes of the handlers."""
 
 from collections.abc import Collection
 
@@ -10,15 +10,15 @@ from receiver.cross_site import other_host
 
 
 class TunnelEntrance:
-    """An application in front of `app`. A request that arrives at `port` came through the tunnel,
-    because only the tunnel knows this port.
+    """An application in front of `app`, for a receiver that has opened a tunnel.
 
-    A tunnel that the user has set up may lead to the receiver's own port instead. At that port, a
-    request over loopback counts as a tunnel's request if its `Host` is neither loopback nor in
+    The receiver opens `port` only for its own tunnel, so every request at this port counts as a
+    tunnel's. A tunnel that the user has set up may lead to the receiver's usual port instead. At
+    that port, a request over loopback counts as a tunnel's if its `Host` is neither loopback nor in
     `names`. This test is less certain, because a stranger can choose the `Host`.
 
     Args:
-        port: The port to which the tunnel leads.
+        port: The port to which the receiver's own tunnel leads.
         names: The host names of the receiver on this machine.
         paths: The paths of the handlers.
     """
@@ -40,7 +40,8 @@ class TunnelEntrance:
         if scope["type"] == "lifespan" or not self._is_by_tunnel(scope) or self._is_call(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            # Answer as for an unknown path, so that a stranger learns nothing.
+            # Give the same answer as for an unknown path, so that a stranger does not learn which
+            # paths exist.
             await JSONResponse({"error": "Not Found"}, status_code=404)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})

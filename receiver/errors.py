@@ -1,29 +1,30 @@
-"""The errors of the receiver, in one tree.
+"""The errors of the receiver, as a tree, with what happens when each is raised. A proof is the
+secret or the signature of a request.
 
-ReceiverError            the message is for the person who runs or configures the receiver
+ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
 ├── ProofWrong           answered 403
 ├── FromElsewhere        answered 403
 ├── BodyTooLarge         answered 413
 ├── NotAnEvent           answered 422
 ├── WorkerNotRunning     answered 503
-├── OpenToEveryone       refused at launch
-├── AddressUnavailable   refused at launch
-├── TunnelFailed         refused at launch
-└── WebhookApiError      the hub refused a management call
+├── OpenToEveryone       the server is not started, or the handler is not added
+├── AddressUnavailable   the server is not started
+├── TunnelFailed         the server is not started
+└── WebhookApiError      a call that manages webhooks on a hub failed
     ├── WebhookNotFound
     └── NotAllowed
 """
 
 
 class ReceiverError(Exception):
-    """The receiver cannot continue. The message names the value, the cause and the next step."""
+    """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel."""
 
     status_code = 500
 
 
 class ProofMissing(ReceiverError):
-    """The request lacks the header that the configured proof needs."""
+    """The request lacks a header that its proof needs."""
 
     status_code = 401
 
@@ -54,8 +55,8 @@ class NotAnEvent(ReceiverError):
 
 
 class WorkerNotRunning(ReceiverError):
-    """Nothing would call the durable handler, because the application has not entered the server's
-    lifespan."""
+    """The server cannot call its durable handlers, because its lifespan was not entered. So it
+    accepts no delivery for them."""
 
     status_code = 503
 
@@ -69,17 +70,17 @@ class AddressUnavailable(ReceiverError):
 
 
 class TunnelFailed(ReceiverError):
-    """The tunnel gave no public URL, or no tunnel is configured."""
+    """The tunnel cannot be opened, or no tunnel is configured."""
 
 
 class WebhookApiError(ReceiverError):
-    """The hub refused a call that manages webhooks, could not be reached, or gave an answer that
-    cannot be read."""
+    """A call that manages webhooks failed: the hub refused it, could not be reached, or gave an
+    answer that cannot be read."""
 
 
 class WebhookNotFound(WebhookApiError):
-    """The hub has no webhook with this id, or this token may not see the webhook."""
+    """The hub has no webhook with this id, or does not show this webhook to the token."""
 
 
 class NotAllowed(WebhookApiError):
-    """The token is missing or unknown, or it may not manage webhooks."""
+    """The token is missing or unknown, or may not manage webhooks."""

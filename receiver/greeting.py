@@ -14,10 +14,14 @@ def greeting(
     *,
     page: str,
 ) -> str:
-    """The text to print. It names the URL of each handler, the handlers without a secret, the time
-    at which a public URL ends, and the landing page.
+    """The text to print.
 
-    `page` is the URL of the landing page without a slash at the end.
+    Args:
+        url: The URL at which senders reach the server, without a slash at the end.
+        paths: The paths of all handlers.
+        unproven: The paths of the handlers without a secret.
+        public: The public URL of a tunnel, and when it expires. None without a tunnel.
+        page: The URL of the landing page on this machine, without a slash at the end.
     """
     lines = ["", "Webhooks are correctly setup and ready to use:"]
     lines += [f"  - POST {url}{path}" for path in paths]
@@ -30,7 +34,7 @@ def greeting(
         ]
     if public is not None:
         lines.append(
-            f"The public URL holds until {as_utc(public.ends_at)} and is renewed before that time."
-            " If the URL changes, the webhooks that post to the old URL get the new URL."
+            f"The public URL expires at {as_utc(public.ends_at)}; the tunnel is renewed before that"
+            " time. If the URL changes, the webhooks that post to the old URL get the new URL."
         )
     return "\n".join([*lines, f"Open {page}/ to see how to create a webhook for them."])

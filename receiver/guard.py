@@ -1,5 +1,5 @@
-"""Checks each request to a handler: first the headers, then the size, then the signature and the
-event. Only requests that pass all checks reach the handler."""
+"""Checks each request to a handler: first the headers, then the size of the body, then the
+signature and the event. Only requests that pass all checks reach the handler."""
 
 import asyncio
 import hashlib
@@ -41,8 +41,8 @@ CallHandler = Callable[[Request], Coroutine[Any, Any, Response]]
 class RequestGuard:
     """The checks in front of one handler.
 
-    A request that passes gets `request.state.delivery_id`: the sender's id, or the sha256 of the
-    body if the sender sends no id.
+    The guard sets `request.state.delivery_id` of each request that passes: the sender's id of the
+    delivery or, if the sender sends none, the sha256 of the body.
     """
 
     path: str
@@ -50,15 +50,16 @@ class RequestGuard:
     max_body_bytes: int
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
-    """Returns the host names of this receiver. The names of loopback are always accepted too."""
+    """Returns the host names of this receiver, besides the names of loopback."""
     bodies: BodiesInFlight
     """Counts the bodies in memory. All handlers share this one count."""
     cache: IdempotencyCache | None
-    """The answers to earlier deliveries. None if the handler recognises repeats itself."""
+    """The answers to earlier deliveries. None if the handler recognises repeats itself. A durable
+    handler does not use the cache, because the delivery log recognises repeats."""
     history: History
     durable: DurableDeliveries | None
-    """Stores the deliveries of a durable handler. None if the handler is not durable; the sender
-    then waits until the handler has answered."""
+    """Stores the deliveries of a durable handler. None if the handler is not durable: it is then
+    called while the sender waits for the answer."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The handler's answer, or an answer that says why the handler was not called."""
@@ -74,8 +75,8 @@ class RequestGuard:
             if unknown is None:
                 status = 422
                 raise
-            # Answer 200 although the event is ignored: if this receiver refused it, the hub would
-            # suspend the webhook.
+            # Ignore the event, but answer 200: if the receiver refused such events again and again,
+            # the hub would suspend the webhook.
             status = 200
             return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
         except HTTPException as refusal:
@@ -100,8 +101,8 @@ class RequestGuard:
         count: Callable[[int], None],
     ) -> Response:
         try:
-            # Check origin and headers before the body is read, so that a stranger cannot fill the
-            # memory.
+            # Check the headers before the body is read, so that a stranger cannot fill the memory
+            # with bodies.
             self._check_where_from(request)
             check_body = self.proof.check_headers(request.headers, request.query_params)
             async with asyncio.timeout(self.body_timeout_seconds):
@@ -127,11 +128,11 @@ class RequestGuard:
 
     def _check_where_from(self, request: Request) -> None:
         if self.proof.secrets:
-            return  # a page of another site does not know the secret, so its request fails anyway
+            return  # a page of another site does not know the secret, so the proof is wrong anyway
         if (site := other_site(request.headers)) is not None:
             raise FromElsewhere(
-                f"A browser sent this request for {site}. A handler without a secret refuses such"
-                " requests: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
+                f"A browser sent this request for {site}. A handler without a secret refuses"
+                " requests of other sites: set `WEBHOOK_SECRET`, or pass `webhook_secret=`."
             )
         host = other_host(request.headers, request.scope.get("server"), self.own_names())
         if host is not None:
@@ -147,8 +148,8 @@ class RequestGuard:
         try:
             repo = WebhookPayload.model_validate_json(event).repo
         except ValidationError as error:
-            # Refuse the event now, while the sender still waits for an answer. If the event were
-            # stored, every call of the handler would fail.
+            # Refuse the event now, while the sender still waits. If the event were stored, every
+            # call of the handler would fail.
             raise RequestValidationError(
                 [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
@@ -180,7 +181,7 @@ class RequestGuard:
 
 
 def guarded_route(guard: RequestGuard) -> type[APIRoute]:
-    """A class of routes. `guard` checks every request before it reaches the route."""
+    """A class of FastAPI routes whose requests `guard` checks before the handler is called."""
 
     class GuardedRoute(APIRoute):
         def get_route_handler(self) -> CallHandler:
@@ -195,10 +196,10 @@ def guarded_route(guard: RequestGuard) -> type[APIRoute]:
 
 
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
-    """The delivery's id from the headers. A sender that repeats a delivery sends the same id again.
-    None if the sender sends no id."""
+    """The id of the delivery that the sender has put into a header, or None. A repeat of a delivery
+    has the same id."""
     if is_svix(headers):
-        return headers.get("svix-id") or None  # the signature covers this id
+        return headers.get("svix-id") or None  # the signature covers this header only
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 
@@ -211,8 +212,8 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """Headers that say that the body is JSON. They replace the sender's headers, because a sender
-    may name another content type."""
+    """The headers of `body`, which is JSON. They replace the sender's headers, because the sender
+    may have sent a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 
@@ -220,20 +221,19 @@ class _CheckedRequest(Request):
     """A request that has passed all checks."""
 
     async def json(self) -> Any:
-        # Accept only UTF-8. Starlette's `json` would also accept UTF-16.
+        # Accept only UTF-8. Starlette's own `json` also accepts UTF-16.
         if hasattr(self, "_json"):
             return self._json
         try:
             self._json = json.loads((await self.body()).decode())
             return self._json
         except (UnicodeDecodeError, RecursionError) as error:
-            # Raise a JSONDecodeError, because FastAPI answers 422 to it, and 400 to any other
-            # exception.
+            # FastAPI answers 422 after a JSONDecodeError, and 400 after any other exception.
             raise json.JSONDecodeError(str(error), "", 0) from error
 
 
 def _replay(body: bytes, then: Receive) -> Receive:
-    """Returns `body`, which was already read, as the first message, and then calls `then`."""
+    """An ASGI `receive` that first returns `body`, which was already read, then calls `then`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

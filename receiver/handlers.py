@@ -1,5 +1,5 @@
-"""The record of a registered handler, and the answers that the server gives if the handler fails or
-the request is refused."""
+"""The record of a registered handler, and the server's answers to requests that are refused or
+whose handler fails."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -16,13 +16,16 @@ from receiver.verify import Proof
 
 ANSWERS_TO_DURABLE: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The handler is not called: the event is not a push, or has a value that"
-        " this receiver does not know."
+        "description": "The delivery is not stored, and the handler is not called: the event is not"
+        " a push, or has a value that this receiver does not know."
     },
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
-    403: {"description": "The secret or the signature is wrong."},
+    403: {
+        "description": "The secret or the signature is wrong. If the handler has no secret: the"
+        " request comes from a page of another site, or names another host."
+    },
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
     422: {"description": "The body is not the event that the handler takes."},
@@ -41,9 +44,11 @@ class RegisteredWebhook:
     handler: Callable[..., Any]
     proof: Proof
     secret_in_shell: str
-    """The text that stands for the secret in the shell command on the landing page."""
+    """The placeholder for the secret in the shell command on the landing page."""
     is_durable: bool
+    """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool
+    """Whether the handler is also called for repeated deliveries, because it recognises them."""
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -53,7 +58,9 @@ def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def annotate(handler: Callable[..., Any]) -> None:
-    """Annotate the parameters that have no type. FastAPI would treat them as query parameters."""
+    """Give a type to the parameters that have none, because FastAPI would otherwise treat them as
+    query parameters: a parameter named `request` is the `Request`, any other the `WebhookPayload`.
+    """
     parameters = inspect.signature(handler).parameters
     annotations = getattr(handler, "__annotations__", {})
     for name in parameters:
@@ -63,7 +70,7 @@ def annotate(handler: Callable[..., Any]) -> None:
 
 async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    # Leave the values out, because the body may be large and may contain secrets.
+    # Do not quote values of the body, because they may be large or secret.
     detail = [
         {"loc": list(entry["loc"]), "msg": entry["msg"], "type": entry["type"]}
         for entry in error.errors()
@@ -72,7 +79,7 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
     where = ".".join(str(part) for part in first["loc"])
     return JSONResponse(
         {
-            "error": f"Not the payload this handler takes: {where}: {first['msg']}",
+            "error": f"The body is not a payload that this handler takes: {where}: {first['msg']}",
             "detail": detail,
         },
         status_code=422,
@@ -80,8 +87,8 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
 
 
 async def refuse(_request: Request, error: Exception) -> JSONResponse:
-    """Answers an HTTPException with the JSON that all errors have. The cause is an unknown path, a
-    wrong method, too many large bodies, or a handler that raised the exception."""
+    """Turn an `HTTPException` into an answer in JSON, like all other errors. Such an exception
+    means an unknown path, a wrong method or too many large bodies, or the handler raised it."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers

@@ -1,4 +1,5 @@
-"""The latest requests to the handlers, for the landing page. Bodies are not kept."""
+"""Keeps the latest requests to the handlers in memory, without their bodies. The landing page shows
+them."""
 
 from collections import deque
 from dataclasses import dataclass

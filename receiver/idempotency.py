@@ -1,8 +1,8 @@
 """Remembers the responses to the latest deliveries, so that a repeated delivery is not handled
 twice.
 
-The responses are only in memory and are lost when the process ends. If a handler needs something
-after that, the handler must store it itself.
+The responses are only in memory. After a restart of the process, a repeated delivery is handled
+again.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from fastapi import Response
 
 _CachedResponse = tuple[int, tuple[tuple[bytes, bytes], ...], bytes]
-"""Status, headers and body. They are kept as a tuple instead of a `Response`, because the garbage
-collector skips tuples of bytes. In a large cache, it would have to look at every `Response`."""
+"""Status, headers and body. A tuple is used instead of a `Response`, because the garbage collector
+need not look through tuples of bytes, but would look through all responses of a large cache."""
 
 
 class IdempotencyCache:
@@ -26,11 +26,11 @@ class IdempotencyCache:
         ] = OrderedDict()
 
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
-        """The response that an earlier call gave for `key`. If there is none, run `call` now.
+        """The cached response for `key`. If there is none, run `call` and cache its response.
 
-        Concurrent calls for the same key wait for the first call. Only 2xx responses are cached.
-        Any other response means that the delivery failed, so the sender's next attempt must reach
-        the handler.
+        Concurrent calls of `once` with the same key wait for the first one. A response is cached
+        only if it is not streamed and its status is below 300. Any higher status means that the
+        delivery failed, so `call` must run again when the sender repeats the delivery.
         """
         while (known := self._responses.get(key)) is not None:
             cached = known if isinstance(known, tuple) else await asyncio.shield(known)
@@ -56,7 +56,7 @@ class IdempotencyCache:
 
 
 def _response(cached: _CachedResponse) -> Response:
-    """A copy of the first response, but without its background tasks, which have already run."""
+    """The cached response. Its background tasks are left out, because they have already run."""
     status, headers, body = cached
     response = Response(body, status_code=status)
     response.raw_headers = list(headers)

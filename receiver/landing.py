@@ -1,4 +1,4 @@
-"""The landing page: lists the handlers with their URLs, and shows how to create a webhook for
+"""The landing page. It lists the handlers with their URLs, and shows how to create a webhook for
 each handler."""
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Opens a listening socket for a receiver or for the hub, and starts the server on the socket."""
+"""Opens a listening socket, and serves requests on it. The receiver and the hub use this module."""
 
 import asyncio
 import contextlib
@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import uvicorn
@@ -21,25 +22,27 @@ _HOW_TO_MOVE = (
 
 
 def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
-    """Raise `OpenToEveryone` if other machines can reach `host`."""
+    """Raise `OpenToEveryone` if other machines can reach `host`. `unproven` lists the paths of the
+    handlers without a secret, for the message."""
     addresses = {entry[4][0] for entry in _resolve(host, 0)}
     if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         raise OpenToEveryone(
             f"Other machines can reach {host or 'every address of this machine'}, and there is no"
             f" secret for {', '.join(unproven) or 'the handlers'}. Set `WEBHOOK_SECRET`, pass"
-            " `webhook_secret=`, or listen on 127.0.0.1."
+            " `webhook_secret=`, or listen only on 127.0.0.1."
         )
 
 
 def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.socket:
-    """A socket that already listens. Clients can connect now, and wait until the server is up.
+    """A socket that already listens. Clients can connect at once, and then wait until the server is
+    up.
 
-    `how_to_move` is the end of the error message. It says where the user can set another address.
-    Raises `AddressUnavailable` if the port is in use or `host` is not an address of this machine.
+    Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
+    machine. `how_to_move` is the end of the error message; it says where to set another address.
     """
     family, _, _, _, address = _resolve(host, port)[0]
-    # Name the protocol. Otherwise asyncio does not turn off Nagle's algorithm, which delays each
-    # answer by 40 ms.
+    # Pass the protocol explicitly. Otherwise asyncio does not turn off Nagle's algorithm, which can
+    # delay an answer by 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,7 +62,8 @@ def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.soc
 
 
 def url_of(listening: socket.socket, host: str) -> str:
-    """`http://host:port`. If the requested port was 0, this has the port that the system chose."""
+    """`http://host:port`, with the port on which the socket really listens: if port 0 was asked
+    for, the system has chosen one."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listening.getsockname()[1]}"
 
@@ -74,8 +78,8 @@ def is_inside_event_loop() -> bool:
 
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. After SIGINT this returns; SIGTERM also ends the process."""
-    # Freeze the imported modules, because they are never garbage. A garbage collection that looks
-    # through them stops all requests for about 0.1 s.
+    # Exclude the imported modules from garbage collection. They are never garbage, and looking
+    # through them would stop all requests for about 0.1 s.
     gc.collect()
     gc.freeze()
     with _closing(listening), contextlib.suppress(KeyboardInterrupt):
@@ -83,7 +87,8 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
 
 
 def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
-    """Serve in a thread until `server.should_exit` is set. Returns at once."""
+    """Serve in a thread until `server.should_exit` is set. Returns as soon as the server answers, or
+    has ended because it could not start."""
 
     def run() -> None:
         with _closing(listening):
@@ -91,6 +96,8 @@ def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> thread
 
     thread = threading.Thread(target=run, name="webhooks-server", daemon=True)
     thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
     return thread
 
 

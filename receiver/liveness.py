@@ -1,4 +1,5 @@
-"""`GET /live` of a receiver that submits jobs. An answer shows that the receiver does not hang."""
+"""The route `GET /live` of a receiver that submits jobs. `pipeline up` requests it: a receiver that
+does not answer hangs."""
 
 from fastapi import FastAPI
 
@@ -7,10 +8,11 @@ from jobs.store import JobStore
 
 
 def add_live_route(app: FastAPI, store: JobStore) -> None:
-    """Serve `/live`, which answers once the job store was read. Call this before the app serves.
+    """Add the route `/live`, which reads the job store before it answers. Call this function before
+    the app serves requests.
 
-    If the store fails, the answer names the error, but its status is still 200: a restart of the
-    receiver would not repair the database.
+    If the store fails, the answer has status 200 and names the error. Any other answer would make
+    `pipeline up` restart the receiver, and a restart does not repair a database.
     """
 
     @app.get("/live")

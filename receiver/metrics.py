@@ -11,11 +11,12 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 15)
 
 
 def measure(app: FastAPI) -> None:
-    """Count requests to `/webhooks/…` and serve `/metrics`. Call this before the app serves."""
+    """Count requests to `/webhooks/…`, and add the route `/metrics`. Call this function before the
+    app serves requests."""
     registry = CollectorRegistry()
     requests = Counter(
         "receiver_requests",
-        "Requests by handler and HTTP status, refused requests included",
+        "Requests by path and HTTP status, including refused requests",
         ["path", "status"],
         registry=registry,
     )
@@ -55,8 +56,8 @@ class _Measured:
         try:
             await self._app(scope, receive, count)
         finally:
-            # Count all unknown paths as one path. Otherwise a stranger could create any number of
-            # time series.
+            # Count all unknown paths under one name. Otherwise a stranger could create any number
+            # of time series.
             path = scope["path"] if status != 404 else "other"
             self._requests.labels(path, status).inc()
             self._seconds.labels(path).observe(time.perf_counter() - began)

@@ -1,6 +1,6 @@
-"""Points webhooks at this receiver's new public URL when the URL has changed.
+"""Updates webhooks on hubs when the public URL of this receiver has changed.
 
-The former URLs are stored on disk, because a receiver may get another URL each time it starts.
+The former URLs are stored in a file, because a receiver may get another URL each time it starts.
 """
 
 import json
@@ -17,19 +17,20 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HubCredentials:
-    """A hub that has webhooks, and a token for the hub. Default: `HF_ENDPOINT` and `HF_TOKEN`."""
+    """A hub that has webhooks, and a token that may manage them. If `endpoint` or `token` is None,
+    `HF_ENDPOINT` or `HF_TOKEN` is used."""
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
 
 
 def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> bool:
-    """Update the webhooks that post to a former URL, so that they post to `url`. The file
+    """Change the webhooks on `hubs` that post to a former URL, so that they post to `url`. The file
     `remembered` lists the former URLs.
 
     Returns False if the caller must call again later, because a hub failed or the file could not be
-    used. Otherwise returns True, also if a token may not list or update webhooks: another call
-    would not help, so the log asks the user to change these webhooks by hand.
+    used. Returns True if all is done, or if a hub refused the token. Another call would not help
+    then, so the log asks the user to change the webhooks of that hub by hand.
     """
     try:
         former = [known for known in _read(remembered) if known != url]
@@ -53,8 +54,8 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
     try:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
-            # A former URL may be a prefix of another former URL, or of the new URL. So take the
-            # longest URL that matches.
+            # One URL may be a prefix of another one, so take the longest URL that matches. If this
+            # is the new URL, the webhook is already right.
             under = [known for known in (url, *former) if f"{posts_to}/".startswith(f"{known}/")]
             old = max(under, key=len, default=url)
             if old != url:
@@ -82,8 +83,8 @@ def _read(remembered: Path) -> list[str]:
         return []
     except ValueError as error:
         _logger.warning(
-            "%s is not a list of URLs (%s) and is overwritten. Update webhooks that post to a"
-            " former public URL by hand.",
+            "%s is not a list of URLs (%s), so it is overwritten. If the public URL has changed,"
+            " change the webhooks that post to a former URL by hand.",
             *(remembered, error),
         )
         return []

@@ -1,8 +1,7 @@
-"""`WebhookPayload`, version 3: what a hub sends when a repository changes.
+"""`WebhookPayload`: what a hub sends when a repository changes (payload version 3).
 
-Fields have the same names as in the JSON, which https://huggingface.co/docs/hub/webhooks documents.
-For example, a handler reads `payload.updatedRefs`. Fields of the JSON that are not named here are
-ignored.
+https://huggingface.co/docs/hub/webhooks documents the JSON. The attributes have the names of the
+JSON's fields, such as `payload.updatedRefs`. Other fields of the JSON are ignored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, JsonValue
 EventAction = Literal["create", "delete", "move", "update"]
 RepoType = Literal["bucket", "dataset", "model", "space"]
 PING = "ping"
-"""The scope of an event that only tests whether a webhook works. Such an event reaches no
-handler."""
+"""The scope of an event that only tests whether a webhook works. The receiver answers such an event
+itself, without calling a handler."""
 DiscussionStatus = Literal["closed", "draft", "merged", "open"]
 
 
@@ -34,7 +33,8 @@ class Url(_Wire):
 class Event(_Wire):
     action: EventAction
     scope: str
-    """`repo`, `repo.content`, `repo.config`, `discussion`, `discussion.comment`, or a sub-scope."""
+    """`repo`, `repo.content`, `repo.config`, `discussion`, `discussion.comment`, or a narrower
+    scope such as `repo.config.dois`."""
 
 
 class Repo(_Wire):
@@ -52,7 +52,7 @@ class Repo(_Wire):
 
     @property
     def head_sha(self) -> str | None:
-        """`headSha`, under the name that huggingface_hub uses."""
+        """The same as `headSha`. huggingface_hub uses this name."""
         return self.headSha
 
 
@@ -112,30 +112,32 @@ class WebhookPayload(_Wire):
     updatedConfig: UpdatedConfig | None = None
     """Sent for the scope `repo.config`."""
     updatedFiles: tuple[JsonValue, ...] | None = None
-    """Sent for buckets; not checked here."""
+    """Sent only for buckets. The items are passed on as they are."""
     discussion: Discussion | None = None
     comment: Comment | None = None
     movedTo: MovedTo | None = None
 
 
-_FIXED_VALUES: dict[tuple[str, ...], type] = {
+_LITERALS: dict[tuple[str, ...], type] = {
     ("event", "action"): str,
     ("repo", "type"): str,
     ("discussion", "status"): str,
     ("webhook", "version"): int,
 }
+"""The fields that accept only certain values, and the type of these values."""
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """A newer hub may send a value that this receiver does not know. Returns the field and this
-    value. None if there is no such value; the payload is then malformed.
+    """Explains why a payload is invalid. If a newer hub has sent a value that this receiver does
+    not know, such as a new `event.action`, returns the field and the value. None if the payload is
+    malformed.
 
-    `errors` are the errors of the request's validation. If one value is new, other fields may have
-    changed together with it, so errors about other fields do not count.
+    `errors` are the validation errors of the request. If there is an unknown value, the other
+    errors are ignored, because a newer hub may also have changed other fields.
     """
     for error in errors:
         field = tuple(error["loc"][1:])  # the first part is "body"
-        # Compare types with `is`: for `isinstance`, True would be an int.
-        if error["type"] == "literal_error" and type(error["input"]) is _FIXED_VALUES.get(field):
+        # Compare the type with `is`, because `isinstance` would take True for an int.
+        if error["type"] == "literal_error" and type(error["input"]) is _LITERALS.get(field):
             return f"{'.'.join(field)} {error['input']!r:.200}"
     return None

@@ -1,4 +1,5 @@
-"""Keeps the deliveries that wait in memory, in one queue per repository. Nothing here is stored.
+"""Keeps deliveries that wait for a call of their durable handler, in queues in memory. There is one
+queue for each pair of handler path and repository.
 
 The deliveries of one queue are handled one after another, in the order of their arrival. Different
 queues are handled concurrently.
@@ -10,8 +11,8 @@ from collections.abc import Iterable
 from receiver.delivery_log import StoredDelivery
 
 QueueKey = tuple[str, str | None, str | None]
-"""The key of a queue: path, repository, None. A delivery without a repository has a queue of its
-own, whose key is: path, None, delivery id."""
+"""The key of a queue: (path, repository, None). A delivery without a repository gets its own queue
+with the key (path, None, delivery id)."""
 
 
 def queue_of(delivery: StoredDelivery) -> QueueKey:
@@ -19,7 +20,8 @@ def queue_of(delivery: StoredDelivery) -> QueueKey:
 
 
 class RepositoryQueues:
-    """A queue is busy from `take` to `release`. No other caller takes a delivery from it then."""
+    """All queues. After `take` has returned a delivery, its queue is busy until `release` is
+    called. While a queue is busy, `take` returns no other delivery of this queue."""
 
     def __init__(self) -> None:
         self._waiting: dict[QueueKey, deque[StoredDelivery]] = {}
@@ -62,7 +64,8 @@ class RepositoryQueues:
         return list(self._waiting.pop(queue, ()))
 
     def busy_repositories(self) -> list[tuple[str, str]]:
-        """Path and repository of each busy queue."""
+        """The path and the repository of each busy queue, without the queues of deliveries that
+        have no repository."""
         return [(path, repository) for path, repository, _ in self._busy if repository is not None]
 
     def clear(self) -> None:

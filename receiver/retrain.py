@@ -1,5 +1,5 @@
-"""The retrain handler: submits a job for each push to a dataset that a pipeline follows, and
-ignores other events. The answer to an ignored event says why the event is ignored."""
+"""The handler that starts retrainings: it submits a job for each push to a dataset that a pipeline
+follows. It ignores other events, and its answer says why."""
 
 import logging
 from collections import Counter
@@ -28,11 +28,13 @@ def retrain_handler(
 ) -> Callable[[WebhookPayload, Request], Awaitable[Answer]]:
     """A handler for `WebhooksServer.add_webhook("/retrain", knows_repeats=True)`.
 
-    The handler answers `{"job": id}` once the job and the delivery are stored. If several pipelines
-    follow the dataset, `"jobs"` lists all their jobs. If an event needs no job, the answer is
-    `{"ignored": reason}`. A repeated delivery gets the first answer again. There is one exception:
-    if the first answer's job failed or was cancelled, the delivery gets the job of a later push, or
-    a new job if there was no later push.
+    The handler answers `{"job": id}` after the job and the delivery were stored. If several
+    pipelines follow the dataset, the answer also has `"jobs"`, a list of all their jobs. If an
+    event needs no job, the answer is `{"ignored": reason}`.
+
+    A repeated delivery gets the same job again. If that job failed or was cancelled, the delivery
+    gets the job of a later push, or a new job if there was no later push. If the delivery was
+    ignored before, it is decided again by the present rules.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -42,8 +44,8 @@ def retrain_handler(
             raise ValueError(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
             )
-    # Only one thread writes. Events that arrive meanwhile share the next transaction, instead of
-    # waiting for the database's lock one after another.
+    # Only one thread writes. All events that arrive during a write share the next transaction. If
+    # each had its own transaction, they would wait for the database's lock one after another.
     one_thread = anyio.CapacityLimiter(1)
 
     async def write(events: Sequence[_Event]) -> list[Answer]:
@@ -79,14 +81,15 @@ class _Event:
     body: str
     payload: dict[str, Any]
     decision: tuple[JobSpec, ...] | str
-    """The jobs to submit, one per pipeline, or the reason why there is no job."""
+    """The jobs to submit, or the reason why there is none."""
 
     def delivery(self, source: str) -> Delivery:
         return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
-        """One request per pipeline. Each request has its own source, so that the store does not
-        take one request for a repeat of another."""
+        """One request per job. The source of each request contains the pipeline's name. Otherwise
+        the store would take the requests of one event for repeats of each other, because they have
+        the same delivery id."""
         specs = () if isinstance(self.decision, str) else self.decision
         return [
             JobRequest(
@@ -112,6 +115,6 @@ def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
 
 
 def _storable(text: str) -> str:
-    """The text, escaped to ASCII and cut to 200 characters. It is escaped because databases refuse
-    NUL and lone surrogates."""
+    """The text, escaped to ASCII and cut to 200 characters, because databases refuse NUL and lone
+    surrogates."""
     return ascii(text)[1:-1][:200]

@@ -1,5 +1,5 @@
-"""Decides which pushes retrain which pipeline: makes job specs from a payload and the rules. Reads
-and writes nothing."""
+"""Decides which pipelines an event retrains, and makes the specs of their jobs. Reads and writes
+nothing."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def _full_ref(ref: str) -> str:
 
 
 class RetrainRule(BaseModel):
-    """A commit on `ref` of `dataset` retrains `pipeline`."""
+    """Says that `pipeline` follows `dataset`: each push to `ref` retrains the pipeline."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -34,7 +34,7 @@ class RetrainRule(BaseModel):
     dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
     """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     endpoint: str | None = None
-    """The URL of the hub that has `owner/name`; None for the stack's own hub."""
+    """The URL of the hub that has the dataset. None for the stack's own hub, and for a git URL."""
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
     """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
@@ -43,8 +43,8 @@ class RetrainRule(BaseModel):
     """A job starts at the latest this long after its first commit, even if newer commits keep
     arriving."""
     settings: dict[str, Any] = {}
-    """Settings for the job's command. They are copied into a job when the job is submitted, so
-    later changes do not reach the job."""
+    """Settings for the job's command. They are copied into a job when the job is submitted, so a
+    later change has no effect on this job."""
     env: dict[str, str] = {}
     """Added to the job's environment. Put no secrets here: anyone who lists jobs sees them."""
     resources: Resources = Resources()
@@ -73,8 +73,11 @@ class RetrainRule(BaseModel):
         return "://" in self.dataset or "@" in self.dataset
 
     def watches(self, payload: WebhookPayload) -> bool:
-        """Whether the payload's repository is this rule's dataset, by name or by URL. Hubs find a
-        name in any case, and tell it as the repository has it."""
+        """Whether the payload's repository has the name or the git URL of this rule's dataset.
+
+        Names are compared without regard to case: a hub finds a repository under its name in any
+        case, so the rule may write the name in another case than the payload.
+        """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()
         urls = _urls(payload)
@@ -84,14 +87,16 @@ class RetrainRule(BaseModel):
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
-    """One spec for each rule that applies to the event, or the reason why no rule applies."""
+    """The job specs for the event, one for each changed ref that a rule follows. If there is none,
+    the reason why the event needs no job."""
     reason = _not_about_content(payload)
     if reason is not None:
         return reason
     endpoints = {rule.endpoint for rule in rules if rule.endpoint is not None}
     sender = next((each for each in endpoints if _is_at(each, payload)), None)
     named = [rule for rule in rules if rule.watches(payload)]
-    # Two hubs may have datasets of one name. A git URL already says where its repository is.
+    # Two hubs may have datasets of the same name, so the hubs are compared too. This is not needed
+    # for a git URL, which already names the host.
     watching = [rule for rule in named if rule.endpoint == sender or rule.is_git]
     if not watching:
         return _nobody_follows(payload, named)
@@ -116,7 +121,7 @@ def _urls(payload: WebhookPayload) -> list[str]:
 
 
 def _is_at(endpoint: str, payload: WebhookPayload) -> bool:
-    """Whether the hub with this URL has the payload's repository."""
+    """Whether the URLs in the payload belong to the hub at `endpoint`."""
     beginning = f"{_bare_url(endpoint)}/"
     return any(_bare_url(url).startswith(beginning) for url in _urls(payload))
 
@@ -135,7 +140,7 @@ def _not_about_content(payload: WebhookPayload) -> str | None:
         return f"not a dataset: {_quoted(repo.name)} is a {repo.type}"
     if event.action != "update":
         return f"not an update: the action is {event.action}"
-    # An undocumented sub-scope counts as its documented parent.
+    # A narrower scope such as `repo.content.x` counts as `repo.content`.
     scope = event.scope.split(".")
     if scope[0] != "repo" or scope[1:2] == ["config"]:
         return f"not about content: the scope is {_quoted(event.scope)}"
@@ -147,12 +152,13 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
         return payload.updatedRefs
     if payload.repo.headSha is None:
         return ()
-    # A sender that does not send `updatedRefs` sends the head of the default branch instead.
+    # Some senders do not send `updatedRefs`. The head of the default branch is then the only commit
+    # that the event names.
     return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
 
 
 def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """The reason why `update` needs no retraining. None if `update` needs a retraining."""
+    """Why the updated ref needs no retraining by this rule. None if it needs one."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):
@@ -177,7 +183,8 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """Two jobs have the same key if they would train on the same commit with the same settings."""
+    """A key for the dataset, the ref, the commit and the settings. A job with the same key as the
+    job before it would train on the same data in the same way, so it is not needed."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 
@@ -187,7 +194,7 @@ def _bare_url(url: str) -> str:
 
 
 def _place_by_ssh(url: str) -> str | None:
-    """Host and path of an SSH URL (`ssh://host/path` or `user@host:path`). None for any other
+    """The host and path of an SSH URL (`ssh://host/path` or `user@host:path`). None for any other
     URL."""
     if url.startswith("ssh://"):
         return _place(url)
@@ -196,8 +203,8 @@ def _place_by_ssh(url: str) -> str | None:
 
 
 def _place(url: str) -> str:
-    """Host and path of a URL. User and port are left out, because senders name a repository by its
-    HTTPS URL, and the SSH URL of the same repository has another user and another port."""
+    """The host and path of a URL, without user and port. A rule may name a repository by its SSH
+    URL, but senders name it by its HTTPS URL, which has another user and another port."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

@@ -1,7 +1,8 @@
-"""Turns push events of GitHub, Gitea and GitLab into the Hub's `WebhookPayload`.
+"""Turns push events of GitHub, Gitea and GitLab into a `WebhookPayload`, the format of the Hugging
+Face Hub.
 
-The configured proof determines the sender. With the proof `secret` or `standard-webhooks`, the
-event is already the Hub's own payload, so it is not changed.
+The configured proof scheme says which sender to expect. With the schemes `secret` and
+`standard-webhooks`, the event must already be a `WebhookPayload`, so it is not changed.
 """
 
 from collections.abc import Mapping
@@ -27,21 +28,22 @@ from receiver.verify import ProofScheme
 
 @dataclass(frozen=True)
 class NotAPush:
-    """An event that no handler gets, and the answer to the event."""
+    """An event for which no handler is called. `answer` is the receiver's own answer to it."""
 
     answer: dict[str, str | bool]
 
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
-    """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent` if the sender's format is
-    not met."""
+    """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent` if the body is not an event
+    in the sender's format."""
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]
     name = headers.get(header)
     if name is None:
         raise NotAnEvent(
-            f"The header {header} is not set: this handler takes only {scheme} events."
+            f"The header {header} is not set, but this handler takes only {scheme} events. Check"
+            " the `proof` of the handler."
         )
     if name == "ping":
         return NotAPush({"pong": True})
@@ -58,13 +60,13 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
 
 
 def _without_form(headers: Mapping[str, str], body: bytes) -> bytes:
-    """The JSON that the body contains. With the content type `application/x-www-form-urlencoded`,
-    GitHub and Gitea send the JSON in a form, as the field `payload`. The signature covers the whole
+    """The JSON that the body contains. If the webhook has the content type
+    `application/x-www-form-urlencoded`, GitHub and Gitea send the JSON as the field `payload` of a
     form."""
     if not headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         return body
     if not body.startswith(_FORM_FIELD):
-        return body  # the header says that this is a form, but it is JSON
+        return body  # the header announces a form, but the body is probably JSON
     value = body.removeprefix(_FORM_FIELD).partition(b"&")[0]
     return unquote_to_bytes(value.replace(b"+", b" "))
 
@@ -84,7 +86,7 @@ def _is_ping(body: bytes) -> bool:
     try:
         return _Scoped.model_validate_json(body).event.scope == PING
     except ValidationError:
-        return False  # the body is not a payload; the handler's route refuses it
+        return False  # the body is malformed; the handler's route will refuse it
 
 
 _FORM_FIELD = b"payload="
@@ -207,5 +209,5 @@ def _payload(
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """The sha. None if the sha is all zeros, which means that the ref is new or deleted."""
+    """The sha. None if it consists of zeros: the ref did not exist before, or is deleted."""
     return sha if sha.strip("0") else None

@@ -1,7 +1,7 @@
 """The names that a receiver script imports.
 
-`webhook_endpoint` registers a function on one server that all functions of the script share. A
-script that creates its own server uses `WebhooksServer` instead.
+A script decorates its functions with `webhook_endpoint`, which creates one server for all of them.
+A script that needs its own server uses `WebhooksServer` instead.
 """
 
 import sys
@@ -21,8 +21,8 @@ R = TypeVar("R", covariant=True)
 
 
 class Endpoint(Protocol[P, R]):
-    """A decorated function. The function can still be called directly. Its method `launch` starts
-    the shared server."""
+    """A decorated function. It can still be called directly, and has a method `launch`, which
+    starts the shared server."""
 
     launch: Callable[..., str]
 
@@ -52,10 +52,10 @@ def webhook_endpoint(
 
     The parameters have the same meaning as in `WebhooksServer.add_webhook`.
 
-    If the function is defined in the script's folder or below, the server starts when the script
-    ends. In all other cases, for example in a notebook, call `launch()` of a decorated function.
-    `launch` takes the arguments of `WebhooksServer.launch`. If a notebook cell is executed again,
-    its function replaces the function that the cell registered before.
+    The server starts when the script ends, if the function is defined in the script's folder or
+    below. In all other cases, for example in a notebook, call the method `launch` of a decorated
+    function. `launch` takes the arguments of `WebhooksServer.launch`. If a notebook cell is
+    executed again, its function replaces the earlier function of the same name.
     """
     if callable(path):
         return webhook_endpoint()(path)
@@ -97,8 +97,8 @@ def _shared_server() -> WebhooksServer:
 def _is_of_the_script(handler: Callable[..., Any]) -> bool:
     """Whether the handler is defined in the main script's folder or below.
 
-    If not, the main script is another program, such as a test runner. The end of that program must
-    not start a server.
+    If it is defined elsewhere, the main script is a program that only imports the handler, such as
+    a test runner. The end of such a program must not start a server.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     module = getattr(sys.modules[handler.__module__], "__file__", None)

@@ -25,9 +25,10 @@ class ReceiverSettings(BaseModel):
     host: str = "127.0.0.1"
     """The address to listen on. If other machines can reach it, every handler needs a secret."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """The port to listen on. 0 takes a free port; in a stack, the port must be above 0."""
+    """The port to listen on. 0 takes a free port. In a stack, 0 is not allowed."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
-    """The URL at which senders reach this receiver, if it is not `http://host:port`."""
+    """The URL at which senders reach this receiver, if they need another URL than
+    `http://host:port`."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None
     """The tunnel that opens a public URL: `ssh://user@host[:port]`, or a command that prints the
     URL, for example `cloudflared tunnel --url http://{address}`. With a tunnel, every handler needs
@@ -35,27 +36,30 @@ class ReceiverSettings(BaseModel):
     tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
     """A regular expression. Its first match in the output of a tunnel command is the public URL."""
     tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
-    """How long the other side keeps a tunnel open. The tunnel is renewed before this time ends."""
+    """How long the provider of the tunnel keeps it open. The receiver renews the tunnel before this
+    time ends."""
     proof: ProofScheme = "secret"
-    """The proof that a delivery must carry. The proof also determines the sender, in whose format
-    the events are read."""
+    """How a sender must prove the origin of a delivery. This setting also says in which sender's
+    format the events are read."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
     """A request with a larger body gets 413, and its body is not read to the end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
-    """A request whose body has not arrived after this time gets 408."""
+    """A request whose body has not completely arrived after this time gets 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
     """The database file in which deliveries wait for durable handlers."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
-    """How many answers are remembered. A repeated delivery gets its first answer again."""
+    """How many answers are kept in memory. A delivery that is repeated gets its first answer again,
+    as long as this answer is kept."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:
-    """The settings for a script that passes no settings. All settings have their defaults, except
-    that Gradio's environment variables replace host and port. `huggingface_hub` does the same.
+    """The settings for a script that passes no settings: the defaults, with the host and port from
+    `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT` if these are set. The receivers of
+    `huggingface_hub` read the same variables.
 
-    Raises `AddressUnavailable` for a port that is not a number from 0 to 65535.
+    Raises `AddressUnavailable` if the port is not a number from 0 to 65535.
     """
     variables = {"host": "GRADIO_SERVER_NAME", "port": "GRADIO_SERVER_PORT"}
     given = {key: os.environ[name] for key, name in variables.items() if os.environ.get(name)}

@@ -1,4 +1,5 @@
-"""Gives a receiver the public URL that the user wants: opens a tunnel, or uses a fixed URL."""
+"""Makes a receiver reachable at a public URL. Either this module opens a tunnel, or the user has
+set a fixed `public_url` that already leads to the receiver."""
 
 import threading
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel that `share` selects; None if `share` selects no tunnel. Raises `TunnelFailed` if
-    `share` is True but no tunnel is configured."""
+    """The tunnel to open; None if no tunnel is to be opened. `share` is an argument of
+    `WebhooksServer.launch`. Raises `TunnelFailed` if `share` is True, but neither a tunnel nor a
+    `public_url` is configured."""
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:
@@ -28,8 +30,8 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
 
 
 def remembered_urls(settings: ReceiverSettings, port: int) -> Path:
-    """The file that lists a receiver's present and former public URLs. The file's name contains the
-    port, because several receivers may share a folder."""
+    """The file that lists the present and the former public URLs of a receiver. Its name contains
+    the port, because several receivers may use the same folder."""
     return settings.deliveries_path.with_name(f"receiver-urls-{port}.json")
 
 
@@ -40,9 +42,10 @@ def open_tunnel(
     remembered: Path,
     hubs: Sequence[HubCredentials],
 ) -> Tunnel:
-    """Open the tunnel to `address` (`host:port`). Raises `TunnelFailed` if that fails.
+    """Open the tunnel to `address` (`host:port`). Raises `TunnelFailed` if this is not possible.
 
-    When the tunnel's URL changes, the webhooks on `hubs` that post to the former URL are updated.
+    Whenever the tunnel gets another URL, the webhooks on `hubs` that post to a former URL are
+    updated.
     """
     opened = Tunnel(
         lambda former: tunnel_command(
@@ -56,15 +59,14 @@ def open_tunnel(
 
 
 class FixedUrl:
-    """The `public_url` of the settings. A server uses it instead of a `Tunnel`. It starts no
-    process.
+    """Takes the place of a `Tunnel` if the user has set `public_url`. Starts no process.
 
-    A thread updates the webhooks on `hubs` that post to a former URL. The thread repeats this until
+    A thread updates the webhooks on `hubs` that post to a former URL. It tries again until
     `move_webhooks` returns True.
     """
 
     public: PublicUrl | None = None
-    """Always None: nothing is known about the URL's lifetime."""
+    """Always None, because a fixed URL has no time at which it expires."""
 
     def __init__(self, url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> None:
         self._url = url.rstrip("/")

@@ -1,7 +1,10 @@
-"""Keeps a receiver reachable at a public URL. If the tunnel's process ends, another process is
-started. Before the tunnel's lifetime ends, the tunnel is renewed.
+"""Keeps a receiver reachable at a public URL through a tunnel.
 
-Everyone can reach the receiver from `Tunnel.open` to `Tunnel.close`. The caller decides whether
+A *link* is one process, such as `ssh -R`, that makes the receiver reachable at one URL. A tunnel is
+a series of links: it starts another link when a link breaks, and before the lifetime of a link
+ends.
+
+From `Tunnel.open` to `Tunnel.close`, everyone can reach the receiver. The caller must check that
 this is allowed.
 """
 
@@ -20,13 +23,13 @@ from receiver.tunnel_command import TunnelCommand, ending_with_this_process
 _logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
-"""If a process has not printed its URL after this time, the process is ended."""
+"""A link that has not printed its URL after this time is ended."""
 STEADY_SECONDS = 60.0
-"""If a process ends after a longer time than this, another process is started without a pause. The
-pause after that is the shortest again."""
+"""If a link has lasted longer than this when it breaks, the next link is started without a pause.
+If it breaks earlier, there is a pause, which doubles each time."""
 LONGEST_PAUSE_SECONDS = 60.0
 RENEWED_EARLY = 1 / 24
-"""The tunnel is renewed when this share of its lifetime is left."""
+"""The next link is started when this share of a link's lifetime is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +37,18 @@ class PublicUrl:
     url: str
     """The URL without a slash at the end."""
     ends_at: float
-    """Seconds since the epoch. The URL is renewed before this time."""
+    """When the URL expires, in seconds since the epoch. The tunnel is renewed before this time."""
 
 
 class Tunnel:
-    """Keeps a link open from `open` to `close`. A link is one process that makes the receiver
-    reachable at one URL. The tunnel replaces a link that breaks or that gets too old.
+    """Keeps a link open from `open` to `close`.
 
     Args:
-        command: Returns the command that opens a link. Its argument is a former URL that the
-            command should ask for again, or None for a new URL.
-        lifetime_seconds: How long the other side keeps a link.
+        command: Returns the command of a new link. Its argument is a former URL that the link
+            should get again, or None if the link should get any URL.
+        lifetime_seconds: How long the provider of the tunnel keeps a link open.
         on_url: Called in the tunnel's thread with the URL of each new link, before the former link
-            is ended. As long as `on_url` returns False, it is called again after a pause.
+            is ended. If `on_url` returns False, it is called again later.
     """
 
     def __init__(
@@ -68,13 +70,13 @@ class Tunnel:
 
     @property
     def public(self) -> PublicUrl | None:
-        """The URL of the latest link. None until the tunnel is open."""
+        """The URL of the latest link. None until the first link has printed its URL."""
         return self._public
 
     def open(self) -> PublicUrl:
-        """Start the tunnel, and wait for its first URL. If there is no URL, raises `TunnelFailed`
-        with the output of the process."""
-        self._command(None)  # raise errors of the command here, not in the tunnel's thread
+        """Start the tunnel, and wait for the URL of its first link. Raises `TunnelFailed` with the
+        output of the link if it prints no URL."""
+        self._command(None)  # raises an error of the user's configuration here, not in the thread
         self._thread.start()
         self._is_open.wait()
         if self._public is None:
@@ -98,25 +100,29 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If there is a current link, this pass renews the tunnel. The current link still uses
-            # its URL, so ask for a new URL.
+            # Ask for the former URL if the last link broke. If the last link is only too old, it is
+            # still open and uses its URL, so ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
             url = self._url_of(link)
             if url is None and former is not None and not self._is_closing:
-                # The other side may still reserve the former URL for the link that broke, so ask
-                # for a new URL.
+                # The provider may still reserve the former URL for the broken link, so ask for any
+                # URL.
                 link.end()
                 link = _Link(self._command(None), self._wake)
                 url = self._url_of(link)
             if url is None:
                 link.end()
                 if self._public is None:
-                    self._error = TunnelFailed(f"The tunnel has no public URL: {link.last_output}")
+                    self._error = TunnelFailed(
+                        "The command of the tunnel printed no public URL. Its last output:"
+                        f" {link.last_output}"
+                    )
                     break
                 _logger.warning(
-                    "The tunnel is down; next try in %.0f s: %s", pause, link.last_output
+                    "The tunnel cannot be opened; next try in %.0f s. Its last output: %s",
+                    *(pause, link.last_output),
                 )
                 self._pause(pause)
                 pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
@@ -134,7 +140,10 @@ class Tunnel:
                 current.end()
                 current = None
                 if not self._is_closing:
-                    _logger.warning("The tunnel broke and is opened again: %s", link.last_output)
+                    _logger.warning(
+                        "The tunnel broke and is opened again. Its last output: %s",
+                        link.last_output,
+                    )
             if time.monotonic() - began > STEADY_SECONDS:
                 pause = 1.0
             elif current is None:
@@ -152,18 +161,18 @@ class Tunnel:
         return link.url if link.is_alive else None
 
     def _watch(self, link: "_Link", is_accepted: bool) -> None:
-        """Return when the link breaks, when the tunnel must be renewed, or when it is closed.
+        """Wait until the link breaks, until the tunnel must be renewed, or until it is closed.
 
-        `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, call
-        `on_url` again after growing pauses.
+        `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, this
+        method calls `on_url` again, after pauses that get longer.
         """
         assert self._public is not None
         renew_at = self._public.ends_at - self._lifetime_seconds * RENEWED_EARLY
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_accepted:
-                # Wait 60 s at most: a timer of several days would not count the time in which a
-                # laptop sleeps.
+                # Wait at most 60 s, and then read the clock again: a wait does not count the time
+                # in which a laptop sleeps, so a long wait would end too late.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))
@@ -177,14 +186,15 @@ class Tunnel:
             self._wait(left)
 
     def _wait(self, seconds: float) -> None:
-        """Return when the state of a link or of the tunnel has changed, at the latest after
-        `seconds`."""
+        """Wait until a link has printed its URL or ended, or until the tunnel is closed, but at
+        most `seconds`."""
         self._wake.wait(max(seconds, 0))
         self._wake.clear()
 
 
 class _Link:
-    """One process of the tunnel. Sets `wake` when it prints its URL and when it ends."""
+    """One process of the tunnel. The link sets `wake` when its process prints the URL, and when its
+    process ends."""
 
     def __init__(self, command: TunnelCommand, wake: threading.Event) -> None:
         self.url: str | None = None
@@ -198,8 +208,8 @@ class _Link:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # Give the process its own session. Otherwise Ctrl-C would end the tunnel before the
-            # receiver has answered its last requests.
+            # Give the process its own session. Otherwise Ctrl-C would end the tunnel at once, while
+            # the receiver still answers its last requests.
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, name="tunnel-output", daemon=True)
@@ -222,7 +232,8 @@ class _Link:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        # A child of the process may keep the output open, so wait at most 1 s for its end.
+        # Wait at most 1 s for the end of the output, because a child of the process may keep the
+        # output open.
         self._reader.join(1)
         with contextlib.suppress(OSError):
             if self._process.stdout is not None and not self._reader.is_alive():

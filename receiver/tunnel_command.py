@@ -1,5 +1,4 @@
-"""Makes the command that opens a tunnel, and finds the public URL in the output of this command.
-Starts no process."""
+"""Makes the command that opens a tunnel, and finds the public URL in its output."""
 
 import re
 import shlex
@@ -16,9 +15,9 @@ from receiver.errors import TunnelFailed
 class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
-    """Returns the public URL if this line of the output contains a public URL."""
+    """Returns the public URL if this line of the output names it, or else None."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
-    """Whether to show this line to the user when the command fails."""
+    """Whether a message about a failure should quote this line of the output."""
 
 
 def tunnel_command(
@@ -30,7 +29,8 @@ def tunnel_command(
         tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
             `address`, and `{port}` by the port of `address`.
         url_pattern: A regular expression. Its first match in the command's output is the URL.
-        former_url: A URL to ask for again. Only ssh can do this: it asks for the same port.
+        former_url: A URL that the tunnel had before and should get again. Only ssh can ask for it,
+            by its port.
 
     Raises:
         TunnelFailed: `tunnel` is neither an ssh address nor a command, or its program is missing.
@@ -58,7 +58,7 @@ def _ssh_command(tunnel: str, address: str, former_url: str | None) -> TunnelCom
             f"The tunnel {tunnel!r} is not of the form ssh://user@host[:port]. Put keys and other"
             " options into ~/.ssh/config."
         )
-    # With port 0, the ssh server chooses a port and prints it.
+    # With port 0, the ssh server chooses a port, and ssh prints this port.
     port = urlsplit(former_url).port if former_url is not None else 0
     options = {
         "BatchMode": "yes",
@@ -107,12 +107,13 @@ def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelComman
 
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
-    """A command that runs `arguments`. On Linux, the command ends when the thread that started it
-    ends."""
+    """A command that runs `arguments`. On Linux, the kernel ends the command (SIGTERM) when the
+    thread that started it has ended."""
     if sys.platform != "linux":
         return list(arguments)
-    # The code calls prctl(PR_SET_PDEATHSIG, SIGTERM). It runs in the new process after exec,
-    # because a program with threads must not run Python code between fork and exec.
+    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then becomes the command. It runs in a new
+    # interpreter instead of in a `preexec_fn`, because a program with threads must not run Python
+    # code between fork and exec.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

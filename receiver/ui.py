@@ -1,5 +1,5 @@
-"""Turns the user's interface for `/` into an ASGI application. The user may pass an application, a
-folder or a `gradio.Blocks`."""
+"""Turns the user interface that a user passes for `/` into an ASGI application. It may be an ASGI
+application, a folder or a `gradio.Blocks`."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     Ui = Union[ASGIApp, str, os.PathLike[str], "Blocks"]  # noqa: UP007
 
     class Blocks:
-        """A substitute for `gradio.Blocks`, because gradio may not be installed."""
+        """The type `gradio.Blocks` for the type checker, because gradio may not be installed."""
 
 
 def application_of(ui: "Ui") -> ASGIApp:
     """The application that serves `ui`. If the result is a FastAPI, the caller must enter its
     lifespan.
 
-    Raises `ValueError` for a path that is not a folder, and `TypeError` for any other object.
+    Raises `ValueError` if `ui` is a path that is not a folder, and `TypeError` if `ui` is an object
+    that cannot be served.
     """
     if isinstance(ui, str | os.PathLike):
         if not Path(ui).is_dir():

@@ -1,8 +1,9 @@
-"""Checks whether a delivery proves its origin. The check uses the raw bytes and never parses a
-body. Secrets and signatures are compared in constant time.
+"""Checks the proof of a delivery: the secret or the signature that shows that the configured sender
+sent it. The body is checked as raw bytes and never parsed. Secrets and signatures are compared in
+constant time.
 
-Each handler has one configured scheme. The scheme is never guessed from the request, so a valid
-proof of another scheme does not count.
+Each handler has one configured scheme, such as `github`. The scheme is never guessed from the
+request, so a valid proof of another scheme is refused.
 """
 
 import base64
@@ -21,7 +22,7 @@ from receiver.errors import ProofMissing, ProofWrong
 ProofScheme = Literal["secret", "standard-webhooks", "github", "gitea", "gitlab"]
 
 BodyCheck = Callable[[bytes], None]
-"""The part of a check that needs the body. Raises `ProofWrong`."""
+"""The part of a check that needs the body. It raises `ProofWrong` if the body does not match."""
 
 SIGNING_PREFIX = "whsec_"
 _SECRET_HEADER = "x-webhook-secret"
@@ -33,8 +34,8 @@ class Proof:
     """One scheme, and the secrets that are accepted. There may be several secrets while a new
     secret replaces an old one. Without secrets, every request is accepted.
 
-    Raises `ValueError` for a secret that is empty, that a header cannot carry, or that begins with
-    `whsec_` but has no base64 key.
+    The constructor raises `ValueError` for a secret that is empty, that cannot be sent in a header,
+    or that begins with `whsec_` but does not continue with a base64 key.
     """
 
     scheme: ProofScheme
@@ -53,10 +54,11 @@ class Proof:
     def check_headers(
         self, headers: Mapping[str, str], query: Mapping[str, str] = _NO_QUERY
     ) -> BodyCheck:
-        """Do the part of the check that needs only `headers`. Returns the part that needs the body.
+        """Do the part of the check that needs only the headers. Returns the part that needs the
+        body.
 
-        The names in `headers` must be lower case. If the scheme is `secret` and no header has the
-        secret, `query` may have it. Raises `ProofMissing` or `ProofWrong`.
+        The names in `headers` must be lower case. With the scheme `secret`, `query` may have the
+        secret (`?secret=…`) instead of the header. Raises `ProofMissing` or `ProofWrong`.
         """
         if self.scheme == "secret" and _SECRET_HEADER not in headers and "secret" in query:
             headers = {_SECRET_HEADER: query["secret"]}
@@ -72,8 +74,8 @@ def _accept(_body: bytes) -> None:
 
 
 def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://huggingface.co/docs/hub/webhooks#webhook-secret: the header is the secret itself, or
-    the webhook's URL ends with `?secret=…`."""
+    """Compares the header with the secrets, because the sender sends the secret itself. See
+    https://huggingface.co/docs/hub/webhooks#webhook-secret."""
     given = _required(headers, _SECRET_HEADER)
     if not _matches_any(given, secrets):
         raise ProofWrong("Invalid webhook secret.")
@@ -81,11 +83,11 @@ def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChe
 
 
 def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://www.standardwebhooks.com: HMAC-SHA256 over `id.timestamp.body`, at most 5 min old.
+    """Checks an HMAC-SHA256 of `id.timestamp.body`. The timestamp may differ from the present time
+    by at most 5 min. See https://www.standardwebhooks.com.
 
-    The key is the base64 part of a `whsec_` secret. For any other secret, the key is the secret's
-    own bytes. Svix, which wrote the standard, names the headers `svix-…`:
-    https://docs.svix.com/receiving/verifying-payloads/how-manual
+    Svix, which wrote the standard, sends the headers as `svix-…` instead of `webhook-…`. See
+    https://docs.svix.com/receiving/verifying-payloads/how-manual.
     """
     prefix = "svix" if is_svix(headers) else "webhook"
     signed = {
@@ -100,7 +102,8 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
                 signer(secret).verify(body, signed, json_parse=False)
                 return
             except (WebhookVerificationError, ValueError) as error:
-                # ValueError: the signature is not base64, or the body is not UTF-8.
+                # A ValueError means that the signature is not base64, or that the body is not
+                # UTF-8.
                 reasons.append(str(error))
         raise ProofWrong(f"Invalid webhook signature: {reasons[0]}.")
 
@@ -108,25 +111,30 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
 
 
 def is_svix(headers: Mapping[str, str]) -> bool:
-    """Whether the signature is in Svix's headers, and therefore covers `svix-id`."""
+    """Whether the delivery is signed in Svix's headers. The signature then covers the id in
+    `svix-id`, and not the one in `webhook-id`."""
     return "svix-signature" in headers and "webhook-signature" not in headers
 
 
 def _check_github(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://docs.github.com/webhooks/using-webhooks/validating-webhook-deliveries"""
+    """The header is `sha256=` and the hex digest of an HMAC of the body. See
+    https://docs.github.com/webhooks/using-webhooks/validating-webhook-deliveries."""
     return _hmac_check(_required(headers, "x-hub-signature-256"), "sha256=", secrets)
 
 
 def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://docs.gitea.com/usage/webhooks: the header is only the hex digest."""
+    """The header is the hex digest of an HMAC of the body. See
+    https://docs.gitea.com/usage/webhooks."""
     return _hmac_check(_required(headers, "x-gitea-signature"), "", secrets)
 
 
 def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """https://docs.gitlab.com/user/project/integrations/webhooks: secret token or signing token.
+    """GitLab knows two kinds of secrets. A *signing token* begins with `whsec_`, and signs
+    deliveries as in Standard Webhooks. Any other secret is a *secret token*, which is sent itself.
+    See https://docs.gitlab.com/user/project/integrations/webhooks.
 
-    A secret that begins with `whsec_` is a signing token; any other secret is a secret token.
-    GitLab 19 sends `webhook-id` with both kinds, so this header does not show the kind.
+    GitLab 19 sends the header `webhook-id` with both kinds, so only `webhook-signature` shows that
+    a delivery is signed.
     """
     signing = [secret for secret in secrets if is_signing_secret(secret)]
     tokens = [secret for secret in secrets if not is_signing_secret(secret)]
@@ -154,9 +162,9 @@ def _required(headers: Mapping[str, str], name: str) -> str:
 
 
 def _matches_any(given: str, expected: Sequence[str]) -> bool:
-    # The time of this function must tell an attacker nothing. All digests have the same length, so
-    # the time does not depend on the length of the secret. All candidates are compared, so the time
-    # does not show which candidate matched.
+    # An attacker must not learn anything from the time that this function takes. It compares
+    # digests, which all have the same length, so the time does not depend on the length of a
+    # secret. It compares all candidates, so the time does not show which one matched.
     given_digest = hashlib.sha256(given.encode()).digest()
     matches = [
         hmac.compare_digest(given_digest, hashlib.sha256(candidate.encode()).digest())
@@ -175,13 +183,13 @@ def _hmac_check(given: str, prefix: str, secrets: Sequence[str]) -> BodyCheck:
 
 
 def is_signing_secret(secret: str) -> bool:
-    """Whether the secret is a signing key. A signing key signs deliveries and is never sent."""
+    """Whether the secret is a signing key (`whsec_…`), which signs deliveries and is never sent."""
     return secret.startswith(SIGNING_PREFIX)
 
 
 def signer(secret: str) -> Signer:
-    """Signs and verifies deliveries. The key is the base64 part of a `whsec_` secret. For any other
-    secret, the key is the secret's own bytes.
+    """An object that signs and verifies deliveries. If the secret begins with `whsec_`, the key is
+    the rest of the secret, decoded from base64. Any other secret is itself the key.
 
     Raises `ValueError` if the text after `whsec_` is not base64.
     """
@@ -189,8 +197,8 @@ def signer(secret: str) -> Signer:
 
 
 def check_signing_secret(secret: str) -> str:
-    """Return the secret. Raises `ValueError` if the secret begins with `whsec_` but has no base64
-    key."""
+    """Return the secret unchanged. Raises `ValueError` if it begins with `whsec_` but does not
+    continue with a base64 key."""
     if is_signing_secret(secret):
         try:
             key = base64.b64decode(secret.removeprefix(SIGNING_PREFIX), validate=True)

@@ -1,12 +1,12 @@
 """Manages the webhooks on a hub: create, list, get, update, enable, disable, delete.
 
-This module uses `huggingface_hub`, so it works with the embedded hub and with the Hugging Face Hub;
-only the endpoint differs. Nothing here prints or stores a secret.
+The functions work with the embedded hub (the hub of the stack) and with the Hugging Face Hub,
+because they use `huggingface_hub`. They never print or store a secret.
 
-Every function takes the hub's `endpoint` (default: `HF_ENDPOINT`, or else huggingface.co) and a
-`token` (default: the token that `huggingface_hub` finds). Errors: `ValueError` if the arguments
-cannot be used, `NotAllowed` if the token is missing or refused, `WebhookNotFound` if the hub has no
-such webhook, and `WebhookApiError` for any other failure.
+Every function has the arguments `endpoint` (default: `HF_ENDPOINT`, or else the Hugging Face Hub)
+and `token` (default: the token that `huggingface_hub` finds). Every function raises `ValueError` if
+the arguments cannot be used, `NotAllowed` if the token is missing or refused, `WebhookNotFound` if
+the hub has no such webhook, and `WebhookApiError` for any other failure.
 """
 
 import os
@@ -65,16 +65,18 @@ class WebhookRecord(BaseModel):
     url: str | None = None
     """None for a webhook that starts a job."""
     job: dict[str, Any] | None = None
-    """The hub's description of the job to start; None for a webhook that posts to a URL."""
+    """The hub's description of the job that the webhook starts. None for a webhook that posts to a
+    URL."""
     watched: tuple[WatchedItem, ...]
     domains: tuple[Domain, ...]
     status: WebhookStatus
-    """A webhook is `suspended` after repeated failures; only the embedded hub reports this."""
+    """`suspended` means that the hub stopped the deliveries after many failures. Only the embedded
+    hub reports `suspended`."""
     warnings: tuple[str, ...] = ()
-    """Why the webhook gets no events of a watched item, such as a repository that does not exist.
-    Only the embedded hub reports this."""
+    """Reasons why the webhook gets no events of an item that it watches, for example because the
+    repository does not exist. Only the embedded hub reports warnings."""
     secret: str | None = Field(default=None, repr=False)
-    """Set only in the record that `create_webhook` returns."""
+    """The secret. Only the record that `create_webhook` returns contains it."""
 
 
 def create_webhook(
@@ -88,17 +90,18 @@ def create_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Create a webhook. When a `watched` item changes, the webhook posts an event to `url`, or
-    starts a copy of the job `job_id`.
+    """Create a webhook. When a `watched` item changes, the hub posts an event to `url`, or starts a
+    copy of the job `job_id`.
 
-    `secret` proves the deliveries to `url`. `secrets` are environment variables of the job.
+    The deliveries to `url` carry `secret`, which proves their origin. The job gets `secrets` as
+    environment variables.
     """
     _check_target(url, job_id, secrets)
     if url is None and job_id is None:
         raise ValueError("Missing argument for webhook: `url` or `job_id`.")
     items = _items(watched)
     if not items:
-        raise ValueError("A webhook needs something to watch: give `watched`.")
+        raise ValueError("A webhook needs something to watch: set `watched` to at least one item.")
     with _translated():
         created = _api(endpoint, token).create_webhook(
             url=url,
@@ -138,8 +141,8 @@ def update_webhook(
 ) -> WebhookRecord:
     """Change the given properties, and leave the other properties as they are."""
     _check_target(url, job_id, secrets)
-    # If `watched` is not given, send the present list: huggingface_hub always sends a list, and a
-    # hub may read an empty list as "watch nothing".
+    # If `watched` is not given, send the present list. huggingface_hub would send an empty list,
+    # and a hub may then remove all watched items.
     items = (
         get_webhook(webhook_id, endpoint=endpoint, token=token).watched
         if watched is None
@@ -164,14 +167,14 @@ def update_webhook(
 def enable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    """Let the webhook deliver again after `disable_webhook` or a suspension."""
+    """Enable a webhook that is disabled or suspended."""
     return _changed(lambda api: api.enable_webhook(webhook_id), webhook_id, endpoint, token)
 
 
 def disable_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> WebhookRecord:
-    """Keep the webhook, but deliver nothing until it is enabled."""
+    """Stop the deliveries of the webhook until it is enabled again."""
     return _changed(lambda api: api.disable_webhook(webhook_id), webhook_id, endpoint, token)
 
 
@@ -194,13 +197,13 @@ def _changed(
 def _api(endpoint: str | None, token: str | None) -> "HfApi":
     from huggingface_hub import HfApi
 
-    # Read the variable here, because huggingface_hub reads it only once, when it is imported.
+    # Read HF_ENDPOINT at each call: huggingface_hub reads it only once, when it is imported.
     return HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
 
 
 def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
-    """The JSON of the hub's answer. It is read here because the records of huggingface_hub have no
-    field for the status."""
+    """The JSON of the hub's answer to `GET /api/settings/webhooks<path>`. The records of
+    huggingface_hub cannot be used, because they have no field for the status."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -270,5 +273,5 @@ def _translated(webhook_id: str | None = None) -> Iterator[None]:
             " Start the hub, or pass another `endpoint`."
         ) from error
     except ValueError as error:
-        # The arguments have already been checked, so this error is about the hub's answer.
+        # The arguments were checked before, so the hub's answer causes this error.
         raise WebhookApiError(f"The hub's answer is not JSON: {error}") from error

@@ -1,5 +1,5 @@
-"""`WebhooksServer`: has one POST route per handler, and a landing page that lists the handlers. A
-`RequestGuard` checks each request to a handler."""
+"""`WebhooksServer`: a web server with one POST route per handler, and a landing page that lists the
+handlers. A `RequestGuard` checks each request to a handler."""
 
 import os
 import socket
@@ -58,17 +58,17 @@ class WebhooksServer:
     """Receives webhooks: `POST /webhooks/<name>` for each registered handler, and a page at `/`.
 
     Args:
-        ui: A user interface that replaces the landing page and answers every path that is not a
-            webhook: an ASGI application, the path of a folder with an `index.html`, or a
-            `gradio.Blocks`.
-        webhook_secret: The secret that proves a delivery, or a list of secrets while a new secret
-            replaces an old one (default: `WEBHOOK_SECRET`). Without a secret, `launch` raises
+        ui: A user interface that replaces the landing page: an ASGI application, the path of a
+            folder with an `index.html`, or a `gradio.Blocks`. It answers every path for which the
+            server itself has no route.
+        webhook_secret: The secret that each delivery must prove, or a list of secrets while a new
+            secret replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`.
             In a Space, the host and the public URL are the Space's, unless they are set.
-        hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
-            URL get the new URL.
-        secret_in_shell: The text that stands for the secret in the landing page's shell commands.
+        hubs: When this server's public URL changes, the webhooks on these hubs are updated if they
+            post to the old URL.
+        secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class WebhooksServer:
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
         )
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
-        """The ASGI application, for tests or for mounting in another application. The other
-        application must then enter `lifespan`."""
+        """The ASGI application. Another application may mount it, and must then enter `lifespan`.
+        """
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
@@ -142,18 +142,19 @@ class WebhooksServer:
             path: The name of the route. Default: the function's name.
             webhook_secret: Replaces the server's secret for this function.
             proof: Replaces the settings' proof for this function.
-            durable: Store each delivery, answer 202, and then call the function, also after a
-                restart of the server. If a call fails, the function is called again later. After
-                `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery is kept as a dead
-                letter. The function must take a `WebhookPayload`.
-            knows_repeats: Call the function for a repeated delivery too, because the function
-                recognises repeats itself. If False, the receiver repeats the first answer.
+            durable: Store each delivery on disk, answer 202, and then call the function. If the
+                call fails, or if the server stops before it, the function is called again later.
+                After `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery is kept as a
+                dead letter. The function must take a `WebhookPayload`.
+            knows_repeats: Call the function for repeated deliveries too, because it recognises them
+                itself. If False, a repeated delivery gets the first answer again.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
-            OpenToEveryone: There is no secret, and other machines can already reach the server.
-            ReceiverError: The file `deliveries_path` cannot be opened, for example because another
-                process has it open.
+            OpenToEveryone: There is no secret, and the server already runs where other machines can
+                reach it.
+            ReceiverError: The function is durable, the server already runs, and the file
+                `deliveries_path` cannot be opened, for example because another process has it open.
         """
         if callable(path):
             return self.add_webhook()(path)
@@ -198,22 +199,21 @@ class WebhooksServer:
         server_port: int | None = None,
         share: bool | str = False,
     ) -> str:
-        """Listen, print the URL of each webhook, and serve until interrupted. Returns the server's
-        URL.
+        """Listen, print the URL of each handler, and serve until interrupted. Returns the server's
+        URL, which is the public URL if there is one.
 
-        With `prevent_thread_lock`, or inside a running event loop (as in a notebook), the server
-        runs in a thread and `launch` returns at once. A second call of `launch` moves the server to
-        the new address.
+        Inside a running event loop (as in a notebook), the server runs in a thread, and `launch`
+        returns at once. A second call of `launch` stops that server and starts a new one.
 
         Args:
             prevent_thread_lock: Serve in a thread, and return at once.
             server_name, server_port: Replace the host and the port of the settings.
-            share: True opens the tunnel of the settings. A text names another tunnel to open:
+            share: True opens the tunnel of the settings. A text is another tunnel to open:
                 `ssh://user@host`, or a command. With a tunnel, every handler needs a secret.
 
         Raises:
             OpenToEveryone: Other machines could reach a handler that has no secret.
-            TunnelFailed: No tunnel is configured, or the tunnel gave no URL.
+            TunnelFailed: No tunnel is configured, or the tunnel cannot be opened.
             AddressUnavailable: The port is in use, or the host is not an address of this machine.
             ReceiverError: The file `deliveries_path` cannot be opened, for example because another
                 process has it open.
@@ -268,19 +268,19 @@ class WebhooksServer:
 
     @property
     def fastapi_app(self) -> FastAPI:
-        """The application that serves, as `huggingface_hub` names it. Routes that a script adds to
-        it are served too, before and after `launch`."""
+        """The same as `app`. `huggingface_hub` uses this name. A script may add routes to it before
+        or after `launch`."""
         return self.app
 
     @property
     def webhook_secret(self) -> str | Sequence[str] | None:
-        """The secret of all handlers that have none of their own. A script cannot set it here,
-        because handlers that are registered already would keep the former secret."""
+        """The secret of all handlers that have no own secret. This property cannot be set, because
+        handlers that are already registered would keep the old secret."""
         return self._webhook_secret
 
     def close(self) -> None:
-        """Stop a server that runs in a thread. Running handlers get `shutdown_seconds` to end. May
-        be called more than once."""
+        """Close the public URL, and stop the server if it runs in a thread. Running handlers get
+        `shutdown_seconds` to end. May be called more than once."""
         self._close_public_access()
         if self._running is not None:
             server, thread = self._running
@@ -291,7 +291,8 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """Call the durable handlers while this context is open. `launch` opens the context."""
+        """Call the durable handlers while this context is open. A server that `launch` started has
+        entered it. An application that mounts `app` must enter it itself."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
@@ -310,8 +311,8 @@ class WebhooksServer:
     def _behind_tunnel(
         self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path
     ) -> TunnelEntrance:
-        """Bind another socket, add it to `sockets`, and open the tunnel to it. Returns the
-        application to serve on all sockets."""
+        """Open another socket for the tunnel, add it to `sockets`, and open the tunnel to it.
+        Returns the application to serve on all sockets."""
         entrance = listen.bind("127.0.0.1", 0)
         sockets.append(entrance)
         port = entrance.getsockname()[1]
@@ -359,8 +360,8 @@ class WebhooksServer:
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
-            # This app needs no checks, because no request from outside reaches it. It gets only
-            # stored requests, and the guard stores only requests that have passed its checks.
+            # This app needs no checks: it gets only stored deliveries, and the guard stores only
+            # deliveries that have passed its checks.
             behind = FastAPI(openapi_url=None)
             behind.post(webhook.path)(webhook.handler)
             self._durable.add_handler(webhook.path, behind)
@@ -374,8 +375,8 @@ class WebhooksServer:
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        # `base_url` is the URL of the outermost application, so add the path at which this
-        # application is mounted.
+        # `base_url` is the URL of the outermost application. If this application is mounted in it,
+        # add the path of the mount.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(

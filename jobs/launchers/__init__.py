@@ -1,2 +1,2 @@
-"""The launchers: each runs the processes of jobs in another place. `local` runs them on this
+"""The implementations of `jobs.launcher.Launcher`. There is only one: `local` runs jobs on this
 machine."""

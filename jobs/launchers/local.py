@@ -1,13 +1,14 @@
-"""`LocalLauncher`: runs jobs as processes of this machine, each in its own session.
+"""`LocalLauncher`: runs jobs as processes of this machine. Each job has its own session.
 
-The warm parent is a process that has already imported heavy modules. A `python -m` command is
-forked from the warm parent. If the warm parent is still importing, the command waits: a new process
-would have to import the same modules, and would be ready later. Any other command is started in a
-new process at once, which is called a cold start. If there is no warm parent, every command gets a
-cold start.
+The *warm parent* is a process that has already imported heavy modules. A command of the form
+`python -m …` is forked from the warm parent. While the warm parent is still importing, the command
+waits, because a new process would have to import the same modules and would be ready later. Any
+other command gets a *cold start*: it is started in a new process at once. If there is no warm
+parent, every command gets a cold start.
 
-A forked command has its own environment variables. But the modules of the warm parent were imported
-with the runner's variables. If such a module reads variables at import, it has read the runner's.
+A forked command gets its own environment variables, but too late for the modules that the warm
+parent has imported. If such a module reads variables during its import, it has read the variables
+of the warm parent.
 """
 
 import subprocess
@@ -26,20 +27,20 @@ from jobs.launchers.supervise import Request
 from jobs.launchers.warm_parent import WarmParent, environment_for_jobs_package
 
 _START_SECONDS = 60.0
-"""If a process has not recorded within this time that it runs, it counts as lost."""
+"""If a process has not recorded its start within this time, its attempt counts as lost."""
 
 
 @dataclass
 class _PendingStart:
-    """A start that was requested, but whose process has not yet recorded in the job's folder that
+    """A requested start. It is pending until the new process has recorded in the job's folder that
     it runs."""
 
     request: Request
     since: float
     cold: subprocess.Popen[bytes] | None = None
     generation: int | None = None
-    """The generation of the warm parent that got the request. None while the request waits for a
-    warm parent."""
+    """Which warm parent got the request (`WarmParent.generation`). None until a warm parent has got
+    it."""
 
 
 class LocalLauncher:
@@ -86,13 +87,14 @@ class LocalLauncher:
             if self._may_still_start(starting):
                 return Status(phase="starting")
             del self._starting[handle]
-        # Read the record again: since the first look, the process may have written it and ended.
+        # Read the record again, because the process may have written it and ended since the read
+        # above.
         return _recorded_status(job_dir, attempt) or Status(phase="vanished")
 
     def stop(self, handle: str, *, force: bool) -> None:
         starting = self._starting.get(handle)
         if starting is not None and starting.cold is None and starting.generation is None:
-            # The request still waits for the warm parent, so there is no process to stop yet.
+            # The request has not been sent to a warm parent, so there is no process to stop.
             del self._starting[handle]
         job_dir, attempt = self._job_dir_and_attempt(handle)
         leader = _leader(job_dir, attempt)
@@ -120,15 +122,17 @@ class LocalLauncher:
         if self._warm is not None:
             self._warm.close()
         for process in self._cold:
-            # The process is meant to outlive this process. Without this line, Popen would warn that
-            # it still runs.
+            # The process may outlive this one. Set an exit code, so that Popen does not warn that
+            # the process still runs.
             process.returncode = 0
 
     def _send_to_warm_parent(self, warm: WarmParent, starting: _PendingStart) -> None:
-        """Send the request, or wait if the warm parent is importing.
+        """Send the request. If the warm parent is still importing, do nothing; `poll_processes`
+        calls this method again.
 
-        If a warm parent dies, the request is sent to the next one, so there may be two processes
-        for one request. Only one of the two gets the lock in the job's folder; the other ends.
+        If a warm parent dies, the request is sent to the next warm parent too, so there may be two
+        processes for one request. Only one of them gets the lock in the job's folder; the other
+        one ends.
         """
         match warm.state:
             case "importing":
@@ -157,7 +161,7 @@ class LocalLauncher:
             with starting.cold.stdin as pipe:
                 pipe.write(starting.request.to_json().encode() + b"\n")
         except BrokenPipeError:
-            return  # `poll` will find the process dead
+            return  # the process has already ended; `poll` will notice that
 
     def _may_still_start(self, starting: _PendingStart) -> bool:
         if starting.cold is not None and starting.cold.poll() is not None:
@@ -170,12 +174,13 @@ class LocalLauncher:
 
 
 def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
-    """The status that the attempt's process has recorded. None if it has recorded nothing."""
+    """The status of the attempt, from the files that its leader has written. None if the leader has
+    not recorded its start."""
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Look at the process before the file. In the other order, the leader could write the file and
-    # end between the two looks, and would then count as vanished.
+    # Check the process first, and read the file after that. In the other order, the leader could
+    # write the file and end between the two steps, and the attempt would count as vanished.
     is_running = is_alive(leader)
     ended = read_json(job_dir / EXIT)
     if ended is not None and ended["attempt"] == attempt:

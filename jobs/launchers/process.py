@@ -1,6 +1,7 @@
-"""Identifies, signals and configures processes. Standard library only.
+"""Identifies, signals and configures processes. Uses only the standard library.
 
-A process is identified by pid and start time, because the system may reuse a pid.
+A process is identified by its pid and its start time, because the system may give the pid of an
+ended process to a new one.
 """
 
 import ctypes
@@ -16,7 +17,8 @@ IS_LINUX = sys.platform == "linux"
 
 _PR_SET_PDEATHSIG = 1
 prctl = ctypes.CDLL(None).prctl if IS_LINUX else None
-"""Changes settings of this process, see prctl(2). None on any system except Linux."""
+"""The system call prctl(2), which changes settings of this process. None on systems other than
+Linux."""
 _AUTOGROUP_ATTEMPTS = 5
 
 
@@ -24,7 +26,8 @@ _AUTOGROUP_ATTEMPTS = 5
 class ProcessIdentity:
     pid: int
     started: str
-    """The start time as the system prints it; on Linux together with the id of the boot."""
+    """The start time in the system's own format. On Linux, the id of the current boot precedes it.
+    """
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,19 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     the other processes still get the signal.
 
     On systems other than Linux, the signal goes to the leader's process group, which includes the
-    leader.
+    leader. If the leader is dead, no process gets the signal there.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
-        # Another process has this pid now. The kernel reuses the pid of a leader only when the
-        # session is empty, so there is nothing to signal.
+        # Another process has this pid now. The kernel reuses a leader's pid only when the session
+        # has no process left, so there is nothing to signal.
         return
     if not IS_LINUX:
         if present is not None:
             os.killpg(leader.pid, number)
         return
     if not leader.started.startswith(_boot_id()):
-        return  # the machine was restarted since then, so the session is gone
+        return  # the leader ran before the last boot of the machine, so the session is gone
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == leader.pid:
             continue
@@ -81,10 +84,8 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent process `parent` ends.
-
-    If the parent is already gone, this process ends now. Does nothing on systems other than Linux.
-    """
+    """Make the kernel kill this process when its parent process `parent` ends. If the parent has
+    already ended, end this process now. Does nothing on systems other than Linux."""
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -93,23 +94,23 @@ def die_with_parent(parent: int) -> None:
 
 def lower_priority(niceness: int) -> None:
     """Raise the nice value of this process and of its session to `niceness`. A value that is
-    already higher stays as it is.
+    already higher does not change.
 
-    Linux can divide the cores between sessions instead of processes ("autogroup", sched(7)). The
-    nice value of a process then counts only within its session, so the nice value of the session
-    must be set too.
+    Linux can share the processor time among sessions instead of processes ("autogroup", sched(7)).
+    The nice value of a process then counts only within its session, so the session's own nice value
+    must be raised too.
     """
     niceness = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, 0, niceness)
-    session = Path("/proc/self/autogroup")  # missing or empty where processes are not grouped
+    session = Path("/proc/self/autogroup")  # missing or empty if Linux does not group processes
     for _ in range(_AUTOGROUP_ATTEMPTS):
         try:
             found = session.read_text().split()
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # Try again later: from all processes without root rights together, the kernel accepts
-            # only ten such writes per second.
+            # Try again later: the kernel accepts only ten such writes per second, from all
+            # processes without root rights together.
             time.sleep(0.1)
         except OSError:
             return
@@ -118,8 +119,11 @@ def lower_priority(niceness: int) -> None:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Fields of /proc/<pid>/stat, see proc(5). Count the fields from the last bracket, because the
-    program's name inside the brackets may contain spaces and brackets."""
+    """Some fields of /proc/<pid>/stat, see proc(5). None if there is no such process.
+
+    The program's name stands in brackets, and may itself contain spaces and brackets. So the fields
+    are counted from the last closing bracket.
+    """
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

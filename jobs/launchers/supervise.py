@@ -1,12 +1,11 @@
-"""The process that leads a job's session. It starts the command, waits until the command has ended,
-and records the command's exit code.
+"""The *leader* of a job's session: the process that starts the command, waits until the command has
+ended, and records the command's exit code.
 
-The leader is a separate process for two reasons. It records the exit code even if the runner and
-the warm parent die. And when the command has ended, it kills the processes that the command has
-left running.
+The leader is a separate process for two reasons: it records the exit code even if the runner dies,
+and when the command has ended, it kills the processes that the command has left running.
 
-If this module is run as a program, it reads one request from standard input. It imports only the
-standard library, so that it starts quickly.
+If this module is run as a program, it reads one request from standard input. The module uses only
+the standard library, so that it starts quickly.
 """
 
 import contextlib
@@ -33,8 +32,8 @@ _LOCK_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a launcher wants to start. The request is sent over a pipe as one line of JSON. It is
-    never written to disk, because its variables may hold secrets."""
+    """What to start for one attempt. The launcher sends the request over a pipe, as one line of
+    JSON. It must not be written to disk, because `env` may hold secrets."""
 
     job_dir: str
     attempt: int
@@ -54,18 +53,19 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     """Fork the command's process and supervise it. Call this function only in a process that was
     started for this purpose.
 
-    The calling process becomes the leader of the session. In this process, the function does not
-    return: the process exits when the command has ended.
+    The calling process becomes the leader. In the leader, this function never returns: the leader
+    exits when the command has ended.
 
-    The function returns only in the forked process, which must then call the returned function to
-    run the command. With `in_place`, a `python -m` command runs in this interpreter, which keeps
-    its imported modules. Otherwise the command replaces the forked process.
+    In the forked process, this function returns a second function, which the forked process must
+    call to run the command. With `in_place`, the command must have the form `python -m …`; it runs
+    in the same interpreter, with the modules that are already imported. Otherwise the command
+    replaces the forked process.
     """
     with contextlib.suppress(PermissionError):  # this process already leads a session
         os.setsid()
     for number in _STOPS:
-        # Ignore stop signals. They are for the command; this process must live to record the exit
-        # code.
+        # Ignore stop signals, which are meant for the command. The leader must stay alive to record
+        # the exit code.
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     job_dir = Path(request.job_dir)
@@ -74,12 +74,13 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     _claim_attempt(job_dir, request.attempt)
     _share_computing_lock(job_dir.parent / COMPUTING)
     if prctl is not None:
-        # If the command ends before its child processes, these become children of this process.
+        # Make this process the new parent of child processes that the command leaves behind.
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
     leader = os.getpid()
     errors, report = os.pipe()
     wait_here, go = os.pipe()
-    # Hold back stop signals until the command's process can handle them.
+    # Block stop signals during the fork. The command's process unblocks them after it has restored
+    # their default action (`_die_with_leader`).
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     command_pid = os.fork()
     if command_pid == 0:
@@ -113,10 +114,11 @@ def _redirect_output(log: Path) -> None:
 
 
 def _claim_attempt(job_dir: Path, attempt: int) -> None:
-    """Take the job's lock for this attempt. Exit silently if the attempt was already started."""
-    # Use a POSIX lock, because the command does not inherit it: the lock is free as soon as this
-    # process is gone. Never close this descriptor, and never open the file elsewhere. If this
-    # process closes any descriptor of the file, the lock is free.
+    """Take the job's lock for this attempt. If the attempt was already started, end this process
+    without a message."""
+    # Use a POSIX lock, because the command does not inherit it: the lock is released when this
+    # process ends. Never close this descriptor, and open the file nowhere else in this process: the
+    # lock is released when the process closes any descriptor of the file.
     lock = os.open(job_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     give_up = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -124,7 +126,7 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            # Wait: the previous attempt may have recorded its end, but its process is not gone yet.
+            # The leader of the previous attempt may be about to end, so wait for it.
             if time.monotonic() > give_up:
                 os._exit(0)
             time.sleep(0.005)
@@ -134,24 +136,22 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
 
 
 def _share_computing_lock(path: Path) -> None:
-    # Never close this descriptor. This process and a command that runs in place must hold the lock
-    # until they are gone.
+    # Never close this descriptor: the lock must be held until this process ends.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with contextlib.suppress(OSError):  # this file system does not support locks
         fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def _record_process(job_dir: Path, attempt: int) -> None:
-    """Record that the attempt runs. With this record, a runner can find, stop and adopt the
-    attempt."""
+    """Record that the attempt runs. A runner needs this record to find or stop the attempt."""
     me = identify(os.getpid())
     assert me is not None
     write_atomically(job_dir / PROCESS, json.dumps({"attempt": attempt, **asdict(me)}))
 
 
 def _die_with_leader(leader: int) -> None:
-    """Let the kernel kill the command's process when the leader is killed. Without its leader,
-    nobody could record the command's exit code."""
+    """Prepare the command's process: it reacts to stop signals again, and the kernel kills it when
+    the leader is killed, because without the leader nobody could record the exit code."""
     die_with_parent(leader)
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
@@ -175,7 +175,7 @@ def _run_command(request: Request, report: int, in_place: bool) -> None:
 
 
 def _run_module(request: Request) -> None:
-    """Do what `python -m module args` does, but in this interpreter with its imported modules."""
+    """Run `python -m module args` in this interpreter, which has already imported modules."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.env)
@@ -192,7 +192,8 @@ def _run_module(request: Request) -> None:
 
 def _wait_for(pid: int) -> int:
     """Wait until the process `pid` has ended. Returns its exit code; negative if a signal ended it.
-    Orphans that end meanwhile are reaped."""
+    Orphans (processes that the command has left) may end earlier; `os.wait` removes them from the
+    process table."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -220,8 +221,8 @@ def _children() -> list[int]:
 
 
 def _read_start_error(descriptor: int) -> str:
-    """The reason why the command could not be started. Empty if the command was started, because
-    then nobody has written to the pipe."""
+    """Why the command could not be started. Empty if the command was started, because only a failed
+    start writes to the pipe."""
     os.set_blocking(descriptor, False)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")

@@ -1,9 +1,10 @@
-"""The warm parent: imports heavy modules once, then forks a process for each job.
+"""The warm parent: a process that imports heavy modules once, and then forks a process for each
+job.
 
-The warm parent runs no tensor operation and does not initialise CUDA. If it did, its forked
-children could do neither. It reads requests from standard input, one line of JSON each, and ends
-when standard input is closed. `jobs/launchers/warm_parent.py` starts it, and limits all thread
-pools to one thread.
+The preloaded modules must not run tensor operations or initialise CUDA during their import. If they
+did, tensor operations or CUDA would not work in the forked processes. The warm parent reads
+requests from standard input, one line of JSON each, and ends when standard input is closed.
+`jobs/launchers/warm_parent.py` starts it, and limits all thread pools to one thread.
 """
 
 import gc
@@ -21,13 +22,13 @@ from jobs.launchers.supervise import Request, supervise
 
 def main(modules: list[str]) -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # so that nobody takes the output of an imported module for an answer
+    os.dup2(2, 1)  # send the output of imported modules to the log, not to the reader of answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    # Exclude the imported objects from garbage collection. A collection in a child would write to
-    # the shared memory pages, and each written page would be copied.
+    # Exclude the imported objects from garbage collection. The children share their memory pages,
+    # and a collection in a child would write to these pages, so the kernel would copy them.
     gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")
@@ -36,8 +37,8 @@ def main(modules: list[str]) -> None:
         request = Request.from_json(line)
         if os.fork() == 0:
             os.close(answers)
-            # `supervise` replaces the child's standard input, so only the warm parent reads the
-            # pipe.
+            # `supervise` replaces the child's standard input, so that only the warm parent reads
+            # requests from the pipe.
             become = supervise(request, in_place=True)
             break
     else:
@@ -46,9 +47,9 @@ def main(modules: list[str]) -> None:
 
 
 def other_threads() -> list[str]:
-    """Names of all threads of this process except the main thread. A fork is unsafe if there are
-    such threads: the child gets copies of their locks, but not the threads that would release the
-    locks."""
+    """The names of all threads of this process except the main thread. With such threads, a fork is
+    unsafe: the child gets copies of the locks that they hold, but no threads that would release
+    these locks."""
     try:
         tasks = [
             task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())

@@ -1,5 +1,5 @@
-"""`WarmParent`: starts the process `jobs/launchers/warm.py` and sends requests to it. If the
-process dies, starts another."""
+"""`WarmParent`: starts the warm parent (`jobs/launchers/warm.py`, a process from which jobs are
+forked), sends requests to it, and starts another one if it dies."""
 
 import contextlib
 import json
@@ -17,25 +17,27 @@ from jobs.launchers.supervise import Request
 logger = logging.getLogger(__name__)
 
 _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Without this variable, the allocator of pyarrow starts a thread when pyarrow is imported."""
+"""Without this variable, pyarrow's memory allocator starts a thread when pyarrow is imported. The
+warm parent must not have threads, because a fork is then unsafe."""
 
 _MAX_DEATHS_BEFORE_READY = 3
 
 
 class WarmParent:
-    """Call `poll_processes` often; no method waits."""
+    """The warm parent, as the runner sees it. Call `poll_processes` many times a second. No method
+    waits, except that `close` waits until the killed process is gone."""
 
     state: Literal["importing", "ready", "off"]
-    """`off` is final: the modules cannot be imported, or start threads when they are imported, or
-    `close` was called."""
+    """`off` means that there is no warm parent and none will be started: the modules cannot be
+    imported, or start threads during their import, or `close` was called."""
     generation: int
-    """The number of the current process. It changes when a process dies and another is started. A
-    request that was sent to an earlier process may be lost."""
+    """Counts the processes that were started. A request that was sent in an earlier generation may
+    be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
-        # Limit thread pools to one thread. A fork does not copy threads, so a pool with several
-        # threads would wait for ever in the child.
+        # Limit thread pools to one thread. A fork does not copy threads, so a larger pool would
+        # wait for its missing threads for ever in the child.
         self._environment = {
             **SHORT_SPINS,
             **environment_for_jobs_package(environment),
@@ -65,8 +67,8 @@ class WarmParent:
         self.state = "importing"
 
     def poll_processes(self) -> None:
-        """Check whether the warm parent has become ready or has died. If it has died, start another
-        warm parent, or turn `off` if its modules cannot be imported."""
+        """Check whether the warm parent has become ready or has died. After a death, start another
+        one. If the modules could not be imported, set the state to `off` instead."""
         if self._process is None:
             return
         code = self._process.poll()
@@ -78,9 +80,11 @@ class WarmParent:
         self._process = None
         self._deaths = 0 if self.state == "ready" else self._deaths + 1
         if self.state == "importing" and (code > 0 or self._deaths >= _MAX_DEATHS_BEFORE_READY):
-            self._turn_off(f"the warm parent ended with {code} while importing; see {self._log}")
+            self._turn_off(
+                f"the warm parent exited with {code} while it imported its modules; see {self._log}"
+            )
             return
-        logger.warning("The warm parent ended with %s; starting another.", code)
+        logger.warning("The warm parent exited with %s; another one is started.", code)
         self._start()
 
     def _read_answer(self, process: subprocess.Popen[bytes]) -> None:
@@ -102,8 +106,9 @@ class WarmParent:
         self.state = "off"
 
     def send(self, request: Request) -> None:
-        """Ask the warm parent to fork a process for the request. If the warm parent dies before it
-        has forked, `generation` changes, and the request must be sent again."""
+        """Ask the warm parent to fork a process for the request. If `generation` changes before the
+        process has recorded its start, send the request again: the warm parent may have died before
+        it forked the process."""
         assert self.state == "ready" and self._process is not None
         assert self._process.stdin is not None
         try:
@@ -125,13 +130,14 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # Ignore requests that could not be sent: the launcher sends them to the next warm parent.
+        # Closing the pipe fails if it still holds an unsent request. Ignore that, because the
+        # launcher sends the request to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
 
 def environment_for_jobs_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` with a PYTHONPATH from which `jobs` can be imported."""
+    """`environment` with a PYTHONPATH that contains the package `jobs`."""
     root = str(Path(__file__).parents[2])
     path = environment.get("PYTHONPATH")
     return {**environment, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}

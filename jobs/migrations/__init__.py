@@ -1,4 +1,5 @@
-"""Creates and upgrades a store's schema with Alembic, without an `alembic.ini`."""
+"""Creates and upgrades the tables of a store with Alembic. There is no `alembic.ini`: `upgrade`
+makes the configuration."""
 
 from pathlib import Path
 
@@ -8,25 +9,26 @@ from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
 HEAD = "0003"
-"""The newest revision under `versions/`. If a store has this revision, it is opened without loading
-Alembic."""
+"""The newest schema revision under `versions/`. Alembic is loaded only to open a store that does
+not have this revision, because loading it takes time."""
 
 
 def migrate(engine: Engine) -> None:
     """Create or upgrade the tables in one transaction.
 
-    Raises NewerSchema, and changes nothing, if a newer release wrote the database.
+    If a newer version of hotpush wrote the database, this raises NewerSchema and changes nothing.
     """
     if check_schema(engine) == HEAD:
         return
     with writing(engine) as connection:
-        # Check again while holding the lock, because another process may have upgraded the store.
+        # Check again under the write lock, because another process may have upgraded the store
+        # since the first check.
         if _checked(engine, connection) != HEAD:
             upgrade(connection, HEAD)
 
 
 def check_schema(engine: Engine) -> str | None:
-    """The schema's revision; None if there are no tables yet. Changes nothing.
+    """The revision of the store's schema; None if there are no tables yet. Changes nothing.
 
     Raises NewerSchema.
     """
@@ -39,9 +41,9 @@ def _checked(engine: Engine, connection: Connection) -> str | None:
     if revision not in (None, HEAD, *_known_revisions()):
         shown = engine.url.render_as_string(hide_password=True)
         raise NewerSchema(
-            f"The job store {shown} has schema {revision!r}, but the newest schema that this "
-            f"release knows is {HEAD!r}: a newer release wrote the job store. Nothing was changed; "
-            "upgrade hotpush."
+            f"The job store {shown} has schema {revision!r}, but this version of hotpush knows "
+            f"schemas up to {HEAD!r}: a newer version of hotpush wrote the job store. Nothing was "
+            "changed; upgrade hotpush."
         )
     return revision
 
@@ -58,12 +60,12 @@ def _known_revisions() -> set[str]:
 
 
 def upgrade(connection: Connection, revision: str) -> None:
-    """Upgrade within the connection's transaction."""
+    """Upgrade the store to `revision`, within the transaction of `connection`."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
-    # Double each "%" of the path. Otherwise Alembic would read it as an interpolation.
+    # Double each "%" of the path. Otherwise the configuration would read it as a placeholder.
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = connection
     command.upgrade(config, revision)

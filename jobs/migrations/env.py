@@ -1,4 +1,5 @@
-"""Alembic loads this module. It runs the migrations on the connection that `upgrade` passed."""
+"""Alembic executes this module, which runs the migrations on the connection that
+`jobs.migrations.upgrade` has put into the configuration."""
 
 from alembic import context
 

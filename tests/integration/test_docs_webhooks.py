@@ -241,7 +241,7 @@ def test_a_public_url(sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         printed,
         _,
     ):
-        assert "The public URL holds until" in "\n".join(printed)
+        assert "The public URL expires at" in "\n".join(printed)
         assert post(f"{url}/webhooks/hello", SECRET) == {"message": "hello"}
         # A stranger sees nothing but the functions.
         assert httpx.get(url, trust_env=False).status_code == 404

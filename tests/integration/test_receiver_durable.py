@@ -185,7 +185,9 @@ def test_what_can_never_succeed_is_refused_at_once(server: WebhooksServer) -> No
     with TestClient(server.app, headers=SECRET) as client:
         answer = client.post("/webhooks/x", json={"event": {}})
         assert answer.status_code == 422
-        assert answer.json()["error"].startswith("Not the payload this handler takes: body.event")
+        assert answer.json()["error"].startswith(
+            "The body is not a payload that this handler takes: body.event"
+        )
         assert client.post("/webhooks/x", content=b"{").status_code == 422
         wrong = {"X-Webhook-Secret": "wrong"}
         assert client.post("/webhooks/x", json=dataset_update(), headers=wrong).status_code == 403

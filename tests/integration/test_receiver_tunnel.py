@@ -103,7 +103,7 @@ def test_a_url_through_ssh_that_comes_back(
     url = server.launch(prevent_thread_lock=True, share=sshd.address)
     printed = capsys.readouterr().out
     assert f"  - POST {url}/webhooks/hello" in printed
-    assert re.search(r"The public URL holds until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
+    assert re.search(r"The public URL expires at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", printed)
     assert (call(url), call(url, {})) == (200, 401)
     page = re.search(r"Open (http://127\.0\.0\.1:\d+)/ to see", printed)
     assert page is not None

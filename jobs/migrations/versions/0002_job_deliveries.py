@@ -1,4 +1,4 @@
-"""Move the delivery ids of each job from its spec into rows of a table."""
+"""Move the delivery ids of each job from the column `spec` into the new table `job_deliveries`."""
 
 import json
 
@@ -31,8 +31,8 @@ def upgrade() -> None:
             continue
         rows = []
         for delivery_id in delivery_ids:
-            # A delivery that a job took over from a failed job is in the lists of both jobs. It
-            # must get the same arrival number in both.
+            # If a job took over a delivery from a failed job, both jobs list the delivery. Both
+            # rows must get the same arrival number.
             key = job.pipeline, delivery_id
             row = {
                 "job_number": job.number,
@@ -48,8 +48,7 @@ def upgrade() -> None:
 
 
 def _received(connection: sa.Connection) -> dict[tuple[str | None, str], float]:
-    """When each delivery was first received. The keys are the pipeline of the delivery's job, and
-    the delivery's id."""
+    """When each delivery was first received: (pipeline of its job, delivery id) → time."""
     first = sa.func.min(DELIVERIES.c.received_at)
     query = (
         sa.select(JOBS.c.pipeline, DELIVERIES.c.id, first)

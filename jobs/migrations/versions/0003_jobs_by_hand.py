@@ -1,5 +1,8 @@
-"""Let a job that was submitted by hand be pending at the same time as a job of pushes. Record with
-each delivery the commit that the delivery announced."""
+"""Add two columns, `jobs.by_hand` and `job_deliveries.new_sha`.
+
+`by_hand` marks a job that a person submitted. A pipeline may now have two pending jobs: one that
+pushes created, and one by hand. `new_sha` is the commit that a delivery announced.
+"""
 
 import json
 
@@ -37,8 +40,8 @@ def upgrade() -> None:
 
 
 def _mark_jobs_by_hand(connection: sa.Connection) -> None:
-    """Mark the pending jobs that were submitted by hand: the webhook in their payload has the id
-    `by-hand`. A job that has absorbed a push is not marked."""
+    """Mark the pending jobs that were submitted by hand. Their payload names the webhook `by-hand`.
+    A job that has absorbed a push is not marked."""
     pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
         JOBS.c.state == "SCHEDULING",
         JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
@@ -51,8 +54,9 @@ def _mark_jobs_by_hand(connection: sa.Connection) -> None:
 
 
 def _name_newest_commits(connection: sa.Connection) -> None:
-    """Record that the last delivery of each job announced the job's newest commit. For the other
-    deliveries, the commit is not known."""
+    """Record the newest commit of each job as the commit of the job's last delivery. Deliveries may
+    have overtaken each other, so this may be wrong in rare cases. The commits of the other
+    deliveries are not known."""
     newest = (
         sa.select(LINKS.c.job_number, sa.func.max(LINKS.c.arrival).label("arrival"))
         .group_by(LINKS.c.job_number)

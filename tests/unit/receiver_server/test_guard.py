@@ -67,7 +67,9 @@ def test_a_body_that_is_no_payload(server: WebhooksServer, client: TestClient, b
 
     answer = client.post("/webhooks/x", content=body)
     assert answer.status_code == 422
-    assert answer.json()["error"].startswith("Not the payload this handler takes: body")
+    assert answer.json()["error"].startswith(
+        "The body is not a payload that this handler takes: body"
+    )
     assert len(answer.content) < 2000, "the body is not echoed"
 
 
