@@ -111,7 +111,7 @@ BY_HAND = [
     ),
     *BODIES,
 ]
-OPEN = {"/health", "/live", "/api/agent-harnesses"}
+OPEN = {"/health", "/live", "/api/agent-harnesses", "/api/validate-yaml"}
 
 
 def routes(folder: Path) -> set[tuple[str, str]]:
