@@ -41,8 +41,9 @@ def create(
 
     This works whether the hub runs or not.
     """
-    from pipeline.hub import tokens
+    from pipeline.hub import token_store, tokens
 
+    token_store.check_name(name)
     reaches = repository or []
     made = _on_hub(
         lambda database, repositories: tokens.create(database, repositories, name, role, reaches),
@@ -80,8 +81,9 @@ def list_(
 @app.command()
 def revoke(name: NameArgument) -> None:
     """Revoke a token. The hub refuses every later request with it."""
-    from pipeline.hub import tokens
+    from pipeline.hub import token_store, tokens
 
+    token_store.check_name(name)
     _on_hub(lambda database, _: tokens.revoke(database, name), ("DELETE", f"tokens/{name}", {}))
     print(f"revoked {name}")
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from starlette.concurrency import run_in_threadpool
 from starlette.types import Scope
 
-from pipeline.hub.auth import READING, Identity, check_sees, out_of_reach
+from pipeline.hub.auth import OF_ITS_BODY_ONLY, READING, Identity, check_sees, out_of_reach
 from pipeline.hub.errors import (
     Forbidden,
     RepositoryMoved,
@@ -25,9 +25,7 @@ _HUBS_TOKEN_ONLY = ("/api/settings/tokens", "/api/settings/gc", "/api/settings/p
 _CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/repos/move")
 """A job reads and writes repositories. What else the hub does is a person's to change."""
 _LFS_BATCH = "/info/lfs/objects/batch"
-_OF_NO_REPOSITORY = frozenset(
-    {"/api/whoami-v2", "/api/validate-yaml", "/api/settings/repositories"}
-)
+_OF_NO_REPOSITORY = frozenset({"/api/whoami-v2", "/api/settings/repositories"})
 """What a token that reaches some repositories only may ask for beside them."""
 
 
@@ -57,7 +55,7 @@ def _may_only_read(hub: Hub, scope: Scope, verbs: Collection[str]) -> bool:
     path: str = scope["path"]
     if scope["method"] != "POST":
         return False
-    if path == "/api/validate-yaml":
+    if path == OF_ITS_BODY_ONLY:
         return True
     if not path.startswith("/api/"):
         return path.endswith(_LFS_BATCH)
@@ -75,7 +73,11 @@ def _is_of_repository(path: str) -> bool:
 def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[str]) -> None:
     path, raw, owner = scope["path"], scope["raw_path"], hub.settings.owner
     is_list = path.startswith("/api/") and type_of(path.removeprefix("/api/").rstrip("/"))
-    if is_list or (path in _OF_NO_REPOSITORY and not identity.is_anonymous):
+    if (
+        is_list
+        or path == OF_ITS_BODY_ONLY
+        or (path in _OF_NO_REPOSITORY and not identity.is_anonymous)
+    ):
         return
     asked = None
     if _is_of_repository(path):

@@ -69,10 +69,10 @@ async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         match request.method, *rest:
             case "POST", "objects", "batch":
                 return await _batch(request, hub, repository)
-            case "POST", "locks", "verify":
-                return _json({"ours": [], "theirs": []})
             case "GET", "locks":
                 return _json({"locks": []})
+            # Also `locks/verify`, before each push: at 501 git lfs asks no more, and says nothing.
+            # At 200 it says that this hub has locks.
             case "POST", "locks", *_:
                 raise NotSupported(
                     "This hub locks no files, and nobody else can hold a lock here: push without "

@@ -32,14 +32,19 @@ class StoredToken:
     """To the minute."""
 
 
-def create_token(
-    connection: Connection, name: str, role: Role, repositories: Sequence[str] | None
-) -> str:
-    """The token, which cannot be read again. Raises BadRequest, and Conflict for a name in use."""
+def check_name(name: str) -> None:
+    """Raises BadRequest."""
     if not _NAME.fullmatch(name):
         raise BadRequest(
             f"{name!r} is no name for a token: use 1 to 96 letters, digits, '-', '_' and '.'."
         )
+
+
+def create_token(
+    connection: Connection, name: str, role: Role, repositories: Sequence[str] | None
+) -> str:
+    """The token, which cannot be read again. Raises BadRequest, and Conflict for a name in use."""
+    check_name(name)
     if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
         raise Conflict(f"There is a token {name!r} already: revoke it first, or choose a name.")
     token = f"hf_{secrets.token_hex(20)}"

@@ -120,7 +120,7 @@ BY_HAND = [
     ),
     *BODIES,
 ]
-OPEN = {"/health", "/live", "/api/agent-harnesses"}
+OPEN = {"/health", "/live", "/api/agent-harnesses", "/api/validate-yaml"}
 
 
 def routes(folder: Path) -> set[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import sqlite3
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -340,6 +341,27 @@ def test_readmes_are_validated(hub: RunningHub) -> None:
         assert reason in answer.json()["errors"][0]["message"]
     with pytest.raises(ValueError, match="must be a list"):
         hub.api._validate_yaml("---\ntags: 1\n---\n", repo_type="dataset")
+
+
+PUSH_A_CARD = """
+from huggingface_hub import DatasetCard, metadata_update
+DatasetCard("---\\nlicense: mit\\n---\\n# Facts").push_to_hub("Ada/card")
+metadata_update("Ada/card", {"tags": ["a"]}, repo_type="dataset")
+DatasetCard("---\\ntags: one\\n---\\n").validate(repo_type="dataset")
+"""
+
+
+def test_cards_are_pushed_though_the_client_checks_them_without_a_token(
+    hub: RunningHub, tmp_path: Path
+) -> None:
+    hub.api.create_repo("Ada/card", **DATASET)
+    env = {**hub.git_env, "HF_ENDPOINT": hub.url, "HF_TOKEN": hub.token, "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PUSH_A_CARD], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert "ValueError" in done.stderr and '"tags" must be a list' in done.stderr, done.stderr
+    card = hub.api.dataset_info("Ada/card").card_data
+    assert card is not None and card.to_dict() == {"license": "mit", "tags": ["a"]}
 
 
 def test_lists_are_filtered_sorted_and_paged(hub: RunningHub, tmp_path: Path) -> None:

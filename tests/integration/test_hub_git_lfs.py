@@ -94,6 +94,8 @@ def test_locks_are_not_there_and_keep_no_push_out(hub: RunningHub, tmp_path: Pat
     worktree = new_clone(hub, tmp_path, "local/locked")
     (worktree / "a.bin").write_bytes(b"a")
     commit_file(hub, worktree, "note.txt", "one")
+    assert "locksverify" not in hub.git("push", "origin", "HEAD:main", cwd=worktree)
+    commit_file(hub, worktree, "note.txt", "two")
     hub.git("config", "lfs.locksverify", "true", cwd=worktree)
     hub.git("push", "-q", "origin", "HEAD:main", cwd=worktree)
     assert "This hub locks no files" in hub.git("lfs", "lock", "a.bin", cwd=worktree, check=False)
