@@ -206,13 +206,16 @@ class _Batch:
         delivery must be submitted like a new one.
 
         This is the job `number`, unless that job failed or was cancelled. In that case it is the
-        newest later push job that did not fail and was not cancelled. That job trains on a newer
-        commit, and a new training on the commit of the repeated delivery would replace the newer
-        weights by older ones.
+        newest later push job of the pipeline that did not fail and was not cancelled. That job
+        trains on a newer commit, and a new training on the commit of the repeated delivery would
+        replace the newer weights by older ones. A plain command has no pipeline, and no other
+        command does its work.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
             return job
+        if job.spec.pipeline is None:
+            return None
         later = (
             select(JOBS.c.number)
             .where(
@@ -289,8 +292,9 @@ class _Batch:
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _repeats_an_event(self, pending: Job) -> bool:
-        """Whether the pending job answers for a delivery that an earlier job already answered for:
-        the delivery was repeated, or the pending job took it over from a failed job.
+        """Whether the pending job answers for a delivery that an earlier job of the pipeline
+        already answered for: the delivery was repeated, or the pending job took it over from a
+        failed job.
 
         Such a delivery is old. A push that arrives now is newer, even if its commit is the one at
         which that delivery began: somebody has force-pushed the branch back to that commit.
@@ -299,8 +303,13 @@ class _Batch:
         links = JOB_DELIVERIES.c
         own = select(links.delivery_id).where(links.job_number == number)
         not_written = [link.delivery_id for link in self._links if link.job_number == number]
-        earlier = select(links.job_number).where(
+        # Another pipeline of the same dataset has the same deliveries.
+        same_pipeline = JOBS.c.pipeline == pending.spec.pipeline
+        earlier_jobs = JOB_DELIVERIES.join(JOBS, JOBS.c.number == links.job_number)
+        earlier = select(links.job_number).select_from(earlier_jobs)
+        earlier = earlier.where(
             links.job_number < number,
+            same_pipeline,
             links.delivery_id.in_(own) | links.delivery_id.in_(not_written),
         )
         return self._connection.scalar(earlier.limit(1)) is not None
