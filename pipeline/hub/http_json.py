@@ -26,6 +26,9 @@ from serving.http.bodies import BodiesInFlight
 
 # Whatever is longer, or not visible ASCII, is not sent back.
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
+_HEADER_CHARACTERS = 4000
+"""Clients and proxies refuse an answer whose headers are longer than 8 KiB or more."""
+_MAX_REASONS = 10
 MAX_BODY_BYTES = 1024 * 1024
 _SPOOL_BYTES = 1024 * 1024
 
@@ -52,9 +55,10 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def _as_header(text: str) -> str:
-    """One line of Latin-1 without control characters (RFC 9110, 5.5)."""
+    """One line of Latin-1 without control characters (RFC 9110, 5.5), cut to what clients read."""
     line = "".join(character if character.isprintable() else " " for character in text)
-    return " ".join(line.split()).encode("latin-1", "replace").decode("latin-1")
+    short = " ".join(line.split())[:_HEADER_CHARACTERS]
+    return short.encode("latin-1", "replace").decode("latin-1")
 
 
 def client_warning(topic: str, lines: Sequence[str]) -> dict[str, str]:
@@ -167,11 +171,14 @@ async def read_json(request: Request, model: type[Model]) -> Model:
 
 
 def reasons(error: ValidationError) -> str:
-    """Each wrong field and why it is wrong. Quotes no value: values may be secret."""
-    return "; ".join(
+    """The first wrong fields and why they are wrong. Quotes no value: values may be secret."""
+    items = error.errors(include_url=False, include_input=False)
+    named = [
         f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}"
-        for item in error.errors(include_url=False, include_input=False)
-    )
+        for item in items[:_MAX_REASONS]
+    ]
+    more = len(items) - len(named)
+    return "; ".join([*named, *([f"and {more} more"] if more else [])])
 
 
 def query_int(request: Request, name: str, default: int, *, at_most: int) -> int:

@@ -119,3 +119,12 @@ def test_a_token_reaches_no_repository_that_took_the_name_while_the_body_came(
     )
     assert is_refused(answer, "does not reach it", 404)
     assert len(hub.api.list_repo_commits(name, repo_type="dataset")) == 1
+
+
+def test_a_body_with_very_many_faults_is_answered(hub: RunningHub, name: str) -> None:
+    answer = hub.request(
+        "POST", f"/api/datasets/{name}/preupload/main", json={"files": [{}] * 9000}
+    )
+    assert is_refused(answer, "and 17990 more")
+    long = commit(hub, name, *(file("a" * 200 + str(number)) for number in range(3)), file("../x"))
+    assert is_refused(long, "no path of a file")
