@@ -36,6 +36,13 @@ class CommitHeader(_Line):
     description: str = Field(default="", max_length=MAX_LINE_BYTES)
     parentCommit: str | None = None
 
+    @field_validator("summary", "description")
+    @classmethod
+    def _has_no_nul(cls, value: str) -> str:
+        if "\0" in value:
+            raise ValueError("it has a NUL character, which no message of a commit may have")
+        return value
+
     @field_validator("parentCommit")
     @classmethod
     def _is_sha(cls, value: str | None) -> str | None:
@@ -55,7 +62,10 @@ class _File(_Line):
 
     def decoded(self) -> bytes:
         if self.encoding == "utf-8":
-            return self.content.encode()
+            try:
+                return self.content.encode()
+            except UnicodeEncodeError as error:
+                raise BadRequest(f"The content of {self.path!r} is no text: {error}.") from None
         try:
             return base64.b64decode(self.content, validate=True)
         except binascii.Error as error:

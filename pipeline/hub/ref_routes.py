@@ -1,8 +1,9 @@
 """API: branches and tags, listed, made and deleted. A change here is an event, as a push is."""
 
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StringConstraints
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -26,17 +27,21 @@ class NewBranch(BaseModel):
     startingPoint: str | None = None
 
 
+Message = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+"""Of a commit or a tag. Git takes no NUL character in it."""
+
+
 class Squash(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    message: str | None = None
+    message: Message | None = None
 
 
 class NewTag(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     tag: str
-    message: str | None = None
+    message: Message | None = None
 
 
 async def list_refs(request: Request, hub: Hub, name: RepositoryName) -> Response:

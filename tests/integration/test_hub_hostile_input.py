@@ -128,3 +128,25 @@ def test_a_body_with_very_many_faults_is_answered(hub: RunningHub, name: str) ->
     assert is_refused(answer, "and 17990 more")
     long = commit(hub, name, *(file("a" * 200 + str(number)) for number in range(3)), file("../x"))
     assert is_refused(long, "no path of a file")
+
+
+def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> None:
+    half = {"key": "file", "value": {"path": "a.txt", "content": "\ud800"}}
+    assert is_refused(commit(hub, name, half), "no text")
+    assert is_refused(commit(hub, name, file("\ud800.txt")), "surrogate")
+    assert is_refused(commit(hub, name, file("a.txt"), summary="a\0b"), "NUL")
+    for path, body in (
+        ("discussions", {"title": "a\0b", "description": "It", "pullRequest": True}),
+        ("tag/main", {"tag": "v1", "message": "a\0b"}),
+        ("super-squash/main", {"message": "a\0b"}),
+    ):
+        answer = hub.request("POST", f"/api/datasets/{name}/{path}", json=body)
+        assert answer.status_code == 400, answer.text
+    assert fsck(hub, name) == ""
+
+
+def test_files_may_have_names_that_git_reads_as_magic(hub: RunningHub, name: str) -> None:
+    paths = [":!a.txt", ":(top)b.tmp", "./c.txt"[2:]]
+    answer = preupload(hub, name, *paths, gitIgnore="*.tmp\n").json()
+    assert [each["shouldIgnore"] for each in answer["files"]] == [False, True, False]
+    assert commit(hub, name, *map(file, paths)).status_code == 200
