@@ -198,7 +198,8 @@ def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]
     commits. Raises RevisionNotFound."""
     refs = read_refs(repository)
     ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
-    if ref not in refs and (refs or ref != DEFAULT_BRANCH):
+    is_branch = ref.startswith(("refs/heads/", PULL_REQUEST_PREFIX))
+    if not is_branch or (ref not in refs and (refs or ref != DEFAULT_BRANCH)):
         raise RevisionNotFound(
             f"The {repository.name} has no branch {revision!r}: a commit goes on top of a branch. "
             "Create the branch first."

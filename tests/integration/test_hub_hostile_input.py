@@ -150,3 +150,14 @@ def test_files_may_have_names_that_git_reads_as_magic(hub: RunningHub, name: str
     answer = preupload(hub, name, *paths, gitIgnore="*.tmp\n").json()
     assert [each["shouldIgnore"] for each in answer["files"]] == [False, True, False]
     assert commit(hub, name, *map(file, paths)).status_code == 200
+
+
+def test_a_tag_is_no_branch(hub: RunningHub, name: str) -> None:
+    hub.api.create_tag(name, tag="v1", repo_type="dataset")
+    hub.api.create_tag(name, tag="v2", tag_message="The second", repo_type="dataset")
+    before = hub.api.list_repo_refs(name, repo_type="dataset").tags
+    for tag in ("v1", "v2"):
+        for query in ("", "?create_pr=1"):
+            answer = commit(hub, name, file("a.txt"), to=f"refs%2Ftags%2F{tag}{query}")
+            assert is_refused(answer, "no branch", 404)
+    assert hub.api.list_repo_refs(name, repo_type="dataset").tags == before
