@@ -94,7 +94,7 @@ async def _changed(
 def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
     if name.type != "space" or rest:
         raise HTTPException(404)
-    return "secret" if request.url.path.endswith("/secrets") else "variable"
+    return "secret" if request.url.path.rstrip("/").endswith("/secrets") else "variable"
 
 
 def _may_change(request: Request) -> None:
