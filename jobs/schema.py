@@ -275,6 +275,9 @@ class ChangeDetector:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+            # SQLite counts anew for each connection, so the next one may show the same number
+            # although somebody has written meanwhile.
+            self._seen = None
 
 
 @contextmanager

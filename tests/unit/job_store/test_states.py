@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jobs.errors import JobNotFound, LeaseLost
+from jobs.errors import JobNotFound, LeaseLost, StoreError
 from jobs.outcome import JobOutcome
 from jobs.store import JobStore
 from tests.jobs_fixtures import DONE, FAILED, Clock, delivery, lost, spec
@@ -235,6 +235,20 @@ def test_changes_are_seen_and_silence_too(store: JobStore, store_url: str) -> No
     with JobStore.open(store_url) as other:
         other.submit(spec(pipeline="lore"))
     assert store.changed()
+
+
+def test_what_was_written_while_the_database_failed_is_seen(
+    store: JobStore, store_url: str
+) -> None:
+    detector = store._changes
+    assert detector.changed()
+    with JobStore.open(store_url) as other:
+        other.submit(spec())
+    detector._connection.close()  # as if the server had ended it
+    with pytest.raises(StoreError):
+        detector.changed()
+    assert detector.changed()
+    assert not detector.changed()
 
 
 def test_jobs_that_ended_are_found_by_when_they_did(store: JobStore, clock: Clock) -> None:
