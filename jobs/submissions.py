@@ -199,11 +199,14 @@ class _Batch:
 
         This is the job `number`, unless that job failed or was cancelled. Then it is the newest job
         of a later push of the pipeline. The later push has a newer commit, and a training on the
-        repeated delivery's commit would replace the newer commit by an older one.
+        repeated delivery's commit would replace the newer commit by an older one. A plain command
+        has no pipeline, so no other command does its work.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
             return job
+        if job.spec.pipeline is None:
+            return None
         later = (
             select(JOBS.c.number)
             .where(
@@ -280,8 +283,8 @@ class _Batch:
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _repeats_an_event(self, pending: Job) -> bool:
-        """Whether the pending job answers for a delivery that an earlier job had before: a repeated
-        delivery, or one that the pending job took over.
+        """Whether the pending job answers for a delivery that an earlier job of the pipeline had
+        before: a repeated delivery, or one that the pending job took over.
 
         A push that now arrives for the first time is newer than that delivery. This is so even if
         the push ends where that delivery began, because somebody forced the branch back.
@@ -290,8 +293,13 @@ class _Batch:
         links = JOB_DELIVERIES.c
         own = select(links.delivery_id).where(links.job_number == number)
         not_written = [link.delivery_id for link in self._links if link.job_number == number]
-        earlier = select(links.job_number).where(
+        # Another pipeline of the same dataset has the same deliveries.
+        same_pipeline = JOBS.c.pipeline == pending.spec.pipeline
+        earlier_jobs = JOB_DELIVERIES.join(JOBS, JOBS.c.number == links.job_number)
+        earlier = select(links.job_number).select_from(earlier_jobs)
+        earlier = earlier.where(
             links.job_number < number,
+            same_pipeline,
             links.delivery_id.in_(own) | links.delivery_id.in_(not_written),
         )
         return self._connection.scalar(earlier.limit(1)) is not None

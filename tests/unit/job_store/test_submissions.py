@@ -90,6 +90,30 @@ def test_what_arrives_behind_a_repeated_delivery_is_newer(store: JobStore) -> No
     assert revisions is not None and (revisions.old_sha, revisions.new_sha) == ("a", "a")
 
 
+def test_the_deliveries_of_another_pipeline_are_no_repetitions(store: JobStore) -> None:
+    """Two pipelines follow one dataset, and its deliveries overtake each other."""
+    for pipeline in ("faq", "lore"):
+        later = delivery("d2", f"retrain/{pipeline}")
+        earlier = delivery("d1", f"retrain/{pipeline}")
+        store.submit(spec("c" * 40, "b" * 40, pipeline=pipeline), delivery=later)
+        job = store.submit(spec("b" * 40, "a" * 40, pipeline=pipeline), delivery=earlier).job
+        assert job.spec.revisions is not None
+        assert job.spec.revisions.new_sha == "c" * 40, pipeline
+
+
+def test_a_command_that_failed_is_repeated_although_other_commands_came_later(
+    store: JobStore,
+) -> None:
+    first = store.submit(spec(pipeline=None), delivery=delivery("d1", "webhook/one"))
+    store.cancel(first.job.id)
+    other = store.submit(spec(pipeline=None), delivery=delivery("d2", "webhook/two"))
+    repeated = store.submit(spec(pipeline=None), delivery=delivery("d1", "webhook/one"))
+    assert (repeated.how, repeated.job.id) == ("created", "j000003")
+    again = store.submit(spec(pipeline=None), delivery=delivery("d1", "webhook/one"))
+    assert (again.how, again.job.id) == ("duplicate", "j000003")
+    assert other.job.id == "j000002"
+
+
 def test_going_back_and_forth_ends_with_what_came_last(store: JobStore) -> None:
     store.submit(spec(new="b" * 40, old="a" * 40))
     job = store.submit(spec(new="a" * 40, old="b" * 40)).job
