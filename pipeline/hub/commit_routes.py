@@ -124,9 +124,11 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
     revision, opens = "/".join(rest), request.query_params.get("create_pr") in ("1", "true")
     with TemporaryFile(dir=hub.repositories.incoming) as file:
         await receive_into(file, request, max_bytes=hub.settings.max_push_bytes)
-        body = await run_in_threadpool(CommitBody, file)
+        async with hub.commit_slots:
+            body = await run_in_threadpool(CommitBody, file)
         act = _commit_for_review if opens else _commit
-        async with hub.locked(name, identity) as repository:
+        # The slot second: who has one waits for nobody.
+        async with hub.locked(name, identity) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub, repository, revision, body, identity)
     hub.log.wake()
     web = f"{hub_url(request)}/{repository.name.path}"

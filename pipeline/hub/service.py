@@ -1,8 +1,9 @@
 """What every route of the hub is given."""
 
+import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from starlette.requests import Request
@@ -38,6 +39,8 @@ class Hub:
     """What releases and jobs need of any repository; None if that is not known."""
     remarks_on: Remarks = lambda repository, changes: ()
     """What to tell the person who moved these refs, one line each."""
+    commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """For those who read the body of a commit: a line of it may take 250 MB while it is read."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
