@@ -22,7 +22,7 @@ from pipeline.hub.errors import (
     HubError,
     PreconditionFailed,
 )
-from pipeline.hub.git_process import INCOMING_PREFIX, PLACE, git, git_environment
+from pipeline.hub.git_process import INCOMING_PREFIX, PLACE, git, git_environment, is_disk_full
 from pipeline.hub.names import DEFAULT_BRANCH, folders_of, parents_of
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
@@ -189,7 +189,9 @@ def imported_commit(
         before = None if parent is None else read_commit(repository, parent).tree
         yield incoming, commit, read_commit(repository, commit).tree != before
     finally:
-        git(repository.folder, "update-ref", "-d", incoming)
+        # A full disk keeps git from deleting what is not there, too.
+        if (repository.folder / incoming).exists():
+            git(repository.folder, "update-ref", "-d", incoming)
 
 
 def _stream(ref: str, parent: str | None, new: NewCommit) -> Iterator[bytes]:
@@ -238,7 +240,10 @@ def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
     if process.returncode != 0:
         for report in repository.folder.glob("fast_import_crash_*"):
             report.unlink(missing_ok=True)
-        if "No space left" in reason or "Disk quota" in reason:
+        # Half of a pack stays where the disk was full. Nothing else writes one now.
+        for pack in repository.folder.glob("objects/pack/tmp_pack_*"):
+            pack.unlink(missing_ok=True)
+        if is_disk_full(reason):
             raise DiskFull("The commit could not be stored: make room, and send it again.")
         raise HubError(f"git fast-import failed in {repository.folder}: {reason}")
 

@@ -192,12 +192,12 @@ class GitHttp:
             if waiting and (not more or len(waiting) >= _SPOOL_BYTES):
                 try:
                     await asyncio.to_thread(body.write, bytes(waiting))
+                    await asyncio.to_thread(body.flush)
                 except OSError as error:
                     raise DiskFull(
                         f"The push could not be stored ({error.strerror}): make room, push again."
                     ) from error
                 waiting.clear()
-        await asyncio.to_thread(body.flush)
 
     async def _list_refs(self, environment: dict[str, str], body: IO[bytes], send: Send) -> None:
         async with self._list_slots:

@@ -5,7 +5,7 @@ import subprocess
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from pipeline.hub.errors import HubError, TooSlow
+from pipeline.hub.errors import DiskFull, HubError, TooSlow
 
 PLACE = "GIT_PROJECT_ROOT"
 """In the environment of each git process: the repository that it works in."""
@@ -30,6 +30,9 @@ _MEMORY = (
     ("core.deltaBaseCacheLimit", "32m"),
     ("pack.windowMemory", "64m"),
 )
+
+# In the words of the system (LC_ALL is C), of fast-import, and of git's own files of refs.
+_DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
 
 
 def git_environment(
@@ -61,6 +64,28 @@ def lines_of(output: bytes) -> list[str]:
     return output.decode(errors="backslashreplace").removesuffix("\n").split("\n") if output else []
 
 
+def is_disk_full(reason: str) -> bool:
+    """Whether git failed because nothing more can be written."""
+    return any(words in reason for words in _DISK_FULL)
+
+
+def git_beginning(folder: Path, *arguments: str, max_bytes: int) -> bytes:
+    """The first `max_bytes` of what `git` prints; git is ended then. Empty if git fails."""
+    process = subprocess.Popen(
+        ["git", f"--git-dir={folder}", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=git_environment({PLACE: str(folder)}),
+    )
+    assert process.stdout is not None
+    with process:
+        try:
+            return process.stdout.read(max_bytes)
+        finally:
+            process.kill()
+
+
 def git(
     folder: Path,
     *arguments: str,
@@ -88,5 +113,9 @@ def git(
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with):
         reason = done.stderr.decode(errors="replace").strip()
+        if is_disk_full(reason):
+            raise DiskFull(
+                f"The hub's disk is full (git {arguments[0]}): make room, and try again."
+            )
         raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
     return done.stdout

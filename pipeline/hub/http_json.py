@@ -1,5 +1,6 @@
 """How the API reads a body and answers: JSON, and errors in the one shape that the client knows."""
 
+import errno
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from datetime import UTC, datetime
 from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from sqlalchemy.exc import OperationalError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -85,6 +87,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": message}, status_code=status, headers=headers)
 
 
+async def on_failed_disk(_: Request, error: Exception) -> Response:
+    """507 if a file or the database could not grow. Any other error is a crash."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if is_full or (isinstance(error, OperationalError) and "is full" in str(error.orig)):
+        return error_response(DiskFull("The hub's disk is full: make room, and try again."))
+    raise error
+
+
 async def on_crash(_: Request, error: Exception) -> Response:
     return JSONResponse(
         {"error": f"The hub failed ({type(error).__name__}); its log says where."},
@@ -108,6 +118,8 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
     RequestError: on_request_error,
     HTTPException: on_http_exception,
+    OSError: on_failed_disk,
+    OperationalError: on_failed_disk,
     Exception: on_crash,
 }
 
@@ -139,6 +151,8 @@ async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> 
     async def write() -> None:
         try:
             await run_in_threadpool(file.write, bytes(waiting))
+            # A small body stays in the file's buffer until here.
+            await run_in_threadpool(file.flush)
         except OSError as error:
             raise DiskFull(
                 f"The request could not be stored ({error.strerror}): make room, send it again."
@@ -159,7 +173,6 @@ async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> 
     except ClientDisconnect:
         raise BadRequest("The request's body ended early.") from None
     await write()
-    await run_in_threadpool(file.flush)
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:

@@ -1,0 +1,87 @@
+"""A hub whose disk is full refuses what it cannot store, says so, and takes it once there is room.
+
+The disk is a small tmpfs, which only root may mount.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.hub_fixtures import RunningHub, running_hub
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(disk)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        pytest.skip(f"mount is not permitted here: {done.stderr.strip()}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture
+def hub(disk: Path) -> Iterator[RunningHub]:
+    with running_hub(disk / "hub", reconcile_seconds=3600) as hub:
+        yield hub
+
+
+def fill(disk: Path, *, leave: int) -> None:
+    (disk / "filler").unlink(missing_ok=True)
+    left = shutil.disk_usage(disk).free - leave
+    with (disk / "filler").open("wb", buffering=0) as file:
+        while left > 0 and shutil.disk_usage(disk).free > 0:
+            left -= file.write(bytes(min(left, 4096)))
+
+
+def commit(hub: RunningHub, path: str, content: str, query: str = "") -> httpx.Response:
+    lines = [
+        {"key": "header", "value": {"summary": "Change"}},
+        {"key": "file", "value": {"path": path, "content": content}},
+    ]
+    body = "\n".join(json.dumps(line) for line in lines)
+    url = f"/api/datasets/local/facts/commit/main{query}"
+    return hub.request("POST", url, content=body)
+
+
+def test_what_finds_no_room_is_answered_507_and_leaves_nothing(hub: RunningHub, disk: Path) -> None:
+    hub.api.create_repo("local/facts", repo_type="dataset")
+    assert commit(hub, "pr.txt", "1", "?create_pr=1").status_code == 200
+    talk = {"title": "Full", "description": "words " * 500}
+    discussions = "/api/datasets/local/facts/discussions"
+    changes: list[Callable[[], httpx.Response]] = [
+        lambda: commit(hub, "a.txt", "small"),
+        lambda: commit(hub, "b.txt", os.urandom(100_000).hex()),
+        lambda: hub.request("POST", f"{discussions}/1/merge", json={}),
+        lambda: hub.request("POST", discussions, json=talk),
+    ]
+    refused = 0
+    for leave in (0, 4096, 16384, 260_000):
+        for change in changes[:2] if leave > 100_000 else changes:
+            fill(disk, leave=leave)
+            answer = change()
+            assert answer.status_code in (200, 507), answer.text
+            refused += answer.status_code == 507
+    assert refused >= 10
+    packs = hub.root / "repos/datasets/local/facts.git/objects/pack"
+    assert list(packs.glob("tmp_*")) == []
+
+    (disk / "filler").unlink()
+    for change in changes:
+        assert change().status_code == 200
+    files = set(hub.api.list_repo_files("local/facts", repo_type="dataset"))
+    assert files == {".gitattributes", "a.txt", "b.txt", "pr.txt"}
