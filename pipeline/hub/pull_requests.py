@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pipeline.hub.auth import Signature
 from pipeline.hub.contents import Commit, list_commits
 from pipeline.hub.errors import Conflict, HubError
-from pipeline.hub.git_process import git
+from pipeline.hub.git_process import git, git_beginning
 from pipeline.hub.repositories import Repository
 
 MAX_COMMITS = 250
@@ -36,7 +36,11 @@ def commits_of(repository: Repository, base: str, head: str) -> list[Commit]:
 
 def difference(repository: Repository, base: str, head: str) -> str:
     """What the pull request changes since it left the base, as `git diff` shows it."""
-    output = git(repository.folder, "diff", "--no-ext-diff", "--no-color", f"{base}...{head}")
+    output = git_beginning(
+        repository.folder,
+        *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
+        max_bytes=MAX_DIFF_BYTES + 1,
+    )
     text = output[:MAX_DIFF_BYTES].decode(errors="replace")
     return text + _CUT if len(output) > MAX_DIFF_BYTES else text
 

@@ -241,3 +241,20 @@ def test_many_commits_with_long_lines(hub: MeasuredHub, tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(send, range(8))) == {200}
     hub.check(at_most=600)
+
+
+def test_the_difference_of_a_large_pull_request(hub: MeasuredHub, worktree: Path) -> None:
+    (worktree / "first").write_text("first")
+    hub.push(worktree)
+    opened = hub.api.create_pull_request("local/facts", "Large", repo_type="dataset")
+    for number in range(12):
+        (worktree / f"{number}.txt").write_text(f"{number} and some more words\n" * 400_000)
+    env = git_env(hub.url, TOKEN)
+    run_git("add", "-A", cwd=worktree, env=env)
+    run_git("commit", "-qm", "large", cwd=worktree, env=env)
+    remote = f"{hub.url}/datasets/local/facts"
+    run_git("push", "-q", remote, f"HEAD:{opened.git_reference}", cwd=worktree, env=env)
+    details = hub.api.get_discussion_details("local/facts", opened.num, repo_type="dataset")
+    assert details.diff is not None and "is cut here" in details.diff
+    grown = mib(hub._process.pid, "VmHWM") - hub._before
+    assert grown < HUB_MIB
