@@ -92,7 +92,7 @@ def test_the_client_of_the_hub_is_told_too(
             repo_type="dataset",
         )
         assert f"{name}, line 1" in caplog.text
-    assert "one JSON object. The job of facts will fail until this is mended." in caplog.text
+    assert "one JSON object. The job of facts will fail until this is corrected." in caplog.text
 
 
 def test_characters_for_a_terminal_are_not_passed_on(hub: RunningHub, clone: Path) -> None:
