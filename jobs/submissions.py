@@ -205,18 +205,11 @@ class _Batch:
         """The job for a repeated delivery whose recorded answer is the job `number`. None if the
         delivery must be submitted like a new one.
 
-<<<<<<< HEAD
         This is the job `number`, unless that job failed or was cancelled. In that case it is the
         newest later push job of the pipeline that did not fail and was not cancelled. That job
         trains on a newer commit, and a new training on the commit of the repeated delivery would
         replace the newer weights by older ones. A plain command has no pipeline, and no other
         command does its work.
-=======
-        This is the job `number`, unless that job failed or was cancelled. Then it is the newest job
-        of a later push of the pipeline. The later push has a newer commit, and a training on the
-        repeated delivery's commit would replace the newer commit by an older one. A plain command
-        has no pipeline, so no other command does its work.
->>>>>>> break
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -299,14 +292,9 @@ class _Batch:
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _repeats_an_event(self, pending: Job) -> bool:
-<<<<<<< HEAD
         """Whether the pending job answers for a delivery that an earlier job of the pipeline
         already answered for: the delivery was repeated, or the pending job took it over from a
         failed job.
-=======
-        """Whether the pending job answers for a delivery that an earlier job of the pipeline had
-        before: a repeated delivery, or one that the pending job took over.
->>>>>>> break
 
         Such a delivery is old. A push that arrives now is newer, even if its commit is the one at
         which that delivery began: somebody has force-pushed the branch back to that commit.

@@ -217,15 +217,9 @@ def list_events(connection: Connection, discussion: Discussion) -> list[Discussi
 def checked_title(title: str) -> str:
     """Raises BadRequest."""
     line = " ".join(title.split())
-<<<<<<< HEAD
     if not line.isprintable():
         # The title becomes the message of the merge, which git refuses with such a character.
         raise BadRequest("A title has no control characters: remove them.")
-=======
-    if "\0" in line:
-        # The title becomes the message of the merge, and git refuses a message with it.
-        raise BadRequest("A title has no NUL character: remove it.")
->>>>>>> break
     if not line or len(line) > MAX_TITLE:
         raise BadRequest(f"A title has 1 to {MAX_TITLE} characters, and this one has {len(line)}.")
     return line
