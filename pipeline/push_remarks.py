@@ -5,16 +5,18 @@ clients show these remarks, so the person need not look into the job's log to le
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from pipeline.errors import PipelineError
-from pipeline.hub.contents import changed_files, find_paths, read_file
+from pipeline.hub.contents import changed_files, find_paths, list_paths, read_file
+from pipeline.hub.git_process import PULL_REQUEST_PREFIX
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 from pipeline.moved_datasets import fault, next_step
 from pipeline.pointers import Pointer
-from pipeline.retrain.data_files import CARD
+from pipeline.retrain.data_files import CARD, DataFiles, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
 from pipeline.retrain.errors import DataError
 from pipeline.rules import branch_ref
@@ -61,15 +63,54 @@ class PushRemarks:
         for pipeline in self._pipelines:
             if pipeline.dataset.lower() in former:
                 yield f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}."
-        branches = [one for one in changes if one.new_sha and one.ref.startswith("refs/heads/")]
-        for change in branches:
+        for change in changes:
+            if change.new_sha is None or not following:
+                continue
+            if change.ref.startswith(PULL_REQUEST_PREFIX):
+                # Nothing is trained before the merge.
+                yield from _unreadable(repository, change, following[0])
+            if not change.ref.startswith("refs/heads/"):
+                continue
             name = change.ref.removeprefix("refs/heads/")
             pipelines = [one for one in following if branch_ref(one) == change.ref]
-            if following and not pipelines:
+            if not pipelines:
                 refs = sorted({branch_ref(one).removeprefix("refs/heads/") for one in following})
                 yield f"No pipeline follows the branch {name!r}, only {', '.join(refs)}."
             for pipeline in pipelines[:1]:
+                yield from _left_out(repository, change, pipeline)
                 yield from _unreadable(repository, change, pipeline)
+
+
+def _left_out(
+    repository: Repository, change: RefChange, pipeline: PipelineSettings
+) -> Iterator[str]:
+    """A remark on files that look like data and that the pipeline does not read. For example, the
+    README that `Dataset.push_to_hub` writes names the files of the dataset, and leaves out others.
+    """
+    assert change.new_sha is not None
+    changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
+    now = _sorted(repository, change.new_sha, pipeline)
+    left_out = {path for path in changed if path in now.ignored and why_no_data(path) is None}
+    if change.old_sha is not None and CARD in changed:
+        before = _sorted(repository, change.old_sha, pipeline)
+        left_out |= set(now.ignored) & set(chain.from_iterable(before.splits.values()))
+    if left_out:
+        named = sorted(left_out)
+        more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        reason = now.ignored[named[0]]
+        yield (
+            f"{pipeline.name} reads no rows of {', '.join(named[:MAX_NAMED])}{more}: {reason}. "
+            "`pipeline data check` lists what it reads."
+        )
+
+
+def _sorted(repository: Repository, commit: str, pipeline: PipelineSettings) -> DataFiles:
+    card = "".join(
+        read_file(repository, entry).decode(errors="replace")
+        for entry in find_paths(repository, commit, [CARD])
+        if entry.size_bytes <= MAX_BYTES
+    )
+    return sort_files(list_paths(repository, commit), pipeline.data, card)
 
 
 def _unreadable(

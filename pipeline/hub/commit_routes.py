@@ -39,6 +39,7 @@ from pipeline.hub.git_process import PULL_REQUEST_PREFIX, git
 from pipeline.hub.http_json import client_warning, hub_url, read_json, receive_into
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.names import DEFAULT_BRANCH, RepositoryName, folders_of, new_file_path
+from pipeline.hub.payloads import RefChange
 from pipeline.hub.refs import read_refs, record_ref_changes
 from pipeline.hub.repositories import Repository
 from pipeline.hub.service import Hub
@@ -181,7 +182,8 @@ def _commit_for_review(
             base=base,
             head=sha,
         )
-    return _Made(sha=sha, pull_request=opened.num)
+    change = RefChange(ref=opened.ref, old_sha=start, new_sha=sha)
+    return _Made(sha=sha, remarks=hub.remarks_on(repository, [change]), pull_request=opened.num)
 
 
 def _new_commit(

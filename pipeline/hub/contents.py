@@ -185,6 +185,12 @@ def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
         )
 
 
+def list_paths(repository: Repository, commit: str) -> list[str]:
+    """The path of every file, with nothing else that `list_tree` would have to look up."""
+    output = git(repository.folder, "ls-tree", "-r", "-z", "--name-only", commit)
+    return output.decode(errors="replace").split("\0")[:-1]
+
+
 def changed_files(repository: Repository, before: str | None, after: str) -> list[Entry]:
     """The files of the commit `after` that `before` does not have, or has with another content."""
     output = git(

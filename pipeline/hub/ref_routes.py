@@ -167,7 +167,7 @@ def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
 
 
 def _full(prefix: str, name: str) -> str:
-    if not is_ref_name(name) or name == "HEAD":
+    if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
         raise BadRequest(f"{name!r} is no name for a branch or tag.")
     return f"{prefix}{name}"
 

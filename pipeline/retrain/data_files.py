@@ -84,7 +84,7 @@ def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> 
     ignored = {}
     for file in sorted(files):
         # One that settings name in full is wanted, whatever it is called.
-        reason = None if file in settings.files else _no_data(file)
+        reason = None if file in settings.files else why_no_data(file)
         if reason is None and not is_wanted(file):
             reason = "not in [pipelines.data] files"
         split = None if reason is not None else find_split(file)
@@ -97,7 +97,7 @@ def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> 
     )
 
 
-def _no_data(path: str) -> str | None:
+def why_no_data(path: str) -> str | None:
     """Why a file holds no rows, by its name alone; None where it may hold some."""
     *folders, name = path.split("/")
     if any(part.startswith(".") for part in (*folders, name)):

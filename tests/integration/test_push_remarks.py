@@ -1,6 +1,7 @@
 """What a person who pushed is told at once: by git, and by the client of the Hub."""
 
 import gzip
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +118,26 @@ def test_a_push_to_a_dataset_that_was_moved_is_told_the_new_name(
     [told] = push(hub, tmp_path, {"more.jsonl": GOOD})
     assert told.startswith("moved: the dataset local/old was moved to team/new, so pushes")
     assert 'write dataset = "team/new" under [[pipelines]]' in told
+
+
+def test_a_pull_request_is_told_too(hub: RunningHub, clone: Path) -> None:
+    body = (
+        b'{"key": "header", "value": {"summary": "x"}}\n'
+        + json.dumps({"key": "file", "value": {"path": "pr.jsonl", "content": "{no json"}}).encode()
+    )
+    url = "/api/datasets/local/facts/commit/main?create_pr=1"
+    told = hub.request("POST", url, content=body).json()["hookOutput"]
+    assert "pr.jsonl, line 1" in told
+    assert "No pipeline follows" not in told
+
+
+def test_files_that_a_readme_leaves_out_are_told(hub: RunningHub, clone: Path) -> None:
+    push(hub, clone, {"kept.jsonl": GOOD, "lost.jsonl": GOOD})
+    card = "---\nconfigs:\n- config_name: default\n  data_files: kept.jsonl\n---\n"
+    [told] = push(hub, clone, {"README.md": card})
+    assert told.startswith("facts reads no rows of ") and "lost.jsonl" in told
+    assert "kept.jsonl" not in told
+    [told] = push(hub, clone, {"other.jsonl": GOOD * 2})
+    assert told.startswith("facts reads no rows of other.jsonl: ")
+    (clone / "README.md").unlink()
+    assert push(hub, clone, {"last.jsonl": GOOD}) == []
