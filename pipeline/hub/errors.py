@@ -1,6 +1,7 @@
 """What the hub refuses, and how the Hugging Face client is told.
 
     HubError                     the hub cannot start or go on; shown at the terminal
+    ├── DamagedRefs              refs whose files cannot be read
     ├── TooSlow                  git was ended because it needed too long
     └── RequestError             answered to the client, never a traceback
         ├── BadRequest           400
@@ -27,7 +28,7 @@
 The codes are those that `huggingface_hub.utils.hf_raise_for_status` turns into exceptions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pipeline.errors import PipelineError
 
@@ -42,6 +43,14 @@ class HubInUse(HubError):
 
 class TooSlow(HubError):
     """Git was ended, because it needed more time than the caller gave it."""
+
+
+class DamagedRefs(HubError):
+    """Refs of a repository whose files cannot be read."""
+
+    def __init__(self, message: str, *, refs: Collection[str]) -> None:
+        super().__init__(message)
+        self.refs = refs
 
 
 class RequestError(HubError):

@@ -93,11 +93,13 @@ def git(
     extra: Mapping[str, str] | None = None,
     may_exit_with: Collection[int] = (),
     seconds: float | None = None,
+    complaints: list[str] | None = None,
 ) -> bytes:
     """What `git` printed in the bare repository `folder`.
 
     Raises HubError with git's own words if git exits with a code that is neither 0 nor in
-    `may_exit_with`. Raises TooSlow if git needs more than `seconds`; git is then ended.
+    `may_exit_with`. Raises TooSlow if git needs more than `seconds`; git is then ended. What git
+    complained of is added to `complaints`.
     """
     try:
         done = subprocess.run(
@@ -118,4 +120,6 @@ def git(
                 f"The hub's disk is full (git {arguments[0]}): make room, and try again."
             )
         raise HubError(f"git {arguments[0]} failed in {folder}: {reason}")
+    if complaints is not None:
+        complaints += lines_of(done.stderr)
     return done.stdout

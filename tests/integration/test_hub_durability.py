@@ -317,3 +317,29 @@ def test_a_push_beyond_the_limit_is_refused(tmp_path: Path) -> None:
         commit_file(hub, tmp_path / "facts", "a.txt", os.urandom(5000).hex())
         assert "413" in hub.git("push", url, "main", cwd=tmp_path / "facts", check=False)
         assert hub.api.dataset_info("local/facts").sha is None
+
+
+def test_a_ref_whose_file_is_damaged_is_not_taken_for_deleted(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    with running_hub(tmp_path / "hub", reconcile_seconds=0.05) as hub:
+        hub.create_dataset("local/facts")
+        hub.api.create_webhook(url=receiver.url, watched=WATCHED)
+
+        def upload(name: str) -> str:
+            made = hub.api.upload_file(
+                path_or_fileobj=b"x", path_in_repo=name, repo_id="local/facts", repo_type="dataset"
+            )
+            return made.oid
+
+        first = upload("a.txt")
+        [event] = receiver.wait_for(1)
+        main = hub.root / "repos/datasets/local/facts.git/refs/heads/main"
+        for damage in ("", "garbage\n"):
+            main.write_text(damage)
+            wait_until(lambda: main.read_text().strip() == first)
+        second = upload("b.txt")
+        [*_, last] = receiver.wait_for(2)
+        told = [each.json["updatedRefs"][0] for each in (event, last)]
+        assert len(receiver.received) == 2
+        assert [each["newSha"] for each in told] == [first, second]
