@@ -18,7 +18,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from pipeline.hub import lfs_routes, signatures
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.signatures import SignedUrls
-from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub
+from tests.hub_fixtures import SECRET_KEY, RunningHub, running_hub, wait_until
 
 # What the client itself does when it sends a file without Xet.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -345,3 +345,26 @@ def test_a_repository_that_is_moved_takes_its_files_along(hub: RunningHub, name:
     hub.api.delete_repo(f"{name}-moved", repo_type="dataset")
     assert put(url).status_code == 404
     assert not files_of(hub, f"{name}-moved").path(OID).exists()
+
+
+def test_a_part_that_goes_on_after_the_end_changes_no_file(
+    hub: RunningHub, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client gave the part up, sent it again, and completed the upload."""
+    monkeypatch.setattr(lfs_routes, "MULTIPART_BYTES", 1)
+    told = batch(hub, name, {"oid": OID, "size": len(CONTENT)}, transfers=["multipart"]).json()
+    action = told["objects"][0]["actions"]["upload"]
+    part = action["header"]["1"]
+
+    def slow() -> Iterator[bytes]:
+        yield b"x" * 1_500_000
+        wait_until(lambda: any(files_of(hub, name).incoming.glob("*")))
+        assert put(part).status_code == 200
+        assert put(action["href"], b"{}", "POST").status_code == 200
+        yield b"x" * (len(CONTENT) - 1_500_000)
+
+    late = httpx.put(
+        part, content=slow(), headers={"Content-Length": str(len(CONTENT))}, verify=False
+    )
+    assert late.status_code == 409
+    assert files_of(hub, name).path(OID).read_bytes() == CONTENT
