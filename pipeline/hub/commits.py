@@ -14,6 +14,7 @@ from typing import IO, Literal
 
 from pipeline.hub.attributes import ATTRIBUTES_FILE, NEW_REPOSITORY
 from pipeline.hub.auth import Signature
+from pipeline.hub.checked_files import check_files
 from pipeline.hub.contents import Folders, read_commit, read_folders
 from pipeline.hub.errors import (
     BadRequest,
@@ -180,8 +181,9 @@ def imported_commit(
     """A hidden ref to a new commit, the commit, and whether its tree differs from its parent's.
 
     After the block the ref is gone. The objects stay, for git to collect if no other ref leads to
-    them.
+    them. Raises BadRequest for files that git would refuse in a push, and DiskFull.
     """
+    check_files((each.path, each.read) for each in new.changes if each.action == "add")
     incoming = f"{INCOMING_PREFIX}{secrets.token_hex(8)}"
     try:
         _fast_import(repository, _stream(incoming, parent, new))

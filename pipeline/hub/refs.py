@@ -2,10 +2,12 @@
 event."""
 
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
-from pipeline.hub.errors import DamagedRefs
+from pipeline.hub.errors import DamagedRefs, HubError
 from pipeline.hub.events import EventLog, known_refs
 from pipeline.hub.git_process import SEEN_PREFIXES, git, lines_of
 from pipeline.hub.payloads import RefChange
@@ -46,12 +48,25 @@ def _repair(repository: Repository, log: EventLog, damaged: Collection[str]) -> 
         if ref not in known:
             continue
         git(repository.folder, "cat-file", "-e", known[ref])
-        (repository.folder / ref).unlink(missing_ok=True)
-        git(repository.folder, "update-ref", ref, known[ref])
+        _replace(repository.folder / ref, f"{known[ref]}\n")
         logger.error(
             "%s of %s could not be read: it is %s again, as at its last event",
             *(ref, repository.name, known[ref]),
         )
+
+
+def _replace(file: Path, content: str) -> None:
+    """As git does it, which itself refuses to change a ref that it cannot read: at each moment
+    there is a file, so that a kill leaves no ref that looks deleted."""
+    lock = file.with_name(f"{file.name}.lock")
+    try:
+        with lock.open("x") as draft:
+            draft.write(content)
+            draft.flush()
+            os.fsync(draft.fileno())
+        lock.rename(file)
+    except OSError as error:
+        raise HubError(f"{file} cannot be repaired: {error}.") from error
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:

@@ -4,6 +4,7 @@ Of a token only its SHA-256 is stored. It has 160 random bits, so no slower hash
 """
 
 import hashlib
+import logging
 import re
 import secrets
 import time
@@ -11,11 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy.exc import OperationalError
 
 from pipeline.hub.auth import Identity, Role
 from pipeline.hub.database import Database
 from pipeline.hub.errors import BadRequest, Conflict, TokenNotFound
 from pipeline.hub.schema import tokens as table
+
+logger = logging.getLogger(__name__)
 
 USE_IS_STORED_EVERY_SECONDS = 60.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -80,8 +84,13 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
         return None
     now = time.time()
     if row.last_used_at is None or now - row.last_used_at >= USE_IS_STORED_EVERY_SECONDS:
-        with database.write_relaxed() as connection:
-            connection.execute(update(table).where(table.c.id == row.id).values(last_used_at=now))
+        used = update(table).where(table.c.id == row.id).values(last_used_at=now)
+        try:
+            with database.write_relaxed() as connection:
+                connection.execute(used)
+        except OperationalError as error:
+            # A full or read-only disk keeps nobody from reading.
+            logger.warning("the use of the token %r is not stored: %s", row.name, error.orig)
     stored = _record(row)
     return Identity(
         user=user,

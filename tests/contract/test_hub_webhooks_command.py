@@ -139,7 +139,7 @@ def test_a_deletion_is_confirmed(webhooks: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--url", NOWHERE), "needs something to watch: give --watch"),
+        (("--url", NOWHERE), "needs something to watch: set --watch to at least one item"),
         (("--url", NOWHERE, "--watch", "planet:x"), "Invalid type 'planet'"),
         (("--url", NOWHERE, "--watch", "dataset"), "Expected format 'type:name'"),
         (("--url", NOWHERE, "--watch", "dataset:"), "Expected format 'type:name'"),

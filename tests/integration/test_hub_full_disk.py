@@ -85,3 +85,12 @@ def test_what_finds_no_room_is_answered_507_and_leaves_nothing(hub: RunningHub, 
         assert change().status_code == 200
     files = set(hub.api.list_repo_files("local/facts", repo_type="dataset"))
     assert files == {".gitattributes", "a.txt", "b.txt", "pr.txt"}
+
+
+def test_a_token_reads_although_the_disk_is_full(hub: RunningHub, disk: Path) -> None:
+    hub.api.create_repo("local/facts", repo_type="dataset")
+    token = hub.request("POST", "/api/settings/tokens/reader").json()["token"]
+    fill(disk, leave=0)
+    headers = {"Authorization": f"Bearer {token}"}
+    path = "/datasets/local/facts/resolve/main/.gitattributes"
+    assert hub.request("GET", path, headers=headers).status_code == 200

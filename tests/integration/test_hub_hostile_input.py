@@ -168,3 +168,21 @@ def test_a_secret_stays_one_whatever_its_address_ends_with(hub: RunningHub) -> N
     body = {"key": "PASSWORD", "value": "hidden"}
     assert hub.request("POST", "/api/spaces/local/app/secrets/", json=body).status_code == 200
     assert hub.request("GET", "/api/spaces/local/app/variables").json() == {}
+
+
+@pytest.mark.parametrize(
+    "path, content, reason",
+    [
+        (".gitmodules", '[submodule "../../x"]\npath = a\nurl = https://x\n', "gitmodulesName"),
+        ("a/.GITMODULES", '[submodule "a"]\npath = a\nurl = -u./x\n', "gitmodulesUrl"),
+        (".gitattributes", "a" * 3000 + " text\n", "gitattributesLineLength"),
+    ],
+)
+def test_what_git_refuses_in_a_push_is_refused_in_a_commit(
+    hub: RunningHub, name: str, path: str, content: str, reason: str
+) -> None:
+    assert is_refused(commit(hub, name, file("b.txt"), file(path, content)), reason)
+    assert hub.api.list_repo_files(name, repo_type="dataset") == [".gitattributes"]
+    modules = '[submodule "a"]\npath = a\nurl = https://example.org/a\n'
+    assert commit(hub, name, file(".gitmodules", modules)).status_code == 200
+    assert fsck(hub, name) == ""
