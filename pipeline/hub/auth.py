@@ -105,6 +105,15 @@ def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | Toke
 ANONYMOUS = Identity(user="", role="read", token_name="")
 
 
+def require_a_person(identity: Identity, what: str) -> None:
+    """Raises Forbidden for the token of a job. `what` is what only a person may change."""
+    if identity.job_id is not None:
+        raise Forbidden(
+            f"This is the token of job {identity.job_id}, which may read and write repositories "
+            f"and nothing else: {what} need another token."
+        )
+
+
 def identity_of(connection: HTTPConnection) -> Identity:
     """Who makes this request, as `Guard.check` found out."""
     identity: Identity = connection.scope["state"]["identity"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, String, cast, func, insert, select, update
 
 from pipeline.hub.errors import BadRequest, Conflict, DiscussionNotFound
 from pipeline.hub.git_process import PULL_REQUEST_PREFIX
@@ -29,6 +29,9 @@ CLOSED: tuple[Status, ...] = ("closed", "merged")
 HIDDEN = "This comment has been hidden"
 MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
+MAX_BYTES = 8 * 1024 * 1024
+"""What a discussion may store, all versions of its comments together. An answer of the API has all
+of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,7 @@ def add_comment(
     connection: Connection, discussion: Discussion, *, author: str, text: str
 ) -> DiscussionEvent:
     version = _version(author, text)
+    _check_room(connection, discussion)
     return _add(connection, discussion, "comment", author, {"hidden": False, "history": [version]})
 
 
@@ -163,6 +167,7 @@ def edit_comment(
         raise Conflict(f"Comment {id} is hidden, so it cannot be edited: write another comment.")
     history = comment.data["history"]
     assert isinstance(history, list)
+    _check_room(connection, discussion)
     return _replace(
         connection, comment, {"hidden": False, "history": [*history, _version(author, text)]}
     )
@@ -229,6 +234,14 @@ def _version(author: str, text: str) -> Json:
     if not text.strip() or len(text) > MAX_TEXT:
         raise BadRequest(f"A comment has 1 to {MAX_TEXT} characters, and this one has {len(text)}.")
     return {"raw": text, "author": author, "updated_at": time.time()}
+
+
+def _check_room(connection: Connection, discussion: Discussion) -> None:
+    """Raises Conflict if the discussion stores as much as it may."""
+    stored = select(func.sum(func.length(cast(events.c.data, String))))
+    size = connection.scalar(stored.where(events.c.discussion_id == discussion.id)) or 0
+    if size >= MAX_BYTES:
+        raise Conflict(f"Discussion {discussion.num} is full: open another discussion.")
 
 
 def _comment_json(data: Mapping[str, object]) -> Json:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pipeline.hub import webhook_store
-from pipeline.hub.auth import identity_of, signature
+from pipeline.hub.auth import identity_of, require_a_person, signature
 from pipeline.hub.commits import first_commit
 from pipeline.hub.errors import BadRequest, Conflict
 from pipeline.hub.events import remember
@@ -132,6 +132,7 @@ async def move(request: Request) -> Response:
 async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:
     """The visibility. Other settings that the client may send mean nothing here."""
     body = await read_json(request, RepositorySettings)
+    require_a_person(identity_of(request), "the settings of a repository")
     if body.gated:
         raise BadRequest(
             "Gated repositories are not supported by this hub: make the repository private, and "

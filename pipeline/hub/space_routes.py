@@ -10,8 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pipeline.hub.auth import check_sees, identity_of
-from pipeline.hub.errors import Forbidden
+from pipeline.hub.auth import check_sees, identity_of, require_a_person
 from pipeline.hub.http_json import iso_time, read_json
 from pipeline.hub.names import RepositoryName
 from pipeline.hub.repositories import Repository
@@ -99,11 +98,7 @@ def _kind(request: Request, name: RepositoryName, rest: Sequence[str]) -> Kind:
 
 def _may_change(request: Request) -> None:
     identity = identity_of(request)
-    if identity.job_id is not None:
-        raise Forbidden(
-            f"This is the token of job {identity.job_id}, which may read and write repositories and"
-            " nothing else: secrets and variables of a Space need another token."
-        )
+    require_a_person(identity, "secrets and variables of a Space")
     identity.require_write(f"{request.method} {request.url.path}")
 
 

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DiscussionWithDetails
 from huggingface_hub.errors import BadRequestError, HfHubHTTPError
 
+from pipeline.hub import discussions
 from receiver.payload import WebhookPayload
 from tests.hub_fixtures import Receiver, RunningHub, recording_receiver, running_hub, wait_until
 
@@ -247,6 +248,20 @@ def test_bad_requests_are_refused(hub: RunningHub, path: str, body: Any, status:
     answer = hub.request("POST", f"/api/datasets/local/bad/discussions{path}", json=body)
     assert answer.status_code == status, answer.text
     assert len(list(hub.api.get_repo_discussions("local/bad", repo_type="dataset"))) == 1
+
+
+def test_a_discussion_has_room_for_so_much(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discussions, "MAX_BYTES", 1000)
+    talk.api.create_discussion(title="Long", **talk.on)
+    comment = talk.api.comment_discussion(discussion_num=1, comment="x" * 1000, **talk.on)
+    for refused in (
+        lambda: talk.api.comment_discussion(discussion_num=1, comment="y", **talk.on),
+        lambda: talk.api.edit_discussion_comment(
+            discussion_num=1, comment_id=comment.id, new_content="y", **talk.on
+        ),
+    ):
+        with pytest.raises(HfHubHTTPError, match="Discussion 1 is full"):
+            refused()
 
 
 def test_a_pull_request_needs_a_commit_to_start_from(hub: RunningHub) -> None:

@@ -74,6 +74,7 @@ def test_a_job_sends_and_fetches_large_files_until_its_attempt_ends(
 @pytest.mark.parametrize(
     ("method", "path"),
     [
+        ("PUT", "/api/datasets/local/facts/settings"),
         ("GET", "/api/settings/webhooks"),
         ("POST", "/api/settings/webhooks"),
         ("GET", "/api/settings/deliveries"),
