@@ -32,15 +32,16 @@ LOCK = ".lock"
 """
 COMPUTING = "computing"
 """A file in the folder that contains the job folders. The leader of every running job holds a
-shared lock on this file. While any job holds the lock, the server leaves a core to the jobs."""
+shared lock on this file. While any leader holds the lock, a completion server
+with the torch engine computes with one thread fewer, so that a core stays free for the jobs."""
 
 
 def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
     """Write to a temporary file and rename it, so that a reader sees either the complete old
     content or the complete new content.
 
-    With `durable`, the file also survives a power cut. Set this for content that nobody could write
-    again.
+    With `durable`, the file also survives a power cut. Set this for content that cannot be produced
+    a second time.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

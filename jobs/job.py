@@ -18,7 +18,8 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     "CANCELED": frozenset(),
 }
 """State → the states that may follow it. A job stays RUNNING between two attempts. It does not
-become pending again, because a job that has started must not absorb a commit."""
+go back to SCHEDULING: later pushes are merged into a pending job, and a job that has started cannot
+take them any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +33,23 @@ class Job:
     spec: JobSpec
     payload: dict[str, Any] | None
     """The payload of the webhook's delivery. A retraining that was submitted by hand has the
-    payload that the hub would have sent for the commit. A plain command may have no payload."""
+    payload that the person gave, or else the payload that the hub would have sent for the commit. A
+    plain command may have no payload."""
     outcome: JobOutcome | None
-    """None while the job has not ended, and for a plain command that exited with 0."""
+    """None while the job has not ended, and for a job whose command exited with 0 and wrote no
+    outcome."""
     created_at: float
     run_after: float
     """When a pending job may start. Each commit that the job absorbs may postpone the start. After
     an attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
-    """When a runner claimed the job. If the job later had no runner, or waited for its next
-    attempt, that time is added, so that it does not count against the job's time limit."""
+    """When a runner claimed the job, moved later by every span in which the job had no runner or
+    waited for its next attempt. So these spans do not count against the job's time limit."""
     ended_at: float | None
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost (their process ended without an outcome) or failed for a
+    """How many attempts were lost (their process vanished, or a signal ended it) or failed for a
     temporary cause. When this number reaches `spec.max_attempts`, the job fails."""
     owner: str | None
     """The runner that holds the lease."""
@@ -66,11 +69,11 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     source: str
-    """The sender that chose the delivery's id, such as a webhook. Two sources may use the same id
-    for different deliveries."""
+    """Where the delivery's id is unique: a webhook, or a webhook and a pipeline, because a delivery
+    may lead to a job of each pipeline. Two sources may use the same id."""
     id: str
     body: str
-    """The JSON as it was received. It is stored for people who examine the delivery; no code reads
+    """The payload as JSON. It is stored for people who examine the delivery; no code reads
     it."""
 
 
@@ -96,8 +99,8 @@ class Submission:
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:
-    """The state in which a job ends. An `outcome` of None means that a plain command exited with
-    0."""
+    """The state in which a job ends. An `outcome` of None means that the command exited with 0 and
+    wrote no outcome."""
     if outcome is None:
         return "COMPLETED"
     match outcome.result:

@@ -208,8 +208,8 @@ class _Batch:
         This is the job `number`, unless that job failed or was cancelled. In that case it is the
         newest later push job of the pipeline that did not fail and was not cancelled. That job
         trains on a newer commit, and a new training on the commit of the repeated delivery would
-        replace the newer weights by older ones. A plain command has no pipeline, and no other
-        command does its work.
+        replace the newer weights by older ones. For a plain command that failed or was
+        cancelled, this is None, because no other job does the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -296,8 +296,8 @@ class _Batch:
         already answered for: the delivery was repeated, or the pending job took it over from a
         failed job.
 
-        Such a delivery is old. A push that arrives now is newer, even if its commit is the one at
-        which that delivery began: somebody has force-pushed the branch back to that commit.
+        Such a delivery is old, and a push that arrives now is newer. The commit of this push may
+        even be the `old_sha` of that delivery: then somebody has force-pushed the branch back.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
@@ -346,8 +346,9 @@ class _Batch:
 
 def _failed_or_cancelled(job: Job) -> bool:
     """Whether the job failed, was cancelled, or is running but will be cancelled. A repeated
-    delivery may then lead to another job."""
-    return job.state in _FAILED_OR_CANCELLED or job.cancel_requested
+    delivery may then lead to another job. A job that completed before it could be cancelled has
+    done its work."""
+    return job.state in _FAILED_OR_CANCELLED or (job.cancel_requested and not job.has_ended)
 
 
 def _as_json(payload: dict[str, Any] | None) -> str | None:

@@ -39,19 +39,22 @@ class ReceiverSettings(BaseModel):
     """How long the provider of the tunnel keeps it open. The receiver renews the tunnel before this
     time ends."""
     proof: ProofScheme = "secret"
-    """How a sender must prove the origin of a delivery. This setting also says in which sender's
-    format the events are read."""
+    """How a sender must prove the origin of a delivery. The setting also selects the format of the
+    events: `github`, `gitea` and `gitlab` mean the push events of that service, and the other
+    values mean the format of the Hugging Face Hub."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
     """A request with a larger body gets 413, and its body is not read to the end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
     """A request whose body has not completely arrived after this time gets 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
-    """The database file in which deliveries wait for durable handlers."""
+    """The database file that stores deliveries until a handler with `durable=True` has handled
+    them. The default of a stack is `receiver.db` in its state folder."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
     """How many answers are kept in memory. A delivery that is repeated gets its first answer again,
-    as long as this answer is kept."""
+    as long as this answer is kept. Durable handlers, and the stack's own, do without this memory:
+    they store what they have handled."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:

@@ -41,7 +41,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
 ) -> None:
-    """Push two commits to a dataset, and show how the model's answers change after each."""
+    """Push two commits to a dataset, and show how the model's answers change."""
     from rich.console import Console
 
     console = Console(quiet=as_json, highlight=False)
@@ -59,8 +59,8 @@ def demo(
         with contextlib.redirect_stdout(io.StringIO()):
             up(detach=True)
     except PipelineError:
-        # Without a log of the hub, no service was started. The folder then holds nothing that could
-        # explain the error, so remove it.
+        # If the hub has no log file, no service was started. The folder then holds nothing that
+        # could explain the error, so remove it.
         if not Home.find().log_file("hub").exists():
             shutil.rmtree(folder)
         raise
@@ -183,7 +183,7 @@ class _Demo:
         if job.outcome is None or job.outcome.result != "promoted" or job.outcome.release is None:
             outcome = job.outcome.model_dump_json() if job.outcome else job.state
             raise PipelineError(
-                f"{job.id} did not lead to a new release: {outcome}; the job's log: "
+                f"{job.id} did not lead to a served release: {outcome}; the job's log: "
                 f"{self._home.jobs_dir / job.id / 'log.txt'}"
             )
         self._console.print(f"  {job.outcome.counts}")
@@ -229,7 +229,7 @@ class _Demo:
             f"{requests['failed']} failed; "
             f"answered: {by_release}"
         )
-        times = Table("step of the second commit", "seconds after git push", box=None)
+        times = Table("step of the second commit", "seconds after the start of git push", box=None)
         for step, seconds in report["seconds"]["second"].items():
             times.add_row(step, f"{seconds:8.2f}")
         releases = Table("release", "dataset revision", "parent", box=None)
@@ -247,7 +247,7 @@ class _Demo:
 
 
 def _seconds(moments: Mapping[str, float]) -> dict[str, float]:
-    """Step → seconds after `git push`. The steps are in the order of their times."""
+    """Step → seconds after the start of `git push`. The steps are in the order of their times."""
     start = moments["git push"]
     return {
         step: round(moment - start, 3)

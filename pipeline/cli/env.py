@@ -43,7 +43,8 @@ def env() -> None:
     if not (settings_file().exists() or home.tokens_file.exists()):
         raise PipelineError(
             f"there is no {settings_file().name} in {settings_file().parent}; change to the folder "
-            "of your project, or start one there: pipeline init --name NAME --dataset OWNER/NAME"
+            "of your project, or start a new project in this folder: "
+            "pipeline init --name NAME --dataset OWNER/NAME"
         )
     exports = environment(running_settings(home).hub_url, load_tokens(home.tokens_file).hub, home)
     if "PIPELINE_SETTINGS" in os.environ or settings_file().exists():

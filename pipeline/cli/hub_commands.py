@@ -59,7 +59,10 @@ def gc() -> None:
     except HubInUse:
         answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
         released, large_bytes = answer["released"], answer["large_bytes"]
-    print(f"{released} commits are no longer kept; git has removed all objects that no ref needs")
+    print(
+        f"{released} commits are no longer kept; git has removed everything that no branch, tag or "
+        "other ref leads to"
+    )
     if large_bytes:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
 
@@ -73,18 +76,19 @@ def purge(
         bool,
         typer.Option(
             "--releases",
-            help="Also remove the releases that were trained on the commit, or trained from such a "
-            "release.",
+            help="Also remove every release that was trained on a removed commit, and every "
+            "release whose training started from one of those.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove a commit for good. No branch, tag or pull request may contain the commit any more.
+    """Remove a commit for good. First take it out of every branch, tag and pull request.
 
-    This removes the commit and all later commits that contain it from the repository. It also
-    removes the downloads, token caches and job folders that contain rows of these commits. Without
-    --releases, it names the releases that were trained on these commits. If the command is
-    interrupted, run it again.
+    Otherwise this command fails. It removes the commit and all later commits that contain it from
+    the repository. It also removes the copies of the dataset that jobs downloaded, the rows that
+    jobs stored as tokens, and the folders of the jobs that read these commits, and it overwrites
+    the reasons of these jobs. Without --releases, it names the releases that were trained on these
+    commits. If the command is interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store
@@ -106,8 +110,8 @@ def purge(
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
-            # Remove the releases first. This fails if one of them is served, and the command must
-            # then not have removed anything else.
+            # Remove the releases first. If one of them is served, pending or pinned, this raises an
+            # error before anything is removed.
             _remove(home, (*traces.releases, *traces.later_releases))
         clear(traces, store)
     # Remove the commit from the repository last. If this command is interrupted before, a second
@@ -166,8 +170,8 @@ def _remove(home: Home, releases: "tuple[Release, ...]") -> None:
 
 def _name_releases(traces: "Traces") -> None:
     for words, found in (
-        ("was trained on it", traces.releases),
-        ("was trained from a release that was trained on it", traces.later_releases),
+        ("was trained on a removed commit", traces.releases),
+        ("was trained from such a release", traces.later_releases),
     ):
         for release in found:
             print(f"release {release.id} of {release.pipeline} {words}")

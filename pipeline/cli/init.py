@@ -1,4 +1,4 @@
-"""`pipeline init`: writes `pipeline.toml`, with a comment for every key."""
+"""`pipeline init`: writes `pipeline.toml`, with a comment for nearly every key."""
 
 import json
 import os
@@ -14,13 +14,18 @@ from pipeline.errors import PipelineError
 
 
 def init(
-    name: Annotated[str, typer.Option(help="The pipeline's name; requests use it as `model`.")],
+    name: Annotated[
+        str, typer.Option(help="The pipeline's name. Requests to the server name it as `model`.")
+    ],
     dataset: Annotated[
         str, typer.Option(help="The dataset to follow, as OWNER/NAME or a git URL.")
     ],
     dataset_endpoint: Annotated[
         str,
-        typer.Option(help="The hub that has OWNER/NAME: `hub` for the stack's own, or a URL."),
+        typer.Option(
+            help="Where OWNER/NAME is: `hub` means the hub of this stack; for another hub, give "
+            "its URL."
+        ),
     ] = "hub",
     base_model: Annotated[
         str,
@@ -31,8 +36,8 @@ def init(
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder. It lists every key, with its meaning and its
-    default."""
+    """Write pipeline.toml into this folder. It lists every key, and the default of each key
+    that you did not set."""
     from pydantic import ValidationError
 
     from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file

@@ -196,6 +196,16 @@ def test_a_dedupe_key_of_a_cancelled_job_is_free_again(store: JobStore) -> None:
     assert store.submit(spec("b", dedupe_key="main@b")).is_new
 
 
+def test_a_job_that_completed_before_it_was_stopped_has_done_its_work(store: JobStore) -> None:
+    store.submit(spec("a", dedupe_key="k"))
+    running = store.claim("me", 60)
+    assert running is not None
+    store.cancel(running.id)
+    store.finish(running.id, "me", JobOutcome(result="promoted", release="r000001-a"))
+    again = store.submit(spec("a", dedupe_key="k"))
+    assert (again.how, again.job.id) == ("duplicate", running.id)
+
+
 def test_a_force_push_there_and_back_trains_again(store: JobStore) -> None:
     for sha in ("a", "b", "a"):
         assert store.submit(spec(sha, dedupe_key=f"main@{sha}")).is_new
