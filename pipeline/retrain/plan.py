@@ -293,8 +293,9 @@ def _judged_by_loss(
     tokens: TokenCache,
     train: TrainSettings,
 ) -> TrainingPlan:
-    """Text is judged by its held-out rows; an average with the parent, where a group has none, by
-    rows that were trained on."""
+    """Text is judged by its held-out rows. An average with the parent is judged by the rows that the
+    gate compares: an average chosen by held-out rows alone may forget more of the known rows than
+    the gate allows."""
 
     def taken(rows: Sequence[Row], factor: int = 1) -> list[TokenSequence]:
         some = tokens.sequences(rows)
@@ -304,7 +305,7 @@ def _judged_by_loss(
     groups = [taken(data.held_out_new), taken(data.held_out_known)]
     pairs = [
         (data.held_out_new or data.new, data.new),
-        (data.held_out_known or data.known, data.known),
+        ([*data.held_out_known, *data.known], data.known),
     ]
     return replace(
         plan,
