@@ -293,9 +293,9 @@ def _judged_by_loss(
     tokens: TokenCache,
     train: TrainSettings,
 ) -> TrainingPlan:
-    """Text is judged by its held-out rows. An average with the parent is judged by the rows that the
-    gate compares: an average chosen by held-out rows alone may forget more of the known rows than
-    the gate allows."""
+    """Text is judged by its held-out rows. An average with the parent is judged by the rows that
+    the gate compares: an average chosen by held-out rows alone may forget more of the known rows
+    than the gate allows."""
 
     def taken(rows: Sequence[Row], factor: int = 1) -> list[TokenSequence]:
         some = tokens.sequences(rows)
