@@ -1,6 +1,7 @@
 """Networks of some sizes as releases that a server takes: with a probe, and a tokenizer in which
 every token has a text of its own, so that each is an event of a stream."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 1024,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "50k": {
+        "vocab_size": 50_000,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
         "num_key_value_heads": 4,
     },
     "88M": {
@@ -86,8 +95,15 @@ def build(shape: str, seed: int, dtype: str = "float32") -> Any:
     return build_network(config, seed, getattr(torch, dtype))
 
 
-def publish(network: Any, pipeline_dir: Path, *, max_shard_bytes: int | None = None) -> Published:
-    """The next release of a pipeline."""
+def publish(
+    network: Any,
+    pipeline_dir: Path,
+    *,
+    tokenizer_of: Path | None = None,
+    max_shard_bytes: int | None = None,
+) -> Published:
+    """The next release of a pipeline. Its tokenizer is that of the folder `tokenizer_of`, or one with
+    a word for each token id."""
     import torch
 
     from pipeline.retrain.probe import float32_bound
@@ -96,9 +112,15 @@ def publish(network: Any, pipeline_dir: Path, *, max_shard_bytes: int | None = N
 
     files = pipeline_dir.parent / "files"
     files.mkdir(parents=True, exist_ok=True)
-    _tokenizer(network.config.vocab_size).save(str(files / "tokenizer.json"))
-    # What AutoTokenizer, and with it vLLM, wants to see.
-    (files / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    if tokenizer_of is None:
+        _tokenizer(network.config.vocab_size).save(str(files / "tokenizer.json"))
+        # What AutoTokenizer, and with it vLLM, wants to see.
+        (files / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+        )
+    else:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tokenizer_of / name, files / name)
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(files)
     texts = []
