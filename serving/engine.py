@@ -106,6 +106,10 @@ class Engine(Protocol):
         Raises StageError, having freed what it took.
         """
 
+    def dtype_of(self, release: Release) -> str:
+        """The type of number that the engine computes `release` in: `float32`, `bfloat16` or
+        `float16`. The probe's bound for it is what counts."""
+
     def max_context(self, release_id: str) -> int | None:
         """Tokens of a sequence at most, prompt included, of a staged release; None for all that
         the release allows."""

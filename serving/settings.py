@@ -26,8 +26,10 @@ class ServingSettings(BaseModel):
     """How vLLM is started, and how its weights are replaced."""
     upstream: str = "http://127.0.0.1:30000"
     """The URL of the SGLang server. It must see the releases under the same paths."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The type of number to compute in. A release must have a probe bound for it."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of number to compute in. `auto` is the type in which the release is stored, if the
+    hardware is fast in it and the release's probe has a bound for it; otherwise float32. For any
+    other value, a release must have a probe bound for it."""
     api_key: SecretStr | None = None
     """The bearer token for `/v1`. Unset: everyone who reaches the port may send requests."""
     api_key_file: Path | None = None

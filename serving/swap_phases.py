@@ -135,7 +135,7 @@ class SwapPhases:
         reasons = list(verify(folder, release))
         if folder.parent == self._releases_dir and folder.name != release.id:
             reasons.append(f"{RELEASE_FILE}: calls itself {release.id}, not {folder.name}")
-        dtype = self._settings.dtype
+        dtype = self._engine.dtype_of(release)
         if release.probe is not None and dtype not in release.probe.bounds:
             reasons.append(
                 f"{RELEASE_FILE}: its probe has no bound for {dtype}, in which this server "
@@ -240,7 +240,7 @@ class SwapPhases:
         if probe is None:
             return
         with swap.timed("probe"):
-            bound = probe.bounds[self._settings.dtype]
+            bound = probe.bounds[self._engine.dtype_of(candidate.release)]
             try:
                 found: ProbeResult = await bounded(
                     measure_probe(self._engine, candidate.id, probe, bound), limit_seconds

@@ -188,7 +188,7 @@ def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
             case "sglang":
                 from serving.engines.sglang_engine import SglangEngine
 
-                return SglangEngine(settings.upstream)
+                return SglangEngine(settings.upstream, settings.dtype)
             case "vllm":
                 from serving.engines import vllm_engine
 

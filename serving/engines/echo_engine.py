@@ -81,6 +81,9 @@ class EchoEngine:
         config = json.loads((folder / "config.json").read_bytes())
         self._residents[release.id] = _Resident(key=key, vocab_size=config["vocab_size"])
 
+    def dtype_of(self, release: Release) -> str:
+        return "float32"
+
     def max_context(self, release_id: str) -> int | None:
         return self.context
 

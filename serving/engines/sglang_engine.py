@@ -42,7 +42,8 @@ class SglangEngine:
     # The update, and the question whether it was one.
     commit_seconds: float | None = _UPDATE_SECONDS + _ANSWER_SECONDS
 
-    def __init__(self, upstream: str) -> None:
+    def __init__(self, upstream: str, dtype: str = "auto") -> None:
+        """dtype: what the upstream was started with; its own `auto` is the dtype of the weights."""
         self._upstream = upstream.rstrip("/")
         self._http = httpx.AsyncClient(
             base_url=self._upstream,
@@ -50,6 +51,7 @@ class SglangEngine:
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
         )
+        self._dtype = dtype
         self._folders: dict[str, Path] = {}
         self._live: str | None = None
         """What was committed last: what the upstream has to run, whatever it does run."""
@@ -74,6 +76,9 @@ class SglangEngine:
         except ReleaseError as error:
             raise StageError(*error.reasons) from error
         self._folders[release.id] = folder.resolve()
+
+    def dtype_of(self, release: Release) -> str:
+        return release.stored_dtype if self._dtype == "auto" else self._dtype
 
     def max_context(self, release_id: str) -> int | None:
         return None

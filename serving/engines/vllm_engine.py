@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.dtype import Dtype, choose_dtype
 from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.release import Release
@@ -46,6 +49,8 @@ class VllmEngine:
     def __init__(self, settings: VllmEngineSettings, start: StartVllm) -> None:
         self._settings = settings
         self._start = start
+        self._dtype: Dtype | None = None
+        """What vLLM computes in, from its first start on: a swap does not change it."""
         self._process: VllmProcess | None = None
         self._residents: dict[str, _Resident] = {}
         self._live: str | None = None
@@ -89,6 +94,12 @@ class VllmEngine:
                     _check_same_network(self._residents[process.release_id], release, folder)
                     await process.stage(release, folder)
             self._residents[release.id] = _Resident(release=release, folder=folder)
+
+    def dtype_of(self, release: Release) -> Dtype:
+        if self._dtype is not None:
+            return self._dtype
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        return choose_dtype(self._settings.dtype, device_type, release)
 
     def max_context(self, release_id: str) -> int | None:
         return self._settings.max_context
@@ -172,7 +183,9 @@ class VllmEngine:
             async with asyncio.timeout(limit):
                 if reasons := await asyncio.to_thread(_unproved, release, folder):
                     raise StageError(*reasons)
-                return await self._start(release, folder, self._settings)
+                self._dtype = self.dtype_of(release)
+                settings = self._settings.model_copy(update={"dtype": self._dtype})
+                return await self._start(release, folder, settings)
         except TimeoutError:
             raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
 

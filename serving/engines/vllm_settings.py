@@ -30,4 +30,5 @@ class VllmSettings(BaseModel):
 
 class VllmEngineSettings(VllmSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What vLLM computes in; `auto` is what the release's configuration names."""
+    """What vLLM computes in; `serving.engines.dtype` says what `auto` means. The first release
+    decides, since vLLM keeps its dtype as long as it runs."""

@@ -1,6 +1,8 @@
 """Defines the manifest of a release. A release is a folder of weights that can be served and never
 changes. Its manifest is the file `release.json` in this folder."""
 
+import math
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -107,3 +109,13 @@ class Release(_Record):
     probe: Probe | None = None
     """None if the release was published by hand without a probe; the server then serves it without
     comparing logprobs."""
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of most stored numbers, as torch spells it: `float32`, `bfloat16` or `float16`.
+        Any other dtype counts as float32."""
+        counts = Counter[str]()
+        for entry in self.tensors.values():
+            counts[entry.dtype] += math.prod(entry.shape)
+        [(most, _)] = counts.most_common(1) or [("F32", 0)]
+        return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")

@@ -102,8 +102,8 @@ def publish(
     tokenizer_of: Path | None = None,
     max_shard_bytes: int | None = None,
 ) -> Published:
-    """The next release of a pipeline. Its tokenizer is that of the folder `tokenizer_of`, or one with
-    a word for each token id."""
+    """The next release of a pipeline. Its tokenizer is that of the folder `tokenizer_of`, or one
+    with a word for each token id."""
     import torch
 
     from pipeline.retrain.probe import float32_bound

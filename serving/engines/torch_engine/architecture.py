@@ -55,11 +55,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def stored_dtype(config: dict[str, Any]) -> str | None:
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    return dtype if isinstance(dtype, str) else None
-
-
 def llama_shape(config: dict[str, Any]) -> LlamaShape | None:
     """None for every network that computes something else; `transformers` runs those."""
     architectures = config.get("architectures") or [None]

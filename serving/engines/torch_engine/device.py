@@ -1,4 +1,4 @@
-"""Which device and dtype an engine computes in, and how much memory is left there."""
+"""Which device an engine computes on, and how much memory is left there."""
 
 import ctypes
 import os
@@ -11,11 +11,6 @@ import torch
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.errors import ServingError
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 
 
@@ -30,23 +25,6 @@ def choose_device(settings: TorchEngineSettings) -> torch.device:
             raise ServingError(f"[serving.torch] device {settings.device!r}: {said}") from None
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def choose_dtype(
-    settings: TorchEngineSettings, device: torch.device, stored: str | None
-) -> torch.dtype:
-    """`stored` is the dtype that the release's configuration names, None where it names none."""
-    if settings.dtype != "auto":
-        return _DTYPES[settings.dtype]
-    if stored == "bfloat16" and (device.type == "cuda" or _cpu_is_fast_in_bfloat16()):
-        return torch.bfloat16
-    if stored == "float16" and device.type == "cuda":
-        return torch.float16
-    return torch.float32
-
-
-def _cpu_is_fast_in_bfloat16() -> bool:
-    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from serving.engine import EngineError, Generation, StageError, Step
+from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine.device import choose_device, give_back_memory
 from serving.engines.torch_engine.lane import Lane
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
@@ -122,6 +123,9 @@ class TorchEngine:
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )
+
+    def dtype_of(self, release: Release) -> str:
+        return choose_dtype(self._settings.dtype, self._device.type, release)
 
     def max_context(self, release_id: str) -> int | None:
         return self._find(release_id).context

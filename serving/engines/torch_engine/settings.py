@@ -26,7 +26,7 @@ class TorchEngineSettings(TorchSettings):
     """Settings of one embedded engine; the same for every release that it holds."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
-    """`auto` computes in the dtype of the release where the device is fast in it, else float32."""
+    """`serving.engines.dtype` says what `auto` means."""
     max_batch_tokens: int = 512
     """Prompt tokens read in one step at most."""
     step_seconds: float = 0.05

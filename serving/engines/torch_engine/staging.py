@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from serving.engine import StageError
+from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine import architecture, generic, llama, llama_units
 from serving.engines.torch_engine.architecture import LlamaShape
-from serving.engines.torch_engine.device import choose_dtype, free_bytes, yield_the_cores
+from serving.engines.torch_engine.device import free_bytes, yield_the_cores
 from serving.engines.torch_engine.loading import Loader, UnitPool
 from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -53,7 +54,7 @@ def load_runner(
         release=release,
         folder=folder,
         pool=pool,
-        dtype=choose_dtype(settings, device, architecture.stored_dtype(config)),
+        dtype=getattr(torch, choose_dtype(settings.dtype, device.type, release)),
         device=device,
         is_cancelled=is_cancelled,
         pause_share=pause_share,

@@ -1,0 +1,33 @@
+"""Which type of number an engine computes in."""
+
+from typing import Literal
+
+import torch
+
+from serving.weights.release import Release
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def choose_dtype(asked: Dtype | Literal["auto"], device_type: str, release: Release) -> Dtype:
+    """What a server computes `release` in, where its settings ask for `asked`.
+
+    `auto` is the dtype in which the release is stored, if the device is fast in it and the probe
+    has a bound for it; otherwise float32.
+    """
+    if asked != "auto":
+        return asked
+    stored = release.stored_dtype
+    is_bounded = release.probe is None or stored in release.probe.bounds
+    if stored == "bfloat16" and is_bounded and _is_fast_in_bfloat16(device_type):
+        return "bfloat16"
+    if stored == "float16" and is_bounded and device_type == "cuda":
+        return "float16"
+    return "float32"
+
+
+def _is_fast_in_bfloat16(device_type: str) -> bool:
+    if device_type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    # A processor with AMX has these instructions as well.
+    return device_type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())
