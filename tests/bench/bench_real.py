@@ -70,6 +70,7 @@ MIN_SAMPLED_SHARE = 0.85
 """Of greedy tokens per second."""
 MAX_SECOND_TURN = 0.15
 """Seconds until the first token, as a share of the first turn's."""
+PROBE_TOKENS = 64
 STRIDE = 37
 """Tokens from the beginning of one prompt to that of the next."""
 
@@ -103,11 +104,15 @@ def _pretrained(home: Path, dtype: str, size: Size) -> tuple[list[Figure], dict[
     import torch
     from transformers import AutoModelForCausalLM
 
+    from pipeline.retrain.probe import make_probe
+
     checkpoint = checkpoint_folder()
-    network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    release = publish(network, pipeline_dir(home), tokenizer_of=checkpoint)
-    prompts = _Prompts(release.folder)
+    prompts = _Prompts(checkpoint)
+    network = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    probe = make_probe(network.float(), [tuple(text) for text in prompts.take(4, PROBE_TOKENS)])
+    network = network.to(getattr(torch, dtype))
+    release = publish(network, pipeline_dir(home), tokenizer_of=checkpoint, probe=probe)
     figures: list[Figure] = []
     detail: dict[str, Any] = {}
     with (

@@ -100,15 +100,13 @@ def publish(
     pipeline_dir: Path,
     *,
     tokenizer_of: Path | None = None,
+    probe: Any = None,
     max_shard_bytes: int | None = None,
 ) -> Published:
     """The next release of a pipeline. Its tokenizer is that of the folder `tokenizer_of`, or one
-    with a word for each token id."""
-    import torch
-
-    from pipeline.retrain.probe import float32_bound
+    with a word for each token id. `probe` is one of its own, which a trained network needs: its
+    numbers on random tokens are too wild for bfloat16."""
     from serving.weights.publish import publish_state_dict
-    from serving.weights.release import Probe, ProbeText
 
     files = pipeline_dir.parent / "files"
     files.mkdir(parents=True, exist_ok=True)
@@ -123,27 +121,36 @@ def publish(
             shutil.copy(tokenizer_of / name, files / name)
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(files)
+    release = publish_state_dict(
+        pipeline_dir,
+        network.state_dict(keep_vars=True),
+        files_dir=files,
+        probe=probe or _probe(network),
+        max_shard_bytes=max_shard_bytes,
+    )
+    return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
+
+
+def _probe(network: Any) -> Any:
+    import torch
+
+    from pipeline.retrain.probe import float32_bound
+    from serving.weights.release import Probe, ProbeText
+
     texts = []
     for token_ids in PROBE_TOKENS:
         with torch.inference_mode():
             found = network(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
         logprobs = found[range(len(token_ids) - 1), token_ids[1:]].tolist()
         texts.append(ProbeText(token_ids=token_ids, logprobs=tuple(logprobs)))
-    release = publish_state_dict(
-        pipeline_dir,
-        network.state_dict(keep_vars=True),
-        files_dir=files,
-        probe=Probe(
-            dtype=str(network.dtype).removeprefix("torch."),
-            texts=tuple(texts),
-            bounds={
-                "float32": float32_bound(text.logprobs for text in texts),
-                "bfloat16": BFLOAT16_BOUND,
-            },
-        ),
-        max_shard_bytes=max_shard_bytes,
+    return Probe(
+        dtype=str(network.dtype).removeprefix("torch."),
+        texts=tuple(texts),
+        bounds={
+            "float32": float32_bound(text.logprobs for text in texts),
+            "bfloat16": BFLOAT16_BOUND,
+        },
     )
-    return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
 
 
 def prompt_of(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
