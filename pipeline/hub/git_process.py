@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -69,8 +70,9 @@ def is_disk_full(reason: str) -> bool:
     return any(words in reason for words in _DISK_FULL)
 
 
-def git_beginning(folder: Path, *arguments: str, max_bytes: int) -> bytes:
-    """The first `max_bytes` of what `git` prints; git is ended then. Empty if git fails."""
+def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
+    """The first `max_bytes` of what `git` prints; git is ended then. Empty if git fails. What git
+    printed until then if it needs more than `seconds`."""
     process = subprocess.Popen(
         ["git", f"--git-dir={folder}", *arguments],
         stdin=subprocess.DEVNULL,
@@ -79,10 +81,13 @@ def git_beginning(folder: Path, *arguments: str, max_bytes: int) -> bytes:
         env=git_environment({PLACE: str(folder)}),
     )
     assert process.stdout is not None
+    limit = threading.Timer(seconds, process.kill)
+    limit.start()
     with process:
         try:
             return process.stdout.read(max_bytes)
         finally:
+            limit.cancel()
             process.kill()
 
 

@@ -15,6 +15,8 @@ from pipeline.hub.repositories import Repository
 
 MAX_COMMITS = 250
 MAX_DIFF_BYTES = 1024 * 1024
+MAX_SECONDS = 30.0
+"""For git to compare or to merge two commits: a merge holds the repository's lock."""
 _CUT = "\n[The difference is longer, and is cut here.]\n"
 _UNKNOWN_OPTION = re.compile(r"unknown option|usage: git merge-tree")
 
@@ -40,18 +42,21 @@ def difference(repository: Repository, base: str, head: str) -> str:
         repository.folder,
         *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
         max_bytes=MAX_DIFF_BYTES + 1,
+        seconds=MAX_SECONDS,
     )
     text = output[:MAX_DIFF_BYTES].decode(errors="replace")
     return text + _CUT if len(output) > MAX_DIFF_BYTES else text
 
 
 def try_merge(repository: Repository, base: str, head: str) -> Merged:
-    """Merges without a work tree, and moves no ref. Raises HubError if git is older than 2.38."""
+    """Merges without a work tree, and moves no ref. Raises HubError if git is older than 2.38, and
+    TooSlow."""
     try:
         output = git(
             repository.folder,
             *("merge-tree", "--write-tree", "-z", "--name-only", "--no-messages", base, head),
             may_exit_with=(1,),
+            seconds=MAX_SECONDS,
         )
     except HubError as error:
         if _UNKNOWN_OPTION.search(str(error)):

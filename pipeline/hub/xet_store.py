@@ -1,7 +1,8 @@
 """What `hf_xet` has sent to one repository: xorbs, in `lfs/xet/<store id>` of its folder.
 
-The client remembers what it has sent to which address and does not send it again. The id is in the
-address, so a store that was emptied gets a new id, and the client sends everything again.
+The client remembers what it has sent to which address and does not send it again. The address
+contains the id of a store. If the newest store lacks a xorb that a client has sent, the hub begins
+another store, and clients send everything again to its address. Uploads to the older store go on.
 """
 
 import contextlib
@@ -51,9 +52,8 @@ class XetStore:
         """The store that clients send to from now on; made if there is none."""
         make_folder(_stores(folder))
         with _making, to_disk():
-            found = sorted(_stores(folder).glob("*"))
-            store = found[0] if found else _stores(folder) / secrets.token_hex(8)
-            store.mkdir(exist_ok=True)
+            found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
+            store = found[-1] if found else _begin(folder)
             os.utime(store)  # it is in use: see `empty`
         return cls(folder, store.name)
 
@@ -114,9 +114,11 @@ class XetStore:
         try:
             return self._xorb(hash).open("rb")
         except FileNotFoundError:
-            # The hub was restored from a backup, say. The client believes that it has sent this
-            # xorb, and would believe so for ever if the store kept its id.
-            empty(self._folder, grace_seconds=0)
+            # The hub was restored from a backup, for example. The client believes that it has sent
+            # this xorb, and sends it again only to the address of another store. This store stays,
+            # because other clients may be sending to it.
+            with _making, to_disk():
+                _begin(self._folder)
             raise BadRequest(
                 f"The xorb {hash} is not here: start the upload again, which sends it."
             ) from None
@@ -156,6 +158,13 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
                 make_folder(doomed.parent)
                 store.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _begin(folder: Path) -> Path:
+    """Make an empty store, the newest of the repository."""
+    store = _stores(folder) / secrets.token_hex(8)
+    store.mkdir()
+    return store
 
 
 def _stores(folder: Path) -> Path:
