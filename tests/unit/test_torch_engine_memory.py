@@ -257,7 +257,7 @@ def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
     rows = torch.ones(count, 2, 4, 64)
     written = resident_bytes()
     for layer in range(2):
-        room.write(layer, torch.full((count,), 3), torch.arange(count), rows)
+        room.write_run(layer, 3, 0, rows)
     full = resident_bytes()
     room.cut(3, 1024)
     keys, values = room.read(0, 3, 4, 1024)
