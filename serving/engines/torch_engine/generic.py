@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.runner import Batch, Room
 from serving.engines.torch_engine.units import Built, Part, Unit
+
+BLOCK_TOKENS = 16
 
 
 def build_network(folder: Path) -> nn.Module:
@@ -76,18 +78,18 @@ def token_bytes(network: nn.Module, dtype: torch.dtype) -> int:
 
 
 class TransformersRunner:
+    shares_prefixes = False
+
     def __init__(
         self,
         network: nn.Module,
         built: Mapping[str, Built],
         *,
-        num_slots: int,
-        context: int,
+        room: Room,
         device: torch.device,
     ) -> None:
         config: Any = network.config
-        self.num_slots = num_slots
-        self.context = context
+        self.room = room
         self.vocab_size: int = config.get_text_config().vocab_size
         network.requires_grad_(False)
         # The module wraps each tensor in a parameter of its own; the pool knows the tensors.
@@ -96,16 +98,21 @@ class TransformersRunner:
         # Weights are where they should be; what is left are buffers that no checkpoint holds.
         self._network = network.to(device)
         self._device = device
-        self._caches: list[Any] = [None] * num_slots
+        self._caches: list[Any] = [None] * room.num_slots
 
     def warm_up(self) -> None:
         """Sequences are computed one by one: no batch has a size."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self._caches[target], self._caches[source] = self._caches[source], None
+    def cut(self, slot: int, length: int) -> None:
+        if not length:
+            self._caches[slot] = None
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        raise NotImplementedError("nothing is shared")
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = [self._read(slot, [token_id]) for slot, token_id in enumerate(batch.token_ids)]
+        decoding = zip(batch.slots, batch.token_ids, strict=True)
+        rows = [self._read(slot, [token_id]) for slot, token_id in decoding]
         for chunk in batch.chunks:
             if chunk.start == 0:
                 self._caches[chunk.slot] = None
