@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -41,6 +41,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
             self._template = environment.from_string(source)
+            self.variables = meta.find_undeclared_variables(environment.parse(source))
+            """All that it reads, such as `messages` and `tools`."""
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
         used = [token for name, token in special_tokens.items() if name in source]
