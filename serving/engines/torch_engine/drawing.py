@@ -62,17 +62,17 @@ def draw(weights: Tensor, top_p: Seq[float], uniforms: Seq[Uniform]) -> list[int
     weight = weights.gather(1, chosen[:, None])
     rows = ((share < 1) & (totals - weight[:, 0] >= limits)).nonzero()[:, 0]
     if 0 < len(rows) < len(weights):
-        weights, weight = weights[rows], weight[rows]
+        weights, weight = weights.index_select(0, rows), weight[rows]
     if len(rows):
         # Second: nor does it weigh more than all that is as probable or more, the column apart.
         held = _block_sums(_where(torch.ge, weights, weight)).sum(-1) - weight[:, 0]
-        is_outside = held >= limits[rows]
-        rows, weights = rows[is_outside], weights[is_outside]
+        outside = (held >= limits[rows]).nonzero()[:, 0]
+        rows, weights = rows[outside], weights.index_select(0, outside)
     while len(rows):
         weights = _more_probable(weights, chosen[rows])
         sums = _block_sums(weights)
-        is_outside = sums.sum(-1) >= limits[rows]
-        rows, weights, sums = rows[is_outside], weights[is_outside], sums[is_outside]
+        outside = (sums.sum(-1) >= limits[rows]).nonzero()[:, 0]
+        rows, weights, sums = rows[outside], weights.index_select(0, outside), sums[outside]
         chosen[rows] = _pick(weights, sums, [uniforms[row] for row in rows.tolist()])
     drawn: list[int] = chosen.tolist()
     return drawn

@@ -39,7 +39,7 @@ class Sampler:
             if not rows:
                 continue
             chosen = [sequences[row] for row in rows]
-            found = logits if len(rows) == len(sequences) else logits[rows]
+            found = logits if len(rows) == len(sequences) else _rows(logits, rows)
             if way == "greedy":
                 drawn = found.argmax(dim=-1).tolist()
             else:
@@ -70,6 +70,11 @@ class Sampler:
             weights *= torch.ge(weights, least, out=torch.empty_like(weights))
         uniforms = [sequence.uniform or self._unseeded.random for sequence in sequences]
         return draw(weights, [each.top_p for each in generations], uniforms)
+
+
+def _rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """Several times as quick as `logits[rows]`."""
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[TokenLogprob]:
