@@ -7,9 +7,12 @@ one row, and each is computed in the same order whatever the other rows are.
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+_Weights = NDArray[np.float32]
 Uniform = Callable[[], float]
 """The next random number in [0, 1) of one row."""
 
@@ -60,22 +63,48 @@ def draw(weights: Tensor, top_p: Seq[float], uniforms: Seq[Uniform]) -> list[int
     # Two quick proofs of being inside, so that few rows need the exact one. First: what is more
     # probable weighs no more than all the other columns.
     weight = weights.gather(1, chosen[:, None])
-    rows = ((share < 1) & (totals - weight[:, 0] >= limits)).nonzero()[:, 0]
-    if 0 < len(rows) < len(weights):
-        weights, weight = weights.index_select(0, rows), weight[rows]
-    if len(rows):
+    left = (share < 1) & (totals - weight[:, 0] >= limits)
+    if left.any():
         # Second: nor does it weigh more than all that is as probable or more, the column apart.
-        held = _block_sums(_where(torch.ge, weights, weight)).sum(-1) - weight[:, 0]
-        outside = (held >= limits[rows]).nonzero()[:, 0]
-        rows, weights = rows[outside], weights.index_select(0, outside)
-    while len(rows):
-        weights = _more_probable(weights, chosen[rows])
-        sums = _block_sums(weights)
-        outside = (sums.sum(-1) >= limits[rows]).nonzero()[:, 0]
-        rows, weights, sums = rows[outside], weights.index_select(0, outside), sums[outside]
-        chosen[rows] = _pick(weights, sums, [uniforms[row] for row in rows.tolist()])
-    drawn: list[int] = chosen.tolist()
-    return drawn
+        held = _sum_from(weights, weight, left) - weight[:, 0]
+        left &= held >= limits
+    tokens: list[int] = chosen.tolist()
+    for row in left.nonzero()[:, 0].tolist():
+        of_row = weights[row].numpy(force=True)
+        tokens[row] = _draw_again(of_row, tokens[row], top_p[row], uniforms[row])
+    return tokens
+
+
+def _sum_from(weights: Tensor, bound: Tensor, wanted: Tensor) -> Tensor:
+    """Of each row that is `wanted`, the sum of the weights that reach `bound`."""
+    rows = wanted.nonzero()[:, 0]
+    if 2 * len(rows) > len(weights):  # to take them out would cost as much as the others
+        rows = torch.arange(len(weights), device=weights.device)
+    else:
+        weights, bound = weights.index_select(0, rows), bound[rows]
+    # Several times as quick as `torch.where`, since the comparison's result is of the same type.
+    kept = torch.ge(weights, bound, out=torch.empty_like(weights)).mul_(weights)
+    sums = torch.zeros(len(wanted), dtype=torch.float64, device=weights.device)
+    return sums.index_copy_(0, rows, _block_sums(kept).sum(-1))
+
+
+def _draw_again(weights: _Weights, chosen: int, top_p: float, uniform: Uniform) -> int:
+    """A column of one row that is within the nucleus: `chosen`, if it is, or else one that is more
+    probable. Each round leaves out what is less probable."""
+    limit = top_p * weights.sum(dtype=np.float64)
+    columns = np.arange(len(weights))
+    while True:
+        weight = weights[chosen]
+        is_above = weights > weight
+        is_above[:chosen] |= weights[:chosen] == weight
+        places = np.flatnonzero(is_above)
+        above = weights[places]
+        so_far = above.cumsum(dtype=np.float64)
+        if not len(above) or so_far[-1] < limit:
+            return int(columns[chosen])
+        columns, weights = columns[places], above
+        target = min(uniform(), _BELOW_ONE) * so_far[-1]
+        chosen = int(so_far.searchsorted(target, side="right"))
 
 
 def _pick(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
@@ -95,25 +124,6 @@ def _pick(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
     so_far = found.masked_fill_(columns >= num_columns, 0).cumsum(-1)
     target = share.clamp_(0, _BELOW_ONE) * so_far[:, -1:]
     return block[:, 0] * _BLOCK + (so_far <= target).sum(-1)
-
-
-def _more_probable(weights: Tensor, chosen: Tensor) -> Tensor:
-    """The weights of what comes before column `chosen` of each row in the order of probability;
-    all others are zero."""
-    weight = weights.gather(1, chosen[:, None])
-    # Of equal columns only those before `chosen`: there, the bound is the next smaller number.
-    columns = torch.arange(weights.shape[1], dtype=weights.dtype, device=weights.device)
-    at = chosen[:, None].to(weights.dtype)
-    bound = torch.lt(columns, at, out=torch.empty_like(weights))
-    bound.mul_(weight.nextafter(torch.zeros_like(weight)) - weight).add_(weight)
-    return _where(torch.gt, weights, bound)
-
-
-def _where(compare: Callable[..., Tensor], weights: Tensor, bound: Tensor) -> Tensor:
-    """`weights`, and zero where the comparison with `bound` fails. Several times as quick as
-    `torch.where`, since the comparison's result is of the same type."""
-    kept: Tensor = compare(weights, bound, out=torch.empty_like(weights))
-    return kept.mul_(weights)
 
 
 def _block_sums(weights: Tensor) -> Tensor:
