@@ -1,55 +1,159 @@
-"""`/v1/chat/completions`: the same generations, with messages in and a message out."""
+"""`/v1/chat/completions`: messages in, a message out."""
 
 import json
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import APIRouter, Request, Response
+
 from serving.admission import LiveRelease
-from serving.answer import Answer, usage
+from serving.answer import Answers
+from serving.answer_schemas import ChatAnswer
+from serving.chat_schemas import ChatRequest
 from serving.chat_template import ChatTemplateError
 from serving.engine import Generation
-from serving.generations import check_num_sequences, check_token_ids, make_generations
-from serving.openai_schemas import ChatRequest
 from serving.request_errors import RequestError
-from serving.sequences import TokenText
+from serving.sequences import (
+    Delta,
+    Sequence,
+    TokenText,
+    check_num_sequences,
+    encode_prompt,
+    make_generations,
+)
+from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
+from serving.tool_calls import FORMATS, Found, ToolCallReader, ToolFormat, format_of
+
+NOTHING = Delta()
+
+
+def add_chat(router: APIRouter, answers: Answers) -> None:
+    @router.post("/v1/chat/completions", response_model=ChatAnswer)
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        """Continue a conversation. A stream is of server-sent events, each a chunk."""
+        settings = answers.settings
+        return await answers.respond(request, asked, lambda live: plan_chat(asked, live, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
     request: ChatRequest
+    tokenizer: ReleaseTokenizer
     num_prompt_tokens: int
     generations: list[Generation]
+    readers: list[ToolCallReader] | None
+    """One for each sequence; None if there are no tools to call."""
+    begun: Counter[int] = field(default_factory=Counter)
+    """Of a stream: how often each sequence was written of."""
+    num_calls: Counter[int] = field(default_factory=Counter)
+    """Of each sequence: how many tools it has called so far."""
 
+    id_prefix = "chatcmpl"
+    objects = ("chat.completion", "chat.completion.chunk")
 
-def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> ChatPlan:
-    """What to generate for a conversation. Raises RequestError."""
-    check_num_sequences(request.n, max_sequences, "n")
-    template = live.tokenizer.chat_template
-    if template is None:
-        raise RequestError(
-            400,
-            f"{live.id} has no chat template; ask /v1/completions",
-            param="messages",
-            code="no_chat_template",
+    @property
+    def num_each(self) -> int:
+        return len(self.generations)
+
+    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        choices = []
+        for index, sequence in enumerate(sequences):
+            found = self._found(index, sequence)
+            message: dict[str, Any] = {"role": self._role, "content": self._echo + found.text}
+            if found.calls:
+                message["tool_calls"] = [call.body for call in found.calls]
+                message["content"] = message["content"] or None
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs(sequence.tokens),
+                    "finish_reason": self._finish_reason(index, sequence),
+                    "stop_reason": sequence.stop_reason,
+                }
+            )
+        return choices
+
+    def chunks(self, index: int, delta: Delta) -> Iterator[str]:
+        if not self.begun[index]:
+            yield self._chunk(index, {"role": self._role, "content": self._echo})
+        self.begun[index] += 1
+        first = self.num_calls[index]
+        found = self._found(index, delta)
+        content: dict[str, Any] = {"content": found.text} if found.text else {}
+        if found.calls:
+            content["tool_calls"] = [
+                {"index": first + number, **call.body} for number, call in enumerate(found.calls)
+            ]
+        if content or delta.tokens or delta.finish_reason is not None:
+            yield self._chunk(index, content, delta)
+
+    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = NOTHING) -> str:
+        return json.dumps(
+            {
+                "index": index,
+                "delta": content,
+                "logprobs": self._logprobs(delta.tokens) if delta.tokens else None,
+                "finish_reason": self._finish_reason(index, delta),
+                "stop_reason": delta.stop_reason,
+            }
         )
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    try:
-        text = template.render(messages)
-    except ChatTemplateError as error:
-        raise RequestError(
-            400,
-            f"messages: the chat template refuses them: {error}",
-            param="messages",
-            code="invalid_value",
-        ) from None
-    # The template writes the special tokens itself.
-    prompt = live.tokenizer.encode(text, add_special_tokens=False)
-    if not prompt:
-        raise RequestError(400, "messages: nothing in them", param="messages", code="empty_prompt")
-    check_token_ids(live, prompt, "messages")
+
+    @property
+    def _role(self) -> str:
+        return "assistant" if self.request.generates_a_message else self.request.messages[-1].role
+
+    @property
+    def _echo(self) -> str:
+        last = self.request.messages[-1]
+        return str(last.content or "") if self.request.echo and last.role == self._role else ""
+
+    def _found(self, index: int, part: Sequence | Delta) -> Found:
+        if self.readers is None:
+            return Found(part.text)
+        is_end = part.finish_reason is not None
+        found = self.readers[index].add(part.text, is_end=is_end)
+        if self.request.parallel_tool_calls is False:
+            found.calls = found.calls[: 1 - self.num_calls[index]]
+        self.num_calls[index] += len(found.calls)
+        return found
+
+    def _finish_reason(self, index: int, part: Sequence | Delta) -> str | None:
+        is_call = part.finish_reason == "stop" and self.num_calls[index]
+        return "tool_calls" if is_call else part.finish_reason
+
+    def _logprobs(self, tokens: Iterable[TokenText]) -> dict[str, Any] | None:
+        if not self.request.logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._named(token.token_id, token.logprob),
+                    "top_logprobs": [self._named(other, value) for other, value in token.top],
+                }
+                for token in tokens
+            ]
+        }
+
+    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self.tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
+    """What to generate for a conversation. Raises RequestError."""
+    check_num_sequences(request.n, settings.max_sequences, "n")
+    prompt = encode_chat(request, live)
+    readers = None
+    if request.offered_tools:
+        format = _tool_format(live, settings)
+        names = {tool.function.name for tool in request.offered_tools}
+        readers = [ToolCallReader(format, names) for _ in range(request.n)]
+        if live.tokenizer.is_special(format.begin):
+            request = request.model_copy(update={"skip_special_tokens": False})
     generations = make_generations(
         request,
         live,
@@ -61,79 +165,61 @@ def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> Ch
         param="messages",
         max_tokens_param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
     )
-    return ChatPlan(request=request, num_prompt_tokens=len(prompt), generations=generations)
+    return ChatPlan(
+        request=request,
+        tokenizer=live.tokenizer,
+        num_prompt_tokens=len(prompt),
+        generations=generations,
+        readers=readers,
+    )
 
 
-async def chat_body(answer: Answer, plan: ChatPlan) -> dict[str, Any]:
-    """The whole answer. Raises EngineError."""
-    sequences = await answer.all_whole(plan.generations, plan.request.stops)
-    return {
-        **answer.head("chat.completion"),
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": sequence.text},
-                "logprobs": _logprobs(plan, answer.live.tokenizer, sequence.tokens),
-                "finish_reason": sequence.finish_reason,
-            }
-            for index, sequence in enumerate(sequences)
-        ],
-        "usage": usage(
-            plan.num_prompt_tokens,
-            sum(each.num_tokens for each in sequences),
-            sequences[0].num_cached_tokens,
-        ),
-    }
+def _tool_format(live: LiveRelease, settings: ServingSettings) -> ToolFormat:
+    if settings.tool_format != "auto":
+        return FORMATS[settings.tool_format]
+    template = live.tokenizer.chat_template
+    return format_of("" if template is None else template.source)
 
 
-async def chat_events(answer: Answer, plan: ChatPlan) -> AsyncGenerator[str, None]:
-    """Server-sent events, the closing `[DONE]` included. Raises EngineError."""
-    request = plan.request
-    start = answer.chunk_start("chat.completion.chunk")
-    end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
-    is_new = [True] * request.n
-    num_new = num_cached = 0
-    async with aclosing(answer.merged(plan.generations, request.stops)) as merged:
-        async for index, delta in merged:
-            num_new += delta.num_tokens
-            if is_new[index]:
-                is_new[index] = False
-                num_cached += 0 if index else delta.num_cached_tokens
-                yield (
-                    f'{start}{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
-                    f'"logprobs": null, "finish_reason": null}}{end}'
-                )
-            if not delta.text and not delta.tokens and delta.finish_reason is None:
-                continue
-            content = f'"content": {json.dumps(delta.text)}' if delta.text else ""
-            logprobs = _logprobs(plan, answer.live.tokenizer, delta.tokens)
-            yield (
-                f'{start}{{"index": {index}, "delta": {{{content}}}, '
-                f'"logprobs": {json.dumps(logprobs)}, '
-                f'"finish_reason": {json.dumps(delta.finish_reason)}}}{end}'
-            )
-    if request.includes_usage:
-        counted = json.dumps(usage(plan.num_prompt_tokens, num_new, num_cached))
-        yield f'{start}], "usage": {counted}}}\n\n'
-    yield "data: [DONE]\n\n"
-
-
-def _logprobs(
-    plan: ChatPlan, tokenizer: ReleaseTokenizer, tokens: Iterable[TokenText]
-) -> dict[str, Any] | None:
-    if not plan.request.logprobs:
-        return None
-    return {
-        "content": [
-            {
-                **_named(tokenizer, token.token_id, token.logprob),
-                "top_logprobs": [_named(tokenizer, other, value) for other, value in token.top],
-            }
-            for token in tokens
-        ]
-    }
-
-
-def _named(tokenizer: ReleaseTokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    text = tokenizer.token_text(token_id)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
+    """Token ids of the prompt that the release's template makes. Raises RequestError."""
+    template = live.tokenizer.chat_template
+    if template is None:
+        raise RequestError(
+            400,
+            f"{live.id} has no chat template; ask /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
+    if tools and "tools" not in template.variables:
+        raise RequestError(
+            400,
+            f"tools: the chat template of {live.id} shows none to the model; leave them out",
+            param="tools",
+            code="no_tools",
+        )
+    effort = (
+        {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    )
+    try:
+        text = template.render(
+            [message.variables for message in request.messages],
+            **{
+                "tools": tools or None,
+                "documents": request.documents,
+                "add_generation_prompt": request.generates_a_message,
+                "continue_final_message": request.continue_final_message,
+                **effort,
+                **(request.chat_template_kwargs or {}),
+            },
+        )
+    except ChatTemplateError as error:
+        raise RequestError(
+            400,
+            f"messages: the chat template refuses them: {error}",
+            param="messages",
+            code="invalid_value",
+        ) from None
+    # The template writes the special tokens itself.
+    return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from serving.engines.torch_engine.settings import TorchSettings
 from serving.engines.vllm_settings import VllmSettings
+from serving.tool_calls import FormatName
 
 
 class ServingSettings(BaseModel):
@@ -26,6 +27,8 @@ class ServingSettings(BaseModel):
     """How vLLM is started, and how its weights are replaced."""
     upstream: str = "http://127.0.0.1:30000"
     """The URL of the SGLang server. It must see the releases under the same paths."""
+    tool_format: FormatName | Literal["auto"] = "auto"
+    """How the model writes calls of tools. `auto` looks at the chat template of each release."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The type of number to compute in. `auto` is the type in which the release is stored, if the
     hardware is fast in it and the release's probe has a bound for it; otherwise float32. For any

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,16 @@ class ReleaseTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, token_ids: list[int] | tuple[int, ...]) -> str:
-        """Without special tokens."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(
+        self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
+    ) -> str:
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is a token that `decode` leaves out."""
+        token_id = self.tokenizer.token_to_id(text)
+        return token_id is not None and not self.decode([token_id])
 
     def token_text(self, token_id: int) -> str:
         """How one token is called in `logprobs`, special ones too."""
@@ -52,8 +59,8 @@ class Detokenizer:
     a piece that ends in an unfinished character waits for the next token.
     """
 
-    def __init__(self, tokenizer: ReleaseTokenizer) -> None:
-        self._decode = tokenizer.decode
+    def __init__(self, tokenizer: ReleaseTokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
         self._window = 0
         """First token of the window."""

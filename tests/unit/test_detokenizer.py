@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from serving.chat_template import ChatTemplate, ChatTemplateError
 from serving.errors import ReleaseError
 from serving.stop_strings import StopStrings
 from serving.tokenizer import Detokenizer, ReleaseTokenizer, load_tokenizer
@@ -80,7 +79,7 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     finder = StopStrings(stops)
     given_out = ""
-    stopped = False
+    stopped: str | None = None
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         safe, stopped = finder.add(text[begin:end])
         given_out += safe
@@ -89,7 +88,7 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
     else:
         given_out += finder.flush()
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    assert stopped == bool(ends)
+    assert bool(stopped) == bool(ends)
     if not stopped:
         assert given_out == text
     else:
@@ -97,14 +96,6 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
         begins = [text.find(s) for s in stops if s in text]
         assert any(given_out == text[:begin] for begin in begins)
         assert len(given_out) <= min(ends)
-
-
-def test_templates_run_in_a_sandbox() -> None:
-    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
-    with pytest.raises(ChatTemplateError):
-        template.render([{"role": "user", "content": "hi"}])
-    with pytest.raises(ReleaseError, match="chat_template"):
-        ChatTemplate("{% if %}", {})
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:

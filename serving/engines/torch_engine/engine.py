@@ -72,7 +72,7 @@ class TorchEngine:
         self._settings = settings
         self._device = choose_device(settings)
         self._pool = UnitPool()
-        self._sampler = Sampler(self._device)
+        self._sampler = Sampler()
         self._residents: dict[str, _Resident] = {}
         self._staging = asyncio.Lock()
         self._one_left = asyncio.Event()
@@ -158,7 +158,6 @@ class TorchEngine:
             release_id,
             generation,
             asyncio.get_running_loop(),
-            device=self._device,
             vocab_size=resident.vocab_size,
         )
         self._steps.submit(sequence)

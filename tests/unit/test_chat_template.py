@@ -1,0 +1,90 @@
+"""Templates give the prompts that `transformers` gives with them, and run in a sandbox."""
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from serving.chat_template import ChatTemplate, ChatTemplateError
+from serving.errors import ReleaseError
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": "Was heißt <b>?"},
+    {"role": "assistant", "content": "It stands for "},
+]
+TOOLS = [{"type": "function", "function": {"name": "größe", "parameters": {"b": 1, "a": 2}}}]
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+TEMPLATES = {
+    "plain": PLAIN,
+    "generation": (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "loop controls": (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{{ m.content | trim }}{% if loop.index == 2 %}{% break %}{% endif %}{% endfor %}"
+    ),
+    "json": (
+        "{{ tools | tojson }}{{ tools | tojson(indent=2) }}"
+        "{{ tools | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}"
+    ),
+    "variables": (
+        "{{ documents | length }}{% if enable_thinking is false %}no{% endif %}"
+        "{% if tools is none %}none{% endif %}{{ strftime_now('%Y') }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_prompt_is_the_one_that_transformers_renders(name: str, adds: bool) -> None:
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    given: dict[str, Any] = {
+        "tools": TOOLS if name == "json" else None,
+        "documents": [{"title": "a", "text": "b"}],
+        "add_generation_prompt": adds,
+        "enable_thinking": False,
+    }
+    (wanted,), _ = render_jinja_template(
+        [MESSAGES], chat_template=TEMPLATES[name], **given, **special
+    )
+    assert ChatTemplate(TEMPLATES[name], special).render(MESSAGES, **given) == wanted
+
+
+@pytest.mark.parametrize(
+    "source", [PLAIN + "<end>", PLAIN.replace("m.content", "m.content | trim") + "<end>"]
+)
+def test_a_final_message_is_continued_as_transformers_does(source: str) -> None:
+    (wanted,), _ = render_jinja_template(
+        [MESSAGES], chat_template=source, continue_final_message=True
+    )
+    found = ChatTemplate(source, {}).render(
+        MESSAGES, add_generation_prompt=False, continue_final_message=True
+    )
+    assert found == wanted
+
+
+def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    with pytest.raises(ChatTemplateError, match="no text"):
+        template.render([{"role": "user", "content": None}], **options)
+    with pytest.raises(ChatTemplateError, match="does not show"):
+        template.render(MESSAGES, **options)
+    with pytest.raises(ChatTemplateError, match="exclude each other"):
+        template.render(MESSAGES, continue_final_message=True)
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(ChatTemplateError):
+        template.render(MESSAGES)
+
+
+def test_a_text_that_is_no_template_is_refused() -> None:
+    with pytest.raises(ReleaseError, match="chat_template"):
+        ChatTemplate("{% if %}", {})
+    with pytest.raises(ReleaseError, match="chat_template"):
+        ChatTemplate("{% generation %}without an end", {})
