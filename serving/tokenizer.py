@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from serving.chat_template import ChatTemplate
 from serving.errors import ReleaseError
+from serving.weights import network
 from serving.weights.index import INDEX_FILES, is_shard_name
 from serving.weights.release import FileEntry, Release
 
@@ -100,10 +101,10 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
     generation = _read_json(folder / "generation_config.json")
     settings = _read_json(folder / "tokenizer_config.json")
     tokenizer = _open_tokenizer(folder)
-    # GPT-2 and its kin have an older name for it.
-    context_length = config.get("max_position_embeddings", config.get("n_positions"))
     ids = tokenizer.get_vocab(with_added_tokens=True)
-    vocab_size = config.get("vocab_size", 1 + max(ids.values(), default=-1))
+    context_length, vocab_size = _sizes(folder, config)
+    if vocab_size is None:
+        vocab_size = 1 + max(ids.values(), default=-1)
     if not isinstance(context_length, int) or context_length < 1:
         raise ReleaseError("config.json: max_position_embeddings is not a positive number")
     if not isinstance(vocab_size, int) or vocab_size < 1:
@@ -120,6 +121,18 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
         vocab_size=vocab_size,
         chat_template=chat_template,
     )
+
+
+def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
+    """Tokens of a sequence at most, and of the vocabulary. `transformers` is asked, which takes
+    seconds, only for a config that leaves them to its architecture's defaults, or has them under
+    other names."""
+    context = config.get("max_position_embeddings", config.get("n_positions"))
+    vocab_size = config.get("vocab_size")
+    if (context is None or vocab_size is None) and "model_type" in config:
+        whole = network.load_config(folder)
+        return network.context_length(whole), whole.get_text_config().vocab_size
+    return context, vocab_size
 
 
 def _open_tokenizer(folder: Path) -> Tokenizer:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import GPT2Config
+from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
 from serving.engine import StageError
-from serving.engines.torch_engine import loading, staging
+from serving.engines.torch_engine import generic, loading, staging
 from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
@@ -246,3 +246,17 @@ def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Publishe
     assert asyncio.run(scenario(max_context=40)) == 40
     # 512 bytes a token: there is room for 127, and so for four sequences of 31.
     assert asyncio.run(scenario(kv_cache_bytes=65535)) == 31
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
+        FalconH1Config(vocab_size=64, hidden_size=32, num_hidden_layers=1),
+    ],
+    ids=["alone", "beside attention"],
+)
+def test_a_network_that_keeps_a_state_is_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(StageError, match=r"keeps a state for each sequence.*vLLM may serve it"):
+        generic.layer_shapes(tmp_path)

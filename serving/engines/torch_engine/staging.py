@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from serving.engines.torch_engine.loading import Loader, UnitPool
 from serving.engines.torch_engine.runner import Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.weights.network import context_length
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
@@ -82,7 +84,8 @@ def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
-    loader.check(units, llama_units.ties(shape))
+    ignored = llama_units.ignored(loader.release.tensors)
+    loader.check(units, llama_units.ties(shape), ignored)
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize
     context, num_slots = _context_and_slots(settings, shape.context, token_bytes)
     _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
@@ -108,16 +111,19 @@ def _load_llama(
 
 
 def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
-    network = generic.build_network(loader.folder)
-    units = generic.units(network, loader.release.tensors)
-    loader.check(units, generic.ties(units))
-    token_bytes = generic.token_bytes(network, loader.dtype)
-    context, num_slots = _context_and_slots(settings, generic.context(network), token_bytes)
+    network: Any = generic.build_network(loader.folder)
+    sources = generic.find_sources(network, loader.release)
+    units = generic.units(sources)
+    loader.check(units, sources.ties, sources.ignored)
+    shapes = generic.layer_shapes(loader.folder)
+    token_bytes = generic.token_bytes(shapes, loader.dtype)
+    context, num_slots = _context_and_slots(settings, context_length(network.config), token_bytes)
     _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
     loaded = loader.load(units)
     runner = generic.TransformersRunner(
         network,
         loaded.units,
+        shapes,
         num_slots=num_slots,
         context=context,
         device=loader.device,
