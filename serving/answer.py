@@ -1,18 +1,65 @@
-"""What the two completion routes share: who answers, how sequences are run and how they merge."""
+"""How a request is answered: admitted once, on the release that is live then, whole or as events.
+
+What is asked for and how a choice is written is a route's own (`Plan`). A request that the client
+hangs up on ends: its slot is free at once.
+"""
 
 import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from serving.admission import LiveRelease
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.engine import Engine, Generation
 from serving.metrics import Metrics, WaitingRequest
-from serving.sequences import Delta, Sequence, generate_text
+from serving.openai_schemas import SamplingRequest
+from serving.request_errors import (
+    ClientGone,
+    model_not_found,
+    nothing_served,
+    queue_full,
+    release_not_live,
+    translated,
+    unavailable,
+)
+from serving.sequences import Delta, Sequence, generate
+from serving.settings import ServingSettings
+
+T = TypeVar("T")
+
+LARGE_BODY_BYTES = 2**16
+
+
+class Plan(Protocol):
+    """What is generated for an admitted request, and how a route writes it."""
+
+    @property
+    def id_prefix(self) -> str: ...
+    @property
+    def objects(self) -> tuple[str, str]:
+        """`object` of the whole answer, and of a chunk of a stream."""
+
+    @property
+    def generations(self) -> list[Generation]:
+        """`num_each` for the first prompt, then for the second, …"""
+
+    @property
+    def num_each(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        """Of the whole answer."""
+
+    def chunks(self, index: int, delta: Delta) -> Iterable[str]:
+        """Choices of a stream, as JSON; none where there is nothing to say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +69,9 @@ class Answer:
     engine: Engine
     live: LiveRelease
     metrics: Metrics
+    asked: SamplingRequest
     model: str
-    kind: str
-    """`cmpl` or `chatcmpl`."""
+    plan: Plan
     started: float
     """When the request arrived, by `time.perf_counter`."""
     waiting: WaitingRequest
@@ -32,18 +79,36 @@ class Answer:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def head(self, object: str) -> dict[str, str | int]:
+    async def body(self) -> dict[str, Any]:
+        """The whole answer. Raises EngineError."""
+        sequences = [Sequence() for _ in self.plan.generations]
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                sequences[index].add(delta)
         return {
-            "id": f"{self.kind}-{self.id}",
-            "object": object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.live.id,
+            **self._head(self.plan.objects[0]),
+            "choices": self.plan.choices(sequences),
+            "usage": self._usage(
+                sum(each.num_tokens for each in sequences),
+                [each.num_cached_tokens for each in sequences],
+            ),
         }
 
-    def chunk_start(self, object: str) -> str:
-        """A server-sent event up to its choices, written once and not per token."""
-        return "data: " + json.dumps(self.head(object))[:-1] + ', "choices": ['
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Server-sent events, the closing `[DONE]` included. Raises EngineError."""
+        # Up to the choices, an event is written once and not for each token.
+        start = "data: " + json.dumps(self._head(self.plan.objects[1]))[:-1] + ', "choices": ['
+        end = '], "usage": null}\n\n' if self.asked.includes_usage else "]}\n\n"
+        num_new, num_cached = 0, [0] * len(self.plan.generations)
+        async with aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                num_new += delta.num_tokens
+                num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
+                for choice in self.plan.chunks(index, delta):
+                    yield f"{start}{choice}{end}"
+        if self.asked.includes_usage:
+            yield f'{start}], "usage": {json.dumps(self._usage(num_new, num_cached))}}}\n\n'
+        yield "data: [DONE]\n\n"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -57,91 +122,204 @@ class Answer:
             headers["X-Stands-In-For"] = self.live.stands_in_for.id
         return headers
 
-    async def deltas(
-        self, generation: Generation, stops: tuple[str, ...]
-    ) -> AsyncGenerator[Delta, None]:
-        """One sequence, timed and counted."""
+    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Those of all sequences, timed and counted."""
         first = self.metrics.first_token_seconds.labels(self.live.id)
         interval = self.metrics.token_interval_seconds.labels(self.live.id)
         new_tokens = self.metrics.new_tokens.labels(self.live.id)
-        before: float | None = None
-        async with aclosing(generate_text(self.engine, self.live, generation, stops)) as deltas:
-            async for delta in deltas:
+        before: dict[int, float] = {}
+        generated = generate(self.engine, self.live, self.plan.generations, self.asked.stops)
+        async with aclosing(generated) as deltas:
+            async for index, delta in deltas:
                 now = time.perf_counter()
-                if before is None:
+                if index not in before:
                     self.waiting.end()
                     first.observe(now - self.started)
                 else:
                     for _ in range(delta.num_tokens):
-                        interval.observe((now - before) / delta.num_tokens)
-                before = now
+                        interval.observe((now - before[index]) / delta.num_tokens)
+                before[index] = now
                 new_tokens.inc(delta.num_tokens)
-                yield delta
+                yield index, delta
 
-    async def whole(self, generation: Generation, stops: tuple[str, ...]) -> Sequence:
-        sequence = Sequence()
-        async with aclosing(self.deltas(generation, stops)) as deltas:
-            async for delta in deltas:
-                sequence.add(delta)
-        return sequence
+    def _head(self, object: str) -> dict[str, str | int]:
+        return {
+            "id": f"{self.plan.id_prefix}-{self.id}",
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.live.id,
+        }
 
-    async def all_whole(
-        self, generations: list[Generation], stops: tuple[str, ...]
-    ) -> list[Sequence]:
-        """All at the same time; when one fails or the caller is cancelled, all end."""
-        if len(generations) == 1:
-            return [await self.whole(generations[0], stops)]
-        tasks = [asyncio.create_task(self.whole(each, stops)) for each in generations]
+    def _usage(self, num_new: int, num_cached: list[int]) -> dict[str, Any]:
+        # A prompt counts once, and so does what was found of it.
+        num_prompt, num_found = self.plan.num_prompt_tokens, sum(num_cached[:: self.plan.num_each])
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": num_found},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Answers the requests of one pipeline."""
+
+    engine: Engine
+    admission: Admission
+    settings: ServingSettings
+    metrics: Metrics
+    pipeline: str
+
+    async def respond(
+        self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
+    ) -> Response:
+        """Admit once, answer on that release as `plan` says, leave. Raises RequestError, as `plan`
+        may."""
+        started = time.perf_counter()
+        deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
+        route = request.url.path
+        if self.admission.is_stopping:
+            raise unavailable("the server is stopping")
+        with ExitStack() as leaving:
+            waiting = WaitingRequest(self.metrics.waiting)
+            leaving.callback(waiting.end)
+            async with asyncio.timeout_at(deadline):
+                live = await self._admit(request)
+            leaving.callback(self.admission.leave, live)
+            if asked.model not in (None, self.pipeline, live.id):
+                raise model_not_found(asked.model, self.pipeline)
+            if len(await request.body()) > LARGE_BODY_BYTES:
+                # Tokenising takes a while, and nobody's stream should wait for it.
+                planned = await asyncio.to_thread(plan, live)
+            else:
+                planned = plan(live)
+            answer = Answer(
+                engine=self.engine,
+                live=live,
+                metrics=self.metrics,
+                asked=asked,
+                model=asked.model or self.pipeline,
+                plan=planned,
+                started=started,
+                waiting=waiting,
+            )
+            self.metrics.answers.labels(live.id).inc()
+            self.metrics.prompt_tokens.labels(live.id).inc(planned.num_prompt_tokens)
+            if asked.stream:
+                leave = leaving.pop_all().close
+
+                def end(status: int) -> None:
+                    leave()
+                    self.metrics.requests.labels(route, status).inc()
+
+                return EventStream(
+                    answer.events(), headers=answer.headers, deadline=deadline, on_end=end
+                )
+            async with asyncio.timeout_at(deadline):
+                content = await unless_disconnected(request.receive, answer.body())
+            self.metrics.requests.labels(route, 200).inc()
+            return JSONResponse(content, headers=answer.headers)
+
+    async def _admit(self, request: Request) -> LiveRelease:
+        entering = asyncio.create_task(self.admission.enter())
         try:
-            return await asyncio.gather(*tasks)
+            live = await unless_disconnected(request.receive, entering)
+        except QueueFull:
+            raise queue_full(self.settings.max_queue) from None
+        except NothingServed:
+            raise nothing_served(self.pipeline, self.admission.unserved) from None
+        except BaseException:
+            # The deadline may have passed in the very turn in which the request was let in.
+            if entering.done() and not entering.cancelled() and entering.exception() is None:
+                self.admission.leave(entering.result())
+            raise
+        exact = request.headers.get("x-exact-release")
+        if exact is not None and exact != live.id:
+            self.admission.leave(live)
+            raise release_not_live(exact, live.id)
+        return live
+
+
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
+    """`work`'s result; when the client goes first, `work` is cancelled. Raises ClientGone.
+
+    Cancelled in the turn in which `work` ends, it drops the result: who must give that back makes
+    `work` a task, and looks.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator.
+
+    An error before the first event is an ordinary error response; one after it ends the stream with
+    an error event. So does one that goes on after `deadline`, a moment of the event loop's clock.
+    `on_end` is called exactly once, however it ends.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        *,
+        headers: Mapping[str, str],
+        deadline: float,
+        on_end: Callable[[int], None],
+    ) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._deadline = deadline
+        self._on_end = on_end
+        self._status = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send(scope, receive, send))
+        except ClientGone as gone:
+            self._status = gone.status
         finally:
-            await _end(tasks)
-
-    async def merged(
-        self, generations: list[Generation], stops: tuple[str, ...]
-    ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Deltas of all sequences as they come, each with the number of its sequence."""
-        if len(generations) == 1:
-            async with aclosing(self.deltas(generations[0], stops)) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
-        queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
-
-        async def pump(number: int, generation: Generation) -> None:
             try:
-                async with aclosing(self.deltas(generation, stops)) as deltas:
-                    async for delta in deltas:
-                        queue.put_nowait((number, delta))
-                queue.put_nowait(None)
-            except Exception as error:
-                queue.put_nowait(error)
+                await self._events.aclose()
+            finally:
+                self._on_end(self._status)
 
-        tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
         try:
-            num_running = len(tasks)
-            while num_running:
-                item = await queue.get()
-                if item is None:
-                    num_running -= 1
-                elif isinstance(item, BaseException):
-                    raise item
-                else:
-                    yield item
-        finally:
-            await _end(tasks)
+            async with asyncio.timeout_at(self._deadline):
+                async for event in self._events:
+                    if not has_started:
+                        has_started = True
+                        start = {"status": 200, "headers": self.raw_headers}
+                        await send({"type": "http.response.start", **start})
+                    body = {"body": event.encode(), "more_body": True}
+                    await send({"type": "http.response.body", **body})
+        except Exception as error:
+            problem = translated(error)
+            self._status = problem.status
+            response = problem.response()
+            if not has_started:
+                await response(scope, receive, send)
+                return
+            event_bytes = b"data: " + bytes(response.body) + b"\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": event_bytes, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-    }
-
-
-async def _end(tasks: list[asyncio.Task[Sequence]] | list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

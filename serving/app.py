@@ -5,27 +5,37 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from serving.admission import Admission, LiveRelease
-from serving.answer import Answer
+from serving.answer import Answers
+from serving.answer_schemas import ERRORS, HealthAnswer, LiveAnswer, ModelAnswer, ModelsAnswer
 from serving.api_keys import bearer_of, check_api_key, is_one_of, load_api_keys, wrong_token
-from serving.chat import chat_body, chat_events, plan_chat
-from serving.completions import completion_body, completion_events, plan_completion
+from serving.chat import add_chat
+from serving.completions import add_completions
 from serving.engine import Engine, EngineError
-from serving.http.bodies import LimitedBodies
+from serving.http.bodies import LimitedBodies, json_routes
 from serving.metrics import Metrics
-from serving.openai_schemas import ChatRequest, CompletionRequest
-from serving.request_errors import ClientGone, RequestError, translated
-from serving.request_flow import RETRY_AFTER_SECONDS, Planned, RequestFlow
-from serving.responses import json_response
+from serving.request_errors import (
+    RETRY_AFTER_SECONDS,
+    model_not_found,
+    nothing_served,
+    translated,
+)
 from serving.settings import ServingSettings
 from serving.swap import Swapper
-from serving.swap_schemas import SwapRequest
+from serving.swap_schemas import SwapRequest, SwapResult
 
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
+
+KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
+"""Says in the OpenAPI document that a key may be needed; the route's class checks it."""
 
 
 def create_app(
@@ -55,6 +65,7 @@ def create_app(
         metrics=metrics,
     )
     metrics.in_flight.set_function(lambda: admission.num_in_flight)
+    api_keys = load_api_keys(settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,115 +76,111 @@ def create_app(
             await swapper.close()
             await engine.close()
 
-    app = FastAPI(title="hotpush", lifespan=lifespan, openapi_url=None)
+    app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.state.admission = admission
-    flow = RequestFlow(
-        engine=engine,
-        admission=admission,
-        settings=settings,
-        metrics=metrics,
-        pipeline=pipeline,
-    )
     _add_error_handlers(app, metrics)
-    _add_openai_routes(app, flow, load_api_keys(settings))
-    _add_own_routes(app, flow, swapper, admin_token, job_may_swap)
-    return app
 
-
-def _add_openai_routes(app: FastAPI, flow: RequestFlow, api_keys: tuple[str, ...]) -> None:
-    def check(request: Request) -> None:
+    async def check_key(request: Request) -> None:
         if api_keys:
             check_api_key(request, api_keys)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        check(request)
-        asked = await flow.parse(request, CompletionRequest)
+    async def check_swap(request: Request) -> None:
+        given = bearer_of(request, "the admin token")
+        if not is_one_of(given, (admin_token,)) and not await run_in_threadpool(
+            job_may_swap, given
+        ):
+            raise wrong_token("the admin token, and not that of a running job", status=403)
 
-        def plan(answer: Answer) -> Planned:
-            planned = plan_completion(asked, answer.live, flow.settings.max_sequences)
-            return (
-                planned.num_prompt_tokens,
-                lambda: completion_body(answer, planned),
-                lambda: completion_events(answer, planned),
-            )
-
-        return await flow.respond(request, asked, "cmpl", plan)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        check(request)
-        asked = await flow.parse(request, ChatRequest)
-
-        def plan(answer: Answer) -> Planned:
-            planned = plan_chat(asked, answer.live, flow.settings.max_sequences)
-            return (
-                planned.num_prompt_tokens,
-                lambda: chat_body(answer, planned),
-                lambda: chat_events(answer, planned),
-            )
-
-        return await flow.respond(request, asked, "chatcmpl", plan)
-
-    def model_object(live: LiveRelease) -> dict[str, Any]:
-        return {
-            "id": flow.pipeline,
-            "object": "model",
-            "created": live.live_since,
-            "owned_by": "hotpush",
-            "root": str(live.folder),
-            "release": live.id,
-            "previous": flow.admission.previous,
-            "dataset_revision": live.release.lineage.dataset_revision,
-            "max_model_len": live.context_length,
-        }
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        check(request)
-        live = flow.admission.live
-        return json_response({"object": "list", "data": [model_object(live)] if live else []})
-
-    @app.get("/v1/models/{model:path}")
-    async def model(request: Request, model: str) -> Response:
-        check(request)
-        if flow.admission.live is None:
-            raise flow.nothing_served()
-        flow.check_model(flow.admission.live, model)
-        return json_response(model_object(flow.admission.live))
+    answers = Answers(
+        engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
+    )
+    keyed = APIRouter(
+        route_class=json_routes(check_key), dependencies=[KEY_NEEDED], responses=ERRORS
+    )
+    add_completions(keyed, answers)
+    add_chat(keyed, answers)
+    _add_models(keyed, answers)
+    admin = APIRouter(route_class=json_routes(check_swap))
+    _add_swap(admin, swapper)
+    _add_own_routes(app, engine, admission, metrics)
+    app.include_router(keyed)
+    app.include_router(admin)
+    return app
 
 
-def _add_own_routes(
-    app: FastAPI,
-    flow: RequestFlow,
-    swapper: Swapper,
-    admin_token: str,
-    job_may_swap: Callable[[str], bool],
-) -> None:
-    @app.get("/live")
+def _add_models(router: APIRouter, answers: Answers) -> None:
+    def described(live: LiveRelease) -> ModelAnswer:
+        return ModelAnswer(
+            id=answers.pipeline,
+            created=live.live_since,
+            root=str(live.folder),
+            release=live.id,
+            previous=answers.admission.previous,
+            dataset_revision=live.release.lineage.dataset_revision,
+            max_model_len=live.context_length,
+        )
+
+    @router.get("/v1/models")
+    async def models() -> ModelsAnswer:
+        """The live release, if there is one."""
+        live = answers.admission.live
+        return ModelsAnswer(data=[described(live)] if live else [])
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> ModelAnswer:
+        """The live release, by the pipeline's name or by its own id."""
+        live = answers.admission.live
+        if live is None:
+            raise nothing_served(answers.pipeline, answers.admission.unserved)
+        if model not in (answers.pipeline, live.id):
+            raise model_not_found(model, answers.pipeline)
+        return described(live)
+
+
+def _add_swap(router: APIRouter, swapper: Swapper) -> None:
+    responses: dict[int | str, dict[str, Any]] = {
+        **{status: {"model": SwapResult} for status in SWAP_STATUS.values()},
+        **{status: ERRORS[status] for status in (400, 401, 413, "4XX")},
+        403: ERRORS[401],
+    }
+
+    @router.post(
+        "/admin/swap",
+        responses=responses,
+        dependencies=[Depends(HTTPBearer(auto_error=False, description="The admin token."))],
+    )
+    async def swap(asked: SwapRequest) -> Response:
+        """Make another release live. The status says what became of it."""
+        result = await swapper.swap(asked.release)
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None
+        return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
+
+
+def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics) -> None:
+    @app.get("/live", response_model=LiveAnswer, responses={503: {"model": LiveAnswer}})
     async def alive() -> Response:
         """Whether the server works. It also does while it has no release."""
         try:
-            await flow.engine.take_turn()
+            await engine.take_turn()
         except EngineError as error:
-            return json_response({"status": "dead", "reason": str(error)}, status=503)
-        return json_response({"status": "ok"})
+            return JSONResponse({"status": "dead", "reason": str(error)}, 503)
+        return JSONResponse({"status": "ok"})
 
-    @app.get("/health")
+    @app.get("/health", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
     async def health() -> Response:
         """Whether to send requests here."""
-        live = flow.admission.live
-        if flow.admission.is_stopping:
-            return json_response({"status": "stopping"}, status=503)
-        if (failure := flow.engine.failure) is not None:
-            return json_response({"status": "failed", "reason": failure}, status=503)
+        live = admission.live
+        if admission.is_stopping:
+            return JSONResponse({"status": "stopping"}, 503)
+        if (failure := engine.failure) is not None:
+            return JSONResponse({"status": "failed", "reason": failure}, 503)
         if live is None:
-            unserved = flow.admission.unserved
+            unserved = admission.unserved
             reason = {} if unserved is None else {"reason": str(unserved)}
-            return json_response({"status": "waiting", **reason}, status=503)
+            return JSONResponse({"status": "waiting", **reason}, 503)
         stands_in = live.stands_in_for
-        return json_response(
+        return JSONResponse(
             {
                 "status": "ok",
                 "release": live.id,
@@ -186,23 +193,10 @@ def _add_own_routes(
             }
         )
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        return Response(flow.metrics.render(), media_type="text/plain; version=0.0.4")
-
-    @app.post("/admin/swap")
-    async def swap(request: Request) -> Response:
-        given = bearer_of(request, "the admin token")
-        if not is_one_of(given, (admin_token,)) and not await run_in_threadpool(
-            job_may_swap, given
-        ):
-            raise wrong_token("the admin token, and not that of a running job", status=403)
-        asked = await flow.parse(request, SwapRequest)
-        result = await swapper.swap(asked.release)
-        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None
-        return json_response(
-            result.model_dump(mode="json"), status=SWAP_STATUS[result.result], headers=headers
-        )
+        """Counts and times, in the text format of Prometheus."""
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
@@ -213,5 +207,5 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.requests.labels(getattr(route, "path", "unknown"), problem.status).inc()
         return problem.response()
 
-    for kind in (RequestError, EngineError, TimeoutError, ClientGone, HTTPException, Exception):
+    for kind in (HTTPException, RequestValidationError, EngineError, TimeoutError, Exception):
         app.add_exception_handler(kind, on_error)

@@ -1,27 +1,98 @@
-"""`/v1/chat/completions`: the same generations, with messages in and a message out."""
+"""`/v1/chat/completions`: messages in, a message out."""
 
 import json
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import APIRouter, Request, Response
+
 from serving.admission import LiveRelease
-from serving.answer import Answer, usage
+from serving.answer import Answers
+from serving.answer_schemas import ChatAnswer
 from serving.chat_template import ChatTemplateError
 from serving.engine import Generation
-from serving.generations import check_num_sequences, check_token_ids, make_generations
 from serving.openai_schemas import ChatRequest
 from serving.request_errors import RequestError
-from serving.sequences import TokenText
+from serving.sequences import (
+    Delta,
+    Sequence,
+    TokenText,
+    check_num_sequences,
+    check_token_ids,
+    make_generations,
+)
 from serving.tokenizer import ReleaseTokenizer
+
+
+def add_chat(router: APIRouter, answers: Answers) -> None:
+    @router.post("/v1/chat/completions", response_model=ChatAnswer)
+    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
+        """Continue a conversation. A stream is of server-sent events, each a chunk."""
+        max_sequences = answers.settings.max_sequences
+        return await answers.respond(
+            request, asked, lambda live: plan_chat(asked, live, max_sequences)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
     request: ChatRequest
+    tokenizer: ReleaseTokenizer
     num_prompt_tokens: int
     generations: list[Generation]
+    begun: set[int] = field(default_factory=set)
+    """Sequences of which a chunk was written."""
+
+    id_prefix = "chatcmpl"
+    objects = ("chat.completion", "chat.completion.chunk")
+
+    @property
+    def num_each(self) -> int:
+        return len(self.generations)
+
+    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        return [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": sequence.text},
+                "logprobs": self._logprobs(sequence.tokens),
+                "finish_reason": sequence.finish_reason,
+            }
+            for index, sequence in enumerate(sequences)
+        ]
+
+    def chunks(self, index: int, delta: Delta) -> Iterator[str]:
+        if index not in self.begun:
+            self.begun.add(index)
+            yield (
+                f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
+                '"logprobs": null, "finish_reason": null}'
+            )
+        if delta.text or delta.tokens or delta.finish_reason is not None:
+            content = f'"content": {json.dumps(delta.text)}' if delta.text else ""
+            yield (
+                f'{{"index": {index}, "delta": {{{content}}}, '
+                f'"logprobs": {json.dumps(self._logprobs(delta.tokens))}, '
+                f'"finish_reason": {json.dumps(delta.finish_reason)}}}'
+            )
+
+    def _logprobs(self, tokens: Iterable[TokenText]) -> dict[str, Any] | None:
+        if not self.request.logprobs:
+            return None
+        return {
+            "content": [
+                {
+                    **self._named(token.token_id, token.logprob),
+                    "top_logprobs": [self._named(other, value) for other, value in token.top],
+                }
+                for token in tokens
+            ]
+        }
+
+    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        text = self.tokenizer.token_text(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> ChatPlan:
@@ -61,79 +132,9 @@ def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> Ch
         param="messages",
         max_tokens_param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
     )
-    return ChatPlan(request=request, num_prompt_tokens=len(prompt), generations=generations)
-
-
-async def chat_body(answer: Answer, plan: ChatPlan) -> dict[str, Any]:
-    """The whole answer. Raises EngineError."""
-    sequences = await answer.all_whole(plan.generations, plan.request.stops)
-    return {
-        **answer.head("chat.completion"),
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": sequence.text},
-                "logprobs": _logprobs(plan, answer.live.tokenizer, sequence.tokens),
-                "finish_reason": sequence.finish_reason,
-            }
-            for index, sequence in enumerate(sequences)
-        ],
-        "usage": usage(
-            plan.num_prompt_tokens,
-            sum(each.num_tokens for each in sequences),
-            sequences[0].num_cached_tokens,
-        ),
-    }
-
-
-async def chat_events(answer: Answer, plan: ChatPlan) -> AsyncGenerator[str, None]:
-    """Server-sent events, the closing `[DONE]` included. Raises EngineError."""
-    request = plan.request
-    start = answer.chunk_start("chat.completion.chunk")
-    end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
-    is_new = [True] * request.n
-    num_new = num_cached = 0
-    async with aclosing(answer.merged(plan.generations, request.stops)) as merged:
-        async for index, delta in merged:
-            num_new += delta.num_tokens
-            if is_new[index]:
-                is_new[index] = False
-                num_cached += 0 if index else delta.num_cached_tokens
-                yield (
-                    f'{start}{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
-                    f'"logprobs": null, "finish_reason": null}}{end}'
-                )
-            if not delta.text and not delta.tokens and delta.finish_reason is None:
-                continue
-            content = f'"content": {json.dumps(delta.text)}' if delta.text else ""
-            logprobs = _logprobs(plan, answer.live.tokenizer, delta.tokens)
-            yield (
-                f'{start}{{"index": {index}, "delta": {{{content}}}, '
-                f'"logprobs": {json.dumps(logprobs)}, '
-                f'"finish_reason": {json.dumps(delta.finish_reason)}}}{end}'
-            )
-    if request.includes_usage:
-        counted = json.dumps(usage(plan.num_prompt_tokens, num_new, num_cached))
-        yield f'{start}], "usage": {counted}}}\n\n'
-    yield "data: [DONE]\n\n"
-
-
-def _logprobs(
-    plan: ChatPlan, tokenizer: ReleaseTokenizer, tokens: Iterable[TokenText]
-) -> dict[str, Any] | None:
-    if not plan.request.logprobs:
-        return None
-    return {
-        "content": [
-            {
-                **_named(tokenizer, token.token_id, token.logprob),
-                "top_logprobs": [_named(tokenizer, other, value) for other, value in token.top],
-            }
-            for token in tokens
-        ]
-    }
-
-
-def _named(tokenizer: ReleaseTokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    text = tokenizer.token_text(token_id)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return ChatPlan(
+        request=request,
+        tokenizer=live.tokenizer,
+        num_prompt_tokens=len(prompt),
+        generations=generations,
+    )

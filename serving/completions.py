@@ -1,35 +1,99 @@
-"""`/v1/completions`: whole and streamed bodies."""
+"""`/v1/completions`: text in, text out."""
 
 import json
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import APIRouter, Request, Response
+
 from serving.admission import LiveRelease
-from serving.answer import Answer, usage
+from serving.answer import Answers
+from serving.answer_schemas import CompletionAnswer
 from serving.engine import Generation, TokenLogprob
-from serving.generations import check_num_sequences, encode_prompt, make_generations
 from serving.openai_schemas import CompletionRequest
-from serving.sequences import TokenText
+from serving.sequences import (
+    Delta,
+    Sequence,
+    TokenText,
+    check_num_sequences,
+    encode_prompt,
+    make_generations,
+)
 from serving.tokenizer import Detokenizer, ReleaseTokenizer
 
-OBJECT = "text_completion"
+
+def add_completions(router: APIRouter, answers: Answers) -> None:
+    @router.post("/v1/completions", response_model=CompletionAnswer)
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or more. A stream is of server-sent events, each a chunk."""
+        max_sequences = answers.settings.max_sequences
+        return await answers.respond(
+            request, asked, lambda live: plan_completion(asked, live, max_sequences)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionPlan:
     request: CompletionRequest
+    tokenizer: ReleaseTokenizer
     prompts: list[tuple[int, ...]]
     echoes: list[str]
     """Text put before each prompt's completions; empty without `echo`."""
     generations: list[Generation]
-    """`num_each` for the first prompt, then for the second, …"""
     num_each: int
+    begun: set[int] = field(default_factory=set)
+    """Sequences of which a chunk was written."""
+
+    id_prefix = "cmpl"
+    objects = ("text_completion", "text_completion")
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
+
+    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        request = self.request
+        choices: list[dict[str, Any]] = []
+        for number, (prompt, echo) in enumerate(zip(self.prompts, self.echoes, strict=True)):
+            found = sequences[number * self.num_each : (number + 1) * self.num_each]
+            if self.num_each > request.n:
+                found = sorted(found, key=lambda each: -each.mean_logprob)[: request.n]
+            for sequence in found:
+                logprobs = None
+                if request.logprobs is not None:
+                    logprobs = _Logprobs(self.tokenizer)
+                    if request.echo:
+                        logprobs.add_prompt(prompt, sequence.prompt_logprobs or ())
+                    logprobs.add(sequence.tokens, len(echo))
+                choices.append(
+                    {
+                        "index": len(choices),
+                        "text": echo + sequence.text,
+                        "logprobs": logprobs.body if logprobs else None,
+                        "finish_reason": sequence.finish_reason,
+                    }
+                )
+        return choices
+
+    def chunks(self, index: int, delta: Delta) -> Iterator[str]:
+        text = delta.text
+        logprobs = None if self.request.logprobs is None else _Logprobs(self.tokenizer)
+        echo = self.echoes[index // self.num_each]
+        if index not in self.begun:
+            self.begun.add(index)
+            text = echo + text
+            if logprobs and self.request.echo:
+                prompt = self.prompts[index // self.num_each]
+                logprobs.add_prompt(prompt, delta.prompt_logprobs or ())
+        if logprobs:
+            logprobs.add(delta.tokens, len(echo))
+        if text or delta.finish_reason is not None or (logprobs and logprobs.has_tokens):
+            yield (
+                f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": '
+                f"{json.dumps(logprobs.body) if logprobs else 'null'}, "
+                f'"finish_reason": {json.dumps(delta.finish_reason)}}}'
+            )
 
 
 def plan_completion(
@@ -41,12 +105,16 @@ def plan_completion(
     check_num_sequences(len(request.prompts) * num_each, max_sequences, most)
     prompts = [encode_prompt(live, prompt, "prompt") for prompt in request.prompts]
     ranks = request.best_of is not None and request.best_of > request.n
-    num_logprobs = 0 if request.logprobs is None and ranks else request.logprobs
     return CompletionPlan(
         request=request,
+        tokenizer=live.tokenizer,
         prompts=prompts,
         echoes=[
-            "" if not request.echo else given if isinstance(given, str) else _text(live, token_ids)
+            ""
+            if not request.echo
+            else given
+            if isinstance(given, str)
+            else live.tokenizer.decode(token_ids)
             for given, token_ids in zip(request.prompts, prompts, strict=True)
         ],
         generations=[
@@ -58,83 +126,13 @@ def plan_completion(
                 prompt,
                 max_tokens=request.max_tokens,
                 num_sequences=num_each,
-                num_logprobs=num_logprobs,
+                num_logprobs=0 if request.logprobs is None and ranks else request.logprobs,
                 num_prompt_logprobs=request.logprobs if request.echo else None,
                 param="prompt",
             )
         ],
         num_each=num_each,
     )
-
-
-async def completion_body(answer: Answer, plan: CompletionPlan) -> dict[str, Any]:
-    """The whole answer. Raises EngineError."""
-    request = plan.request
-    sequences = await answer.all_whole(plan.generations, request.stops)
-    choices: list[dict[str, Any]] = []
-    for number, (prompt, echo) in enumerate(zip(plan.prompts, plan.echoes, strict=True)):
-        found = sequences[number * plan.num_each : (number + 1) * plan.num_each]
-        if plan.num_each > request.n:
-            found = sorted(found, key=lambda each: -each.mean_logprob)[: request.n]
-        for sequence in found:
-            logprobs = None
-            if request.logprobs is not None:
-                logprobs = _Logprobs(answer.live.tokenizer)
-                if request.echo:
-                    logprobs.add_prompt(prompt, sequence.prompt_logprobs or ())
-                logprobs.add(sequence.tokens, len(echo))
-            choices.append(
-                {
-                    "index": len(choices),
-                    "text": echo + sequence.text,
-                    "logprobs": logprobs.body if logprobs else None,
-                    "finish_reason": sequence.finish_reason,
-                }
-            )
-    num_new = sum(sequence.num_tokens for sequence in sequences)
-    # A prompt counts once, and so does what was found of it.
-    num_cached = sum(sequence.num_cached_tokens for sequence in sequences[:: plan.num_each])
-    return {
-        **answer.head(OBJECT),
-        "choices": choices,
-        "usage": usage(plan.num_prompt_tokens, num_new, num_cached),
-    }
-
-
-async def completion_events(answer: Answer, plan: CompletionPlan) -> AsyncGenerator[str, None]:
-    """Server-sent events, the closing `[DONE]` included. Raises EngineError."""
-    request = plan.request
-    start = answer.chunk_start(OBJECT)
-    end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
-    is_new = [True] * len(plan.generations)
-    num_new = num_cached = 0
-    async with aclosing(answer.merged(plan.generations, request.stops)) as merged:
-        async for index, delta in merged:
-            num_new += delta.num_tokens
-            text = delta.text
-            logprobs = None if request.logprobs is None else _Logprobs(answer.live.tokenizer)
-            echo = plan.echoes[index // plan.num_each]
-            if is_new[index]:
-                is_new[index] = False
-                num_cached += 0 if index % plan.num_each else delta.num_cached_tokens
-                text = echo + text
-                if logprobs and request.echo:
-                    prompt = plan.prompts[index // plan.num_each]
-                    logprobs.add_prompt(prompt, delta.prompt_logprobs or ())
-            if logprobs:
-                logprobs.add(delta.tokens, len(echo))
-            has_tokens = logprobs is not None and logprobs.has_tokens
-            if not text and not has_tokens and delta.finish_reason is None:
-                continue
-            yield (
-                f'{start}{{"index": {index}, "text": {json.dumps(text)}, "logprobs": '
-                f"{json.dumps(logprobs.body) if logprobs else 'null'}, "
-                f'"finish_reason": {json.dumps(delta.finish_reason)}}}{end}'
-            )
-    if request.includes_usage:
-        counted = json.dumps(usage(plan.num_prompt_tokens, num_new, num_cached))
-        yield f'{start}], "usage": {counted}}}\n\n'
-    yield "data: [DONE]\n\n"
 
 
 class _Logprobs:
@@ -178,7 +176,7 @@ class _Logprobs:
         token_id: int,
         offset: int,
         logprob: float | None,
-        top: Sequence[tuple[int, float]],
+        top: Iterable[tuple[int, float]],
     ) -> None:
         name = self._tokenizer.token_text(token_id)
         self._text_offset.append(offset)
@@ -193,7 +191,3 @@ class _Logprobs:
             best.setdefault(self._tokenizer.token_text(other), value)
         best.setdefault(name, logprob)
         self._top_logprobs.append(best)
-
-
-def _text(live: LiveRelease, token_ids: tuple[int, ...]) -> str:
-    return live.tokenizer.decode(token_ids)

@@ -8,10 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     field_validator,
 )
 
@@ -21,25 +23,30 @@ MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0)]
-Prompt = str | list[int] | list[str] | list[list[int]]
+# fail_fast: a million wrong ids are one error, and not a million.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-def _check_prompt(value: object) -> object:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value:
-        if all(isinstance(each, str) for each in value) or _are_token_ids(value):
-            return value
-        if all(isinstance(each, list) and each and _are_token_ids(each) for each in value):
-            return value
-    raise ValueError(
-        "must be a string, a list of strings, a list of token ids, or a list of such lists, "
-        "none of the lists empty"
-    )
+def _check_prompt(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError(
+            "must be a string, a list of strings, a list of token ids, or a list of such lists, "
+            "none of the lists empty"
+        ) from None
 
 
-def _are_token_ids(value: list[Any]) -> bool:
-    return all(type(each) is int and each >= 0 for each in value)
+Prompt = Annotated[
+    str
+    | Annotated[TokenIds, Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+    | Annotated[
+        list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
+    ],
+    Field(union_mode="left_to_right"),
+    WrapValidator(_check_prompt),
+]
 
 
 class StreamOptions(BaseModel):
@@ -58,7 +65,7 @@ class SamplingRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: TokenIds = []
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -125,7 +132,7 @@ class SamplingRequest(BaseModel):
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: Annotated[Prompt, BeforeValidator(_check_prompt)]
+    prompt: Prompt
     max_tokens: int | None = Field(default=16, ge=0)
     """null takes what the context has left."""
     best_of: int | None = Field(default=None, ge=1)

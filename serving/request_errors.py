@@ -5,23 +5,32 @@ import json
 import logging
 from collections.abc import Mapping
 
-from pydantic import ValidationError
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
 
+from serving.admission import Unserved
 from serving.engine import EngineError
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER_SECONDS = 1
+MAX_REASONS = 10
+"""Things wrong with one request that are said."""
 MAX_SHOWN = 60
 """Characters of a value at fault that are said back; a prompt is longer."""
 
 
-class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+_IN_JSON = {
+    "dict_type": "Input should be a valid object",
+    "list_type": "Input should be a valid array",
+    "model_attributes_type": "Input should be a valid object",
+}
+"""Said instead of Python's names, by pydantic's type of an error."""
 
 
-class RequestError(Exception):
+class RequestError(HTTPException):
     """Ends a request with an error body; the message is for who sent it."""
 
     def __init__(
@@ -34,45 +43,85 @@ class RequestError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, dict(headers or {}))
         self.status = status
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
-        self.headers = dict(headers or {})
 
     def response(self) -> Response:
-        return Response(
-            json.dumps(self.body),
-            status_code=self.status,
-            headers=self.headers,
-            media_type="application/json",
-        )
+        return JSONResponse(self.body, self.status, self.headers)
 
 
-def from_validation(error: ValidationError) -> RequestError:
-    """Everything that is wrong with a body; `param` is the first field of it."""
-    reasons = []
-    params = []
-    for each in error.errors(include_url=False):
-        # Names of union members and validators stand in `loc` too; the field is its first part.
-        param = str(each["loc"][0]) if each["loc"] else None
-        message = each["msg"].removeprefix("Value error, ")
+class ClientGone(RequestError):
+    """The client hung up; there is nobody to answer."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "the client hung up")
+
+
+def from_validation(error: RequestValidationError) -> RequestError:
+    """The first few things that are wrong with a request; `param` is the first field of them."""
+    reasons: dict[str, str | None] = {}
+    for each in error.errors():
+        # `body`, and names of union members and validators, stand in `loc` beside the field.
+        place = [str(part) for part in each["loc"] if part != "body"]
+        param = place[0] if place else None
+        message = _IN_JSON.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
         if isinstance(given, str | int | float) and len(repr(given)) <= MAX_SHOWN:
             message += f", got {json.dumps(given)}"
-        reason = f"{param}: {message}" if param else message
-        if reason not in reasons:
-            reasons.append(reason)
-            params.append(param)
-    return RequestError(400, "; ".join(reasons), param=params[0], code="invalid_value")
+        reasons.setdefault(f"{param}: {message}" if param else message, param)
+        if len(reasons) > MAX_REASONS:
+            break
+    shown = list(reasons)[:MAX_REASONS] + ["…"] * (len(reasons) > MAX_REASONS)
+    param = next(iter(reasons.values()), None)
+    return RequestError(400, "; ".join(shown), param=param, code="invalid_value")
 
 
-def unavailable(message: str, retry_after_seconds: int = 1) -> RequestError:
+def model_not_found(model: str | None, pipeline: str) -> RequestError:
+    return RequestError(
+        404,
+        f"model {model!r} is not served here; this server serves {pipeline!r}",
+        type="not_found_error",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def nothing_served(pipeline: str, unserved: Unserved | None) -> RequestError:
+    return unavailable(
+        f"{pipeline!r} has no release yet; push to its dataset, or swap one in"
+        if unserved is None
+        else f"{unserved}; no older release stands in for it; run `pipeline releases repair`"
+    )
+
+
+def queue_full(max_queue: int) -> RequestError:
+    return RequestError(
+        429,
+        f"{max_queue} requests are being answered or wait; ask again later",
+        type="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def release_not_live(release_id: str, live_id: str) -> RequestError:
+    return RequestError(
+        409,
+        f"{release_id!r} is not live, {live_id} is",
+        type="conflict_error",
+        code="release_not_live",
+        headers={"X-Model-Release": live_id},
+    )
+
+
+def unavailable(message: str) -> RequestError:
     return RequestError(
         503,
         message,
         type="service_unavailable",
         code="unavailable",
-        headers={"Retry-After": str(retry_after_seconds)},
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
     )
 
 
@@ -89,17 +138,24 @@ def translated(error: Exception) -> RequestError:
             type="timeout_error",
             code="deadline_exceeded",
         )
-    if isinstance(error, ClientGone):
-        return RequestError(499, "the client hung up")
+    if isinstance(error, RequestValidationError):
+        return from_validation(error)
+    if isinstance(error.__cause__, ClientDisconnect):
+        return ClientGone()
     if isinstance(error, HTTPException) and error.status_code == 503:
         return unavailable(str(error.detail))
     if isinstance(error, HTTPException):
-        code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+        codes = {
+            400: "invalid_body",
+            404: "route_not_found",
+            405: "method_not_allowed",
+            413: "body_too_large",
+        }
         return RequestError(
             error.status_code,
             str(error.detail),
             type="not_found_error" if error.status_code == 404 else "invalid_request_error",
-            code=code,
+            code=codes.get(error.status_code),
             headers=error.headers,
         )
     logger.error("unexpected", exc_info=error)

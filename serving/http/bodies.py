@@ -1,14 +1,24 @@
-"""Limits the memory that the bodies of all running requests take together."""
+"""Request bodies: limits the memory that they take, and parses large JSON bodies in a thread."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 FREE_BYTES = 64 * 1024
 """The first bytes of each body do not count towards the limit. So a small request is accepted even
 while a few clients use up the limit with large bodies that they never finish."""
+
+LARGE_JSON_BYTES = 64 * 1024
+"""A larger body is parsed in a thread. The event loop parses a smaller one in less than a
+millisecond."""
 
 _NUM_LARGE = 8
 """How many bodies of the largest size may be in memory at once."""
@@ -52,11 +62,13 @@ class BodiesInFlight:
 
 
 class LimitedBodies:
-    """Middleware that applies the limit of `BodiesInFlight` to all requests of `app`. Use it for an
-    application that keeps each request body in memory."""
+    """Middleware that applies the limit of `BodiesInFlight` to all requests of `app`, and answers
+    413 to a body of more than `max_body_bytes`. Use it for an application that keeps each request
+    body in memory."""
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int) -> None:
         self._app = app
+        self._max_body_bytes = max_body_bytes
         self._bodies = BodiesInFlight(max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,10 +76,53 @@ class LimitedBodies:
             await self._app(scope, receive, send)
             return
         with self._bodies.body() as count:
+            num_bytes = 0
 
             async def counted() -> Message:
+                nonlocal num_bytes
                 message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise HTTPException(
+                        413, f"The body is larger than {self._max_body_bytes} bytes."
+                    )
                 count(len(message.get("body", b"")))
                 return message
 
             await self._app(scope, counted, send)
+
+
+class JsonRequest(Request):
+    """A request whose body is JSON, whatever its content type says."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        others = [each for each in scope["headers"] if each[0] != b"content-type"]
+        json_type = (b"content-type", b"application/json")
+        super().__init__({**scope, "headers": [*others, json_type]}, receive)
+
+    async def json(self) -> Any:
+        """Raises HTTPException 400 for a body that is not JSON."""
+        body = await self.body()
+        try:
+            if len(body) > LARGE_JSON_BYTES:
+                return await asyncio.to_thread(from_json, body, allow_inf_nan=False)
+            return from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise HTTPException(400, f"The body is not JSON: {error}") from None
+
+
+def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
+    """A class of routes that read their bodies with `JsonRequest`, after `check` of the request:
+    who may not send it should not make the server parse it."""
+
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def handle_json(request: Request) -> Response:
+                await check(request)
+                return await handle(JsonRequest(request.scope, request.receive))
+
+            return handle_json
+
+    return JsonRoute

@@ -1,7 +1,6 @@
 """A request that ends while it is let in gives its place back."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +8,28 @@ import pytest
 from starlette.requests import Request
 
 from serving.admission import Admission, LiveRelease
-from serving.answer import Answer
+from serving.answer import Answers
+from serving.completions import plan_completion
 from serving.engines.echo_engine import EchoEngine
 from serving.metrics import Metrics
 from serving.openai_schemas import CompletionRequest
-from serving.request_flow import Planned, RequestFlow
 from serving.settings import ServingSettings
 from serving.tokenizer import load_tokenizer
 from tests.serving_fixtures import echo_release
 
 ASKED = CompletionRequest(prompt="Hello")
+NEVER = 3600
 
 
-def flow_over(pipeline_dir: Path) -> RequestFlow:
+def answers_over(pipeline_dir: Path) -> Answers:
     release = echo_release(pipeline_dir, 1)
     folder = pipeline_dir / release.id
     admission = Admission(10)
     admission.switch(
         LiveRelease(release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0)
     )
-    return RequestFlow(
-        engine=EchoEngine(),
+    return Answers(
+        engine=EchoEngine(step_seconds=NEVER),
         admission=admission,
         settings=ServingSettings(),
         metrics=Metrics(),
@@ -48,21 +48,10 @@ def request_of_a_client_that_stays() -> Request:
         "query_string": b"",
         "headers": [],
         "server": ("localhost", 80),
-        "state": {"num_body_bytes": 1},
     }
-    return Request(scope, receive)
-
-
-def plan_without_end(_: Answer) -> Planned:
-    async def body() -> dict[str, Any]:
-        await asyncio.Event().wait()
-        return {}
-
-    async def events() -> AsyncGenerator[str, None]:
-        await asyncio.Event().wait()
-        yield ""
-
-    return 1, body, events
+    request = Request(scope, receive)
+    request._body = b"{}"  # as if it was read
+    return request
 
 
 @pytest.mark.parametrize("turns", range(6))
@@ -70,13 +59,17 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
     tmp_path: Path, turns: int
 ) -> None:
     """`turns` of the event loop lie between the moment in which it is let in and the end."""
-    flow = flow_over(tmp_path)
-    admission = flow.admission
+    answers = answers_over(tmp_path)
+    admission = answers.admission
 
     async def story() -> None:
         with admission.closed():
             asking = asyncio.create_task(
-                flow.respond(request_of_a_client_that_stays(), ASKED, "cmpl", plan_without_end)
+                answers.respond(
+                    request_of_a_client_that_stays(),
+                    ASKED,
+                    lambda live: plan_completion(ASKED, live, max_sequences=1),
+                )
             )
             while not admission.num_waiting:
                 await asyncio.sleep(0)
@@ -89,6 +82,6 @@ def test_a_deadline_that_ends_as_the_barrier_opens_leaves_nobody_behind(
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert admission.num_in_flight == 0
-        assert "serving_requests_waiting 0.0" in flow.metrics.render().decode()
+        assert "serving_requests_waiting 0.0" in answers.metrics.render().decode()
 
     asyncio.run(story())
