@@ -56,7 +56,8 @@ class StreamOptions(BaseModel):
 
 
 class SamplingRequest(BaseModel):
-    """What both routes take."""
+    """What both routes take. Of what is null, from `temperature` to `repetition_penalty`, the
+    release's generation_config.json says the default."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -67,14 +68,14 @@ class SamplingRequest(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds = []
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
     """0 and -1 mean no limit."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
