@@ -118,7 +118,7 @@ class TorchEngine:
                 raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = _Resident(
                 vocab_size=staged.runner.vocab_size,
-                context=staged.runner.context,
+                context=staged.runner.room.context,
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )

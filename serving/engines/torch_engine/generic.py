@@ -5,22 +5,19 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch
-from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.engines.torch_engine.runner import Batch, Room
+from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 from serving.engines.torch_engine.units import Built, Part, Unit
 from serving.errors import ReleaseError
 from serving.weights import network
 from serving.weights.network import Sources
 from serving.weights.release import Release
-
-if TYPE_CHECKING:
-    from serving.engines.torch_engine.generic_cache import Shape
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ def units(sources: Sources) -> dict[str, Unit]:
     }
 
 
-def layer_shapes(folder: Path) -> "list[Shape]":
+def layer_shapes(folder: Path) -> list[LayerShape]:
     """What each layer keeps of a token. The network is run without weights, on shapes alone.
 
     Raises StageError for a network that keeps something else.
@@ -101,29 +98,26 @@ def layer_shapes(folder: Path) -> "list[Shape]":
     return recorder.shapes
 
 
-def token_bytes(shapes: "list[Shape]", dtype: torch.dtype) -> int:
-    """Of the keys and values of a token."""
-    return sum(heads * 2 * max(key, value) for heads, key, value in shapes) * dtype.itemsize
-
-
 class TransformersRunner:
     """Decoding sequences are one forward pass, and each chunk of a prompt is one."""
+
+    shares_prefixes = True
 
     def __init__(
         self,
         network: Any,
         built: Mapping[str, Built],
-        shapes: "list[Shape]",
+        layers: Seq[KeyValueSlots],
+        shapes: Seq[LayerShape],
         *,
-        num_slots: int,
-        context: int,
+        room: Room,
         device: torch.device,
     ) -> None:
-        from serving.engines.torch_engine import generic_cache
+        """`layers` and `shapes` have one entry for each layer of `network`."""
+        from serving.engines.torch_engine.generic_cache import SlotCache, SlotLayer
 
+        self.room = room
         self._config: Any = network.config
-        self.num_slots = num_slots
-        self.context = context
         self.vocab_size: int = self._config.get_text_config().vocab_size
         network.requires_grad_(False)
         # The module wraps each tensor in a parameter of its own; the pool knows the tensors.
@@ -133,39 +127,29 @@ class TransformersRunner:
         self._network = network.to(device)
         self._device = device
         self._dtype = next(network.parameters()).dtype
-        self._takes_positions = "position_ids" in inspect.signature(network.forward).parameters
-        self._slots = [
-            KeyValueSlots(
-                num_layers=1,
-                num_slots=num_slots,
-                num_kv_heads=heads,
-                context=context,
-                head_dim=max(key, value),
-                dtype=self._dtype,
-                device=device,
-            )
-            for heads, key, value in shapes
-        ]
-        layers = map(generic_cache.SlotLayer, self._slots, shapes)
-        self._cache = generic_cache.SlotCache(list(layers), device)
+        self._takes = inspect.signature(network.forward).parameters.keys()
+        self._layers = layers
+        self._cache = SlotCache(list(map(SlotLayer, layers, shapes)), device)
 
     def warm_up(self) -> None:
         """No batch size has a kernel of its own."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        for slots in self._slots:
-            slots.move(source, target, length)
+    def cut(self, slot: int, length: int) -> None:
+        for layer in self._layers:
+            layer.cut(slot, length)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for layer in self._layers:
+            layer.copy(source, target, length)
 
     def forward(self, batch: Batch) -> Tensor:
         rows = []
-        slots = range(len(batch.token_ids))
-        if self._takes_positions or self._config.model_type in _WITHOUT_POSITIONS:
-            groups = [slots] if slots else []
-        else:
-            groups = [range(slot, slot + 1) for slot in slots]
-        for group in groups:
-            token_ids = [[batch.token_ids[slot]] for slot in group]
-            rows.append(self._read(group, [batch.lengths[slot] for slot in group], token_ids, 1))
+        together = "position_ids" in self._takes or self._config.model_type in _WITHOUT_POSITIONS
+        size = max(1, len(batch.slots)) if together else 1
+        for first in range(0, len(batch.slots), size):
+            end = first + size
+            token_ids = [[token_id] for token_id in batch.token_ids[first:end]]
+            rows.append(self._read(batch.slots[first:end], batch.lengths[first:end], token_ids, 1))
         for chunk in batch.chunks:
             keep = {"none": 1, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
             logits = self._read([chunk.slot], [chunk.start], [list(chunk.token_ids)], keep)
@@ -180,6 +164,7 @@ class TransformersRunner:
 
         rows = generic_cache.Rows(slots=slots, starts=starts, num_new=len(token_ids[0]))
         positions = self._cache.choose(rows)
+        asked = {"position_ids": positions, "logits_to_keep": keep}
         answer = self._network(
             input_ids=torch.tensor(token_ids, device=self._device),
             attention_mask=generic_cache.batch_masks(
@@ -187,8 +172,7 @@ class TransformersRunner:
             ),
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=keep,
-            **({"position_ids": positions} if self._takes_positions else {}),
+            **{name: value for name, value in asked.items() if name in self._takes},
         )
-        logits: Tensor = answer.logits.flatten(0, 1).float()
+        logits: Tensor = answer.logits[:, -keep:].flatten(0, 1).float()
         return logits

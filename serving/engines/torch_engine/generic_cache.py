@@ -20,10 +20,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from serving.engines.torch_engine.slots import KeyValueSlots
-
-Shape = tuple[int, int, int]
-"""Heads, and the sizes of a key and of a value, of one layer."""
+from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,10 +59,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     """All tokens are kept; a mask hides those in front of a window."""
 
-    def __init__(self, slots: KeyValueSlots, shape: Shape) -> None:
+    def __init__(self, slots: KeyValueSlots, shape: LayerShape) -> None:
         super().__init__()
         self._slots = slots
-        _, self._key_size, self._value_size = shape
+        self._shape = shape
 
     def choose(self, rows: Rows, slots: Tensor, positions: Tensor) -> None:
         self._rows = rows
@@ -79,7 +76,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Both are [slots, heads, new tokens, size]; what comes back has all tokens of the longest
         sequence, and whatever lies behind the end of the shorter ones."""
-        rows, size = self._rows, max(self._key_size, self._value_size)
+        rows, size = self._rows, self._shape.head_dim
         new = torch.stack([_by_token(key_states, size), _by_token(value_states, size)], dim=1)
         self._slots.write(0, *self._at, new)
         first, end = rows.slots[0], rows.slots[-1] + 1
@@ -87,7 +84,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         if end - first > len(rows.slots):
             chosen = torch.tensor([slot - first for slot in rows.slots], device=keys.device)
             keys, values = keys.index_select(0, chosen), values.index_select(0, chosen)
-        return keys[..., : self._key_size], values[..., : self._value_size]
+        return keys[..., : self._shape.key_size], values[..., : self._shape.value_size]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._rows.longest, 0
@@ -108,13 +105,14 @@ class ShapeRecorder(Cache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.shapes: list[Shape] = []
+        self.shapes: list[LayerShape] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         assert layer_idx == len(self.shapes), "layers come in order, and each once"
-        self.shapes.append((key_states.shape[1], key_states.shape[-1], value_states.shape[-1]))
+        sizes = {"key_size": key_states.shape[-1], "value_size": value_states.shape[-1]}
+        self.shapes.append(LayerShape(num_heads=key_states.shape[1], **sizes))
         return key_states, value_states
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
