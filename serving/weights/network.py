@@ -83,6 +83,9 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
     from transformers.initialization import no_init_weights
 
     config = load_config(folder)
+    if str(next(iter(config.architectures or ()), "")).endswith("ForMaskedLM"):
+        # `transformers` would take it for a decoder.
+        raise ReleaseError(f"{folder / CONFIG_FILE}: {config.architectures[0]} generates no text")
     try:
         with no_init_weights(), torch.device("meta") if is_empty else nullcontext():
             network: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)

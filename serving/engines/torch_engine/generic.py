@@ -41,10 +41,8 @@ def _built(folder: Path, *, is_empty: bool) -> nn.Module:
 
 def find_sources(built: nn.Module, release: Release) -> Sources:
     """What each tensor of a network is made of. Raises StageError with every fault."""
-    stored = release.tensors
-    aliases = {alias: stored[name] for alias, name in release.tied.items() if name in stored}
     try:
-        return network.sources(built, {**stored, **aliases})
+        return network.sources(built, release.named_tensors)
     except ReleaseError as error:
         raise StageError(*error.reasons) from error
 
