@@ -123,4 +123,11 @@ def stored_tensors(network: Any) -> dict[str, torch.Tensor]:
         tensors = {name.removeprefix("transformer."): each for name, each in tensors.items()}
         mask = torch.ones(CONTEXT, CONTEXT, dtype=torch.uint8).tril()[None, None]
         tensors |= {f"h.{layer}.attn.bias": mask.clone() for layer in range(2)}
+    if network.config.model_type == "gpt_neox":
+        # As Pythia's are: with buffers that later networks compute themselves.
+        for layer in range(2):
+            at = f"gpt_neox.layers.{layer}.attention"
+            mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool).tril()
+            tensors |= {f"{at}.bias": mask, f"{at}.masked_bias": torch.tensor(-1e9)}
+            tensors[f"{at}.rotary_emb.inv_freq"] = torch.ones(8)
     return tensors
