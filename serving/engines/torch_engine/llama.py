@@ -1,13 +1,14 @@
 """Llama and its kin (Mistral, Qwen2, Qwen3) as few, large torch operations; no module tree."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from serving.engines.torch_engine import rope
+from serving.engines.torch_engine import rope, threads
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
 from serving.engines.torch_engine.rows import Rows, Span, rounded
@@ -77,26 +78,34 @@ class LlamaRunner:
         dtype = self._embedding.dtype
         rows = Rows(
             batch,
+            places=self._slots.places(batch.slots, batch.lengths),
             token_bytes=2 * self._shape.num_kv_heads * self._shape.head_dim * dtype.itemsize,
             dtype=dtype,
             device=self._device,
             are_rounded=self._head.is_packed,
         )
-        x = F.embedding(rows.token_ids, self._embedding)
-        rotation = self._rotations[rows.positions]
-        for index, layer in enumerate(self._layers):
-            x = self._layer(index, layer, x, rotation, rows)
-        if rows.wanted is not None:
-            x = x[rows.wanted]
-        if not rows.num_wanted:
-            return torch.empty(0, self.vocab_size, device=self._device)
-        logits = self._head(self._normalise(x, self._norm))
-        return logits[: rows.num_wanted].float()
+        self._num_threads = torch.get_num_threads()
+        """For what is worth them in this step."""
+        with threads.on(1 if rows.count < threads.MANY_ROWS else self._num_threads):
+            x = F.embedding(rows.token_ids, self._embedding)
+            rotation = self._rotations[rows.positions]
+            for index, layer in enumerate(self._layers):
+                x = self._layer(index, layer, x, rotation, rows)
+            if rows.wanted is not None:
+                x = x[rows.wanted]
+            if not rows.num_wanted:
+                return torch.empty(0, self.vocab_size, device=self._device)
+            logits = self._multiply(self._head, self._normalise(x, self._norm))
+            return logits[: rows.num_wanted].float()
+
+    def _multiply(self, matrix: Linear, x: Tensor) -> Tensor:
+        with threads.on(self._num_threads):
+            return matrix(x)
 
     def _layer(self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, rows: Rows) -> Tensor:
         shape = self._shape
         num_queries = shape.num_heads * shape.head_dim
-        qkv = layer.qkv(self._normalise(x, layer.input_norm))
+        qkv = self._multiply(layer.qkv, self._normalise(x, layer.input_norm))
         # Queries and keys are rotated where they stand, so that keys and values leave as one block.
         heads = shape.num_heads + shape.num_kv_heads
         rotated = qkv[:, : heads * shape.head_dim].view(-1, heads, shape.head_dim)
@@ -105,17 +114,24 @@ class LlamaRunner:
             of_queries.copy_(self._normalise(of_queries, layer.query_norm))
             of_keys.copy_(self._normalise(of_keys, layer.key_norm))
         _rotate(rotated, rotation)
-        count = rows.count
-        self._slots.write(
-            index,
-            rows.slots,
-            rows.positions[:count],
-            qkv[:count, num_queries:].view(count, 2, shape.num_kv_heads, shape.head_dim),
-        )
+        self._write(index, qkv[: rows.count, num_queries:], rows)
         attended = self._attend(index, qkv[:, :num_queries], rows)
-        x = x + layer.output(attended)
-        gate, up = layer.gate_up(self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
-        return x + layer.down(F.silu(gate).mul_(up))
+        x = x + self._multiply(layer.output, attended)
+        gate, up = self._multiply(layer.gate_up, self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
+        return x + self._multiply(layer.down, F.silu(gate).mul_(up))
+
+    def _threads_for(self, *, is_much: bool) -> AbstractContextManager[None]:
+        return threads.on(self._num_threads if is_much else 1)
+
+    def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
+        shape, first = self._shape, rows.num_decoding
+        by_head = keys_values.view(-1, 2, shape.num_kv_heads, shape.head_dim)
+        if first:
+            self._slots.write_rows(index, rows.places, by_head[:first])
+        for chunk, _ in rows.chunks:
+            end = first + len(chunk.token_ids)
+            self._slots.write_run(index, chunk.slot, chunk.start, by_head[first:end])
+            first = end
 
     def _attend(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         parts = [self._attend_span(index, queries[span.rows], span) for span in rows.spans]
@@ -137,10 +153,13 @@ class LlamaRunner:
             )
         # The heads that share keys stand where SDPA has query positions: nothing is repeated.
         grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
-        if count > 1 and keys.dtype == torch.float32 and keys.device.type == "cpu":
-            attended = _attend_by_products(grouped, keys, values, span.mask)
-        else:
-            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=span.mask)
+        with self._threads_for(is_much=span.is_much):
+            if count > 1 and keys.dtype == torch.float32 and keys.device.type == "cpu":
+                attended = _attend_by_products(grouped, keys, values, span.mask)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    grouped, keys, values, attn_mask=span.mask
+                )
         attended = attended.reshape(count, -1)
         return attended if span.places is None else attended[span.places]
 
@@ -150,9 +169,11 @@ class LlamaRunner:
         shape, count = self._shape, len(chunk.token_ids)
         keys, values = self._slots.read(index, chunk.slot, chunk.slot + 1, chunk.start + count)
         by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
+        is_much = threads.is_much(multiplications=2 * queries.numel() * (chunk.start + count))
+        with self._threads_for(is_much=is_much):
+            attended = F.scaled_dot_product_attention(
+                by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
         return attended.transpose(1, 2).reshape(count, -1)
 
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from serving.engines.torch_engine import threads
 from serving.engines.torch_engine.runner import Batch, Chunk
 
 # oneDNN makes a kernel for each number of rows, at about a millisecond and 0.4 MB, and keeps it:
@@ -29,6 +30,8 @@ class Span:
     length: int
     places: Tensor | None
     """Which of the slots the rows are; None where they are all of them."""
+    is_much: bool
+    """Whether that is worth more than one thread."""
     mask: Tensor | None
     """0 where a slot's row may look, else -inf, [slots, 1, 1, length]; None where all may look
     everywhere. Additive, since SDPA would turn a boolean one into that again in every layer."""
@@ -41,16 +44,18 @@ class Rows:
         self,
         batch: Batch,
         *,
+        places: Tensor,
         token_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
         are_rounded: bool,
     ) -> None:
-        """`token_bytes` are those of one token's keys and values in one layer."""
+        """`places` are those of the decoding rows' keys and values; `token_bytes` those of one
+        token's in one layer."""
+        self.places = places
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
-        slots = list(batch.slots)
         wanted = list(range(self.num_decoding))
         for chunk in batch.chunks:
             end = len(token_ids) + len(chunk.token_ids)
@@ -60,20 +65,18 @@ class Rows:
                 wanted.append(end - 1)
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
-            slots.extend([chunk.slot] * len(chunk.token_ids))
         self.count, self.num_wanted = len(token_ids), len(wanted)
         if are_rounded:
             token_ids.extend(_padding(self.count))
             positions.extend(_padding(self.count))
         self.token_ids = torch.tensor(token_ids, device=device)
         self.positions = torch.tensor(positions, device=device)
-        self.slots = torch.tensor(slots, device=device)
         self.wanted: Tensor | None = None
         if self.num_wanted < self.count:
             wanted.extend(_padding(self.num_wanted) if are_rounded else [])
             self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
         self.spans = [
-            _span(batch, rows, dtype, device)
+            _span(batch, rows, token_bytes, dtype, device)
             for rows in adjacent(batch.slots, batch.lengths, _SPAN_BYTES // token_bytes)
         ]
         self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
@@ -109,7 +112,9 @@ def adjacent(slots: Seq[int], lengths: Seq[int], span_tokens: int) -> list[slice
     return [*runs, slice(begin, len(slots))] if slots else []
 
 
-def _span(batch: Batch, rows: slice, dtype: torch.dtype, device: torch.device) -> Span:
+def _span(
+    batch: Batch, rows: slice, token_bytes: int, dtype: torch.dtype, device: torch.device
+) -> Span:
     slots, lengths = batch.slots[rows], batch.lengths[rows]
     first, end = slots[0], slots[-1] + 1
     length = max(lengths) + 1
@@ -130,6 +135,7 @@ def _span(batch: Batch, rows: slice, dtype: torch.dtype, device: torch.device) -
         end=end,
         length=length,
         places=None if is_whole else torch.tensor(places, device=device),
+        is_much=threads.is_much(read_bytes=(end - first) * length * token_bytes),
         mask=mask,
     )
 

@@ -7,6 +7,7 @@ the CPU the operating system does the paging, as a GPU's driver does for vAttent
 
 import math
 import mmap
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -61,12 +62,27 @@ class KeyValueSlots:
         self._layers = [pages.tensor for pages in self._pages] or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
         ]
-        # The same memory, indexed by (slot, token).
-        self._by_token = [layer.permute(1, 3, 0, 2, 4) for layer in self._layers]
+        # The same memory, a row for each token of each head.
+        self._by_row = [layer.view(-1, head_dim) for layer in self._layers]
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, keys_values: Tensor) -> None:
-        """`keys_values` is [rows, 2, kv heads, head dim], one row per (slot, position)."""
-        self._by_token[layer].index_put_((slots, positions), keys_values)
+    def places(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
+        """What `write_rows` takes for tokens that are at these positions of these slots."""
+        _, num_slots, num_heads, num_tokens, _ = self._layers[0].shape
+        device = self._layers[0].device
+        token = torch.tensor(positions, device=device)[:, None, None]
+        slot = torch.tensor(slots, device=device)[:, None, None]
+        head = torch.arange(num_heads, device=device)
+        kind = torch.arange(2, device=device)[:, None]
+        return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
+
+    def write_rows(self, layer: int, places: Tensor, keys_values: Tensor) -> None:
+        """`keys_values` is [rows, 2, kv heads, head dim], a token each, wherever they are."""
+        self._by_row[layer].index_copy_(0, places, keys_values.reshape(len(places), -1))
+
+    def write_run(self, layer: int, slot: int, start: int, keys_values: Tensor) -> None:
+        """`keys_values` is [tokens, 2, kv heads, head dim], tokens of one slot from `start` on."""
+        run = self._layers[layer][:, slot, :, start : start + len(keys_values)]
+        run.copy_(keys_values.permute(1, 2, 0, 3))
 
     def read(self, layer: int, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots `first` to `end`, each a view
