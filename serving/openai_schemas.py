@@ -58,10 +58,21 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingRequest(Unsupported):
-    """What both routes take."""
-
+class RequestBody(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None or info.field_name is None:
+            return value
+        field = cls.model_fields[info.field_name]
+        may_be_null = type(None) in get_args(field.annotation)
+        return None if may_be_null or field.is_required() else field.default
+
+
+class SamplingRequest(RequestBody, Unsupported):
+    """What both routes take."""
 
     model: str | None = None
     n: int = Field(default=1, ge=1)
@@ -84,17 +95,8 @@ class SamplingRequest(Unsupported):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
-    """Stands in the `id` of the answer, unless the header `X-Request-Id` does."""
+    """Stands in the `id` of the answer, in place of `X-Request-Id`."""
     user: str | None = None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
-        if value is not None or info.field_name is None:
-            return value
-        field = cls.model_fields[info.field_name]
-        may_be_null = type(None) in get_args(field.annotation)
-        return None if may_be_null or field.is_required() else field.default
 
     @field_validator("stop")
     @classmethod

@@ -29,7 +29,9 @@ class ReleaseTokenizer:
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` keeps the interpreter's lock: no other thread would run meanwhile.
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(found.ids)
 
     def decode(
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
