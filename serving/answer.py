@@ -35,12 +35,15 @@ from serving.settings import ServingSettings
 
 T = TypeVar("T")
 
-LARGE_BODY_BYTES = 2**16
+LARGE_BODY_BYTES = 4096
+"""A smaller one has a prompt that is tokenised in a millisecond or two."""
 
 
 class Plan(Protocol):
     """What is generated for an admitted request, and how a route writes it."""
 
+    @property
+    def request(self) -> SamplingRequest: ...
     @property
     def id_prefix(self) -> str: ...
     @property
@@ -69,14 +72,13 @@ class Answer:
     engine: Engine
     live: LiveRelease
     metrics: Metrics
-    asked: SamplingRequest
     model: str
     plan: Plan
     started: float
     """When the request arrived, by `time.perf_counter`."""
     waiting: WaitingRequest
     """Ends with the first step of any sequence."""
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def body(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class Answer:
         """Server-sent events, the closing `[DONE]` included. Raises EngineError."""
         # Up to the choices, an event is written once and not for each token.
         start = "data: " + json.dumps(self._head(self.plan.objects[1]))[:-1] + ', "choices": ['
-        end = '], "usage": null}\n\n' if self.asked.includes_usage else "]}\n\n"
+        end = '], "usage": null}\n\n' if self.plan.request.includes_usage else "]}\n\n"
         num_new, num_cached = 0, [0] * len(self.plan.generations)
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
@@ -106,7 +108,7 @@ class Answer:
                 num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
                 for choice in self.plan.chunks(index, delta):
                     yield f"{start}{choice}{end}"
-        if self.asked.includes_usage:
+        if self.plan.request.includes_usage:
             yield f'{start}], "usage": {json.dumps(self._usage(num_new, num_cached))}}}\n\n'
         yield "data: [DONE]\n\n"
 
@@ -128,7 +130,7 @@ class Answer:
         interval = self.metrics.token_interval_seconds.labels(self.live.id)
         new_tokens = self.metrics.new_tokens.labels(self.live.id)
         before: dict[int, float] = {}
-        generated = generate(self.engine, self.live, self.plan.generations, self.asked.stops)
+        generated = generate(self.engine, self.live, self.plan.generations, self.plan.request)
         async with aclosing(generated) as deltas:
             async for index, delta in deltas:
                 now = time.perf_counter()
@@ -192,18 +194,19 @@ class Answers:
                 raise model_not_found(asked.model, self.pipeline)
             if len(await request.body()) > LARGE_BODY_BYTES:
                 # Tokenising takes a while, and nobody's stream should wait for it.
-                planned = await asyncio.to_thread(plan, live)
+                async with asyncio.timeout_at(deadline):
+                    planned = await asyncio.to_thread(plan, live)
             else:
                 planned = plan(live)
             answer = Answer(
                 engine=self.engine,
                 live=live,
                 metrics=self.metrics,
-                asked=asked,
                 model=asked.model or self.pipeline,
                 plan=planned,
                 started=started,
                 waiting=waiting,
+                id=asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex,
             )
             self.metrics.answers.labels(live.id).inc()
             self.metrics.prompt_tokens.labels(live.id).inc(planned.num_prompt_tokens)

@@ -58,6 +58,8 @@ class CompletionChoice(_Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | None
+    """The stop string, or the id among `stop_token_ids`, that ended it."""
 
 
 class CompletionAnswer(_WithHead):
@@ -79,16 +81,32 @@ class ChatLogprobs(_Answer):
     content: list[TokenLogprobs]
 
 
+class AnsweredFunction(_Answer):
+    name: str
+    arguments: str
+    """JSON text, as the model wrote it."""
+
+
+class AnsweredToolCall(_Answer):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AnswerMessage(_Answer):
-    role: Literal["assistant"]
+    role: str
+    """`assistant`, or that of the last message if it is continued."""
     content: str | None
+    tool_calls: list[AnsweredToolCall] = []
 
 
 class ChatChoice(_Answer):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | Literal["tool_calls"]
+    stop_reason: str | int | None
+    """The stop string, or the id among `stop_token_ids`, that ended it."""
 
 
 class ChatAnswer(_WithHead):
@@ -114,6 +132,22 @@ class ModelAnswer(_Answer):
 class ModelsAnswer(_Answer):
     object: Literal["list"] = "list"
     data: list[ModelAnswer]
+
+
+class TokenizeAnswer(_Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(_Answer):
+    prompt: str
+
+
+class VersionAnswer(_Answer):
+    version: str
+    """Of this server, not of its engine."""
 
 
 class LiveAnswer(_Answer):

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: messages in, a message out."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,29 +11,31 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
+from serving.chat_schemas import ChatPrompt, ChatRequest
 from serving.chat_template import ChatTemplateError
 from serving.engine import Generation
-from serving.openai_schemas import ChatRequest
 from serving.request_errors import RequestError
 from serving.sequences import (
     Delta,
     Sequence,
     TokenText,
     check_num_sequences,
-    check_token_ids,
+    encode_prompt,
     make_generations,
 )
+from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
+from serving.tool_calls import FORMATS, Found, ToolCallReader, ToolFormat, format_of
+
+NOTHING = Delta()
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
     @router.post("/v1/chat/completions", response_model=ChatAnswer)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         """Continue a conversation. A stream is of server-sent events, each a chunk."""
-        max_sequences = answers.settings.max_sequences
-        return await answers.respond(
-            request, asked, lambda live: plan_chat(asked, live, max_sequences)
-        )
+        settings = answers.settings
+        return await answers.respond(request, asked, lambda live: plan_chat(asked, live, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,12 @@ class ChatPlan:
     tokenizer: ReleaseTokenizer
     num_prompt_tokens: int
     generations: list[Generation]
-    begun: set[int] = field(default_factory=set)
-    """Sequences of which a chunk was written."""
+    readers: list[ToolCallReader] | None
+    """One for each sequence; None if there are no tools to call."""
+    begun: Counter[int] = field(default_factory=Counter)
+    """Of a stream: how often each sequence was written of."""
+    num_calls: Counter[int] = field(default_factory=Counter)
+    """Of each sequence: how many tools it has called so far."""
 
     id_prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
@@ -52,30 +59,71 @@ class ChatPlan:
         return len(self.generations)
 
     def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": sequence.text},
-                "logprobs": self._logprobs(sequence.tokens),
-                "finish_reason": sequence.finish_reason,
-            }
-            for index, sequence in enumerate(sequences)
-        ]
+        choices = []
+        for index, sequence in enumerate(sequences):
+            found = self._found(index, sequence)
+            message: dict[str, Any] = {"role": self._role, "content": self._echo + found.text}
+            if found.calls:
+                message["tool_calls"] = [call.body for call in found.calls]
+                message["content"] = message["content"] or None
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._logprobs(sequence.tokens),
+                    "finish_reason": self._finish_reason(index, sequence),
+                    "stop_reason": sequence.stop_reason,
+                }
+            )
+        return choices
 
     def chunks(self, index: int, delta: Delta) -> Iterator[str]:
-        if index not in self.begun:
-            self.begun.add(index)
-            yield (
-                f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
-                '"logprobs": null, "finish_reason": null}'
-            )
-        if delta.text or delta.tokens or delta.finish_reason is not None:
-            content = f'"content": {json.dumps(delta.text)}' if delta.text else ""
-            yield (
-                f'{{"index": {index}, "delta": {{{content}}}, '
-                f'"logprobs": {json.dumps(self._logprobs(delta.tokens))}, '
-                f'"finish_reason": {json.dumps(delta.finish_reason)}}}'
-            )
+        if not self.begun[index]:
+            yield self._chunk(index, {"role": self._role, "content": self._echo})
+        self.begun[index] += 1
+        first = self.num_calls[index]
+        found = self._found(index, delta)
+        content: dict[str, Any] = {"content": found.text} if found.text else {}
+        if found.calls:
+            content["tool_calls"] = [
+                {"index": first + number, **call.body} for number, call in enumerate(found.calls)
+            ]
+        if content or delta.tokens or delta.finish_reason is not None:
+            yield self._chunk(index, content, delta)
+
+    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = NOTHING) -> str:
+        return json.dumps(
+            {
+                "index": index,
+                "delta": content,
+                "logprobs": self._logprobs(delta.tokens) if delta.tokens else None,
+                "finish_reason": self._finish_reason(index, delta),
+                "stop_reason": delta.stop_reason,
+            }
+        )
+
+    @property
+    def _role(self) -> str:
+        return "assistant" if self.request.generates_a_message else self.request.messages[-1].role
+
+    @property
+    def _echo(self) -> str:
+        last = self.request.messages[-1]
+        return str(last.content or "") if self.request.echo and last.role == self._role else ""
+
+    def _found(self, index: int, part: Sequence | Delta) -> Found:
+        if self.readers is None:
+            return Found(part.text)
+        is_end = part.finish_reason is not None
+        found = self.readers[index].add(part.text, is_end=is_end)
+        if self.request.parallel_tool_calls is False:
+            found.calls = found.calls[: 1 - self.num_calls[index]]
+        self.num_calls[index] += len(found.calls)
+        return found
+
+    def _finish_reason(self, index: int, part: Sequence | Delta) -> str | None:
+        is_call = part.finish_reason == "stop" and self.num_calls[index]
+        return "tool_calls" if is_call else part.finish_reason
 
     def _logprobs(self, tokens: Iterable[TokenText]) -> dict[str, Any] | None:
         if not self.request.logprobs:
@@ -95,32 +143,17 @@ class ChatPlan:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> ChatPlan:
+def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
     """What to generate for a conversation. Raises RequestError."""
-    check_num_sequences(request.n, max_sequences, "n")
-    template = live.tokenizer.chat_template
-    if template is None:
-        raise RequestError(
-            400,
-            f"{live.id} has no chat template; ask /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
-    messages = [message.model_dump(exclude_none=True) for message in request.messages]
-    try:
-        text = template.render(messages)
-    except ChatTemplateError as error:
-        raise RequestError(
-            400,
-            f"messages: the chat template refuses them: {error}",
-            param="messages",
-            code="invalid_value",
-        ) from None
-    # The template writes the special tokens itself.
-    prompt = live.tokenizer.encode(text, add_special_tokens=False)
-    if not prompt:
-        raise RequestError(400, "messages: nothing in them", param="messages", code="empty_prompt")
-    check_token_ids(live, prompt, "messages")
+    check_num_sequences(request.n, settings.max_sequences, "n")
+    prompt = encode_chat(request, live)
+    readers = None
+    if request.offered_tools:
+        format = _tool_format(live, settings)
+        names = {tool.function.name for tool in request.offered_tools}
+        readers = [ToolCallReader(format, names) for _ in range(request.n)]
+        if live.tokenizer.is_special(format.begin):
+            request = request.model_copy(update={"skip_special_tokens": False})
     generations = make_generations(
         request,
         live,
@@ -137,4 +170,56 @@ def plan_chat(request: ChatRequest, live: LiveRelease, max_sequences: int) -> Ch
         tokenizer=live.tokenizer,
         num_prompt_tokens=len(prompt),
         generations=generations,
+        readers=readers,
     )
+
+
+def _tool_format(live: LiveRelease, settings: ServingSettings) -> ToolFormat:
+    if settings.tool_format != "auto":
+        return FORMATS[settings.tool_format]
+    template = live.tokenizer.chat_template
+    return format_of("" if template is None else template.source)
+
+
+def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
+    """Token ids of the prompt that the release's template makes. Raises RequestError."""
+    template = live.tokenizer.chat_template
+    if template is None:
+        raise RequestError(
+            400,
+            f"{live.id} has no chat template; ask /v1/completions",
+            param="messages",
+            code="no_chat_template",
+        )
+    tools = [tool.model_dump(exclude_unset=True) for tool in request.offered_tools]
+    if tools and "tools" not in template.variables:
+        raise RequestError(
+            400,
+            f"tools: the chat template of {live.id} shows none to the model; leave them out",
+            param="tools",
+            code="no_tools",
+        )
+    effort = (
+        {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
+    )
+    try:
+        text = template.render(
+            [message.variables for message in request.messages],
+            **{
+                "tools": tools or None,
+                "documents": request.documents,
+                "add_generation_prompt": request.generates_a_message,
+                "continue_final_message": request.continue_final_message,
+                **effort,
+                **(request.chat_template_kwargs or {}),
+            },
+        )
+    except ChatTemplateError as error:
+        raise RequestError(
+            400,
+            f"messages: the chat template refuses them: {error}",
+            param="messages",
+            code="invalid_value",
+        ) from None
+    # The template writes the special tokens itself.
+    return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
@@ -45,9 +45,11 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self._with_tools = environment.from_string(with_tools or source)
+            self.source = source + (with_tools or "")
+            self.variables = meta.find_undeclared_variables(environment.parse(self.source))
+            """All that it reads, such as `messages` and `tools`."""
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
-        self.source = source + (with_tools or "")
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
         """All that it may put into a prompt of its own."""

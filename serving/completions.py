@@ -72,6 +72,7 @@ class CompletionPlan:
                         "text": echo + sequence.text,
                         "logprobs": logprobs.body if logprobs else None,
                         "finish_reason": sequence.finish_reason,
+                        "stop_reason": sequence.stop_reason,
                     }
                 )
         return choices
@@ -92,7 +93,8 @@ class CompletionPlan:
             yield (
                 f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": '
                 f"{json.dumps(logprobs.body) if logprobs else 'null'}, "
-                f'"finish_reason": {json.dumps(delta.finish_reason)}}}'
+                f'"finish_reason": {json.dumps(delta.finish_reason)}, '
+                f'"stop_reason": {json.dumps(delta.stop_reason)}}}'
             )
 
 
@@ -103,7 +105,10 @@ def plan_completion(
     num_each = request.best_of or request.n
     most = "prompt" if num_each == 1 else "n" if request.best_of is None else "best_of"
     check_num_sequences(len(request.prompts) * num_each, max_sequences, most)
-    prompts = [encode_prompt(live, prompt, "prompt") for prompt in request.prompts]
+    prompts = [
+        encode_prompt(live, prompt, "prompt", add_special_tokens=request.add_special_tokens)
+        for prompt in request.prompts
+    ]
     ranks = request.best_of is not None and request.best_of > request.n
     return CompletionPlan(
         request=request,

@@ -1,10 +1,10 @@
-"""What `/v1/completions` and `/v1/chat/completions` take.
+"""What `/v1/completions` takes, and what `/v1/chat/completions` takes too.
 
 Names, ranges and defaults are OpenAI's, and vLLM's for what OpenAI does not have. Fields that
 nobody here knows are ignored, as vLLM does; fields that are known and not supported are errors.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, get_args
 
 from pydantic import (
     BaseModel,
@@ -17,8 +17,11 @@ from pydantic import (
     field_validator,
 )
 
+from serving.unsupported_fields import Unsupported
+
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
+MAX_ID_LENGTH = 256
 MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
@@ -55,18 +58,29 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingRequest(BaseModel):
+class RequestBody(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None or info.field_name is None:
+            return value
+        field = cls.model_fields[info.field_name]
+        may_be_null = type(None) in get_args(field.annotation)
+        return None if may_be_null or field.is_required() else field.default
+
+
+class SamplingRequest(RequestBody, Unsupported):
     """What both routes take. Of what is null, from `temperature` to `repetition_penalty`, the
     release's generation_config.json says the default."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     model: str | None = None
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: TokenIds = []
+    stop_token_ids: TokenIds = Field(default=[])
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -79,16 +93,11 @@ class SamplingRequest(BaseModel):
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
+    """Stands in the `id` of the answer, in place of `X-Request-Id`."""
     user: str | None = None
-
-    @field_validator(
-        "n", "stream", "stop_token_ids", "temperature", "top_p", "top_k", "min_p",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "min_tokens",
-        mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _null_means_the_default(cls, value: object, info: Any) -> object:
-        return cls.model_fields[info.field_name].default if value is None else value
 
     @field_validator("stop")
     @classmethod
@@ -139,6 +148,8 @@ class CompletionRequest(SamplingRequest):
     best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
+    add_special_tokens: bool = True
+    """Whether the tokenizer puts its special tokens around a prompt that is text."""
     suffix: str | None = None
 
     @field_validator("best_of")
@@ -166,52 +177,3 @@ class CompletionRequest(SamplingRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
-
-
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
-
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _parts_are_text(cls, content: str | list[dict[str, Any]] | None) -> str | None:
-        if not isinstance(content, list):
-            return content
-        for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"content part {part.get('type')!r}: only text is supported")
-        return "".join(part["text"] for part in content)
-
-
-class ChatRequest(SamplingRequest):
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
-        if number is not None and not info.data.get("logprobs", True):
-            raise ValueError("needs logprobs: true")
-        return number
-
-    @field_validator("tools", "functions")
-    @classmethod
-    def _tools_are_not_supported(cls, tools: list[Any] | None) -> list[Any] | None:
-        if tools:
-            raise ValueError("not supported; leave them out")
-        return tools
-
-    @field_validator("response_format")
-    @classmethod
-    def _a_response_is_text(cls, format: dict[str, Any] | None) -> dict[str, Any] | None:
-        if format and format.get("type") != "text":
-            raise ValueError("only text is supported")
-        return format

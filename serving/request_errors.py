@@ -62,19 +62,20 @@ def from_validation(error: RequestValidationError) -> RequestError:
     """The first few things that are wrong with a request; `param` is the first field of them."""
     reasons: dict[str, str | None] = {}
     for each in error.errors():
-        # `body`, and names of union members and validators, stand in `loc` beside the field.
-        place = [str(part) for part in each["loc"] if part != "body"]
-        param = place[0] if place else None
+        # `loc` begins with "body". Names of union members and validators stand in it too, but not
+        # in front of the number of an item; those of bodies have a space.
+        param, *inner = [part for part in map(str, each["loc"][1:]) if " " not in part] or [""]
+        place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
         message = _IN_JSON.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
         if isinstance(given, str | int | float) and len(repr(given)) <= MAX_SHOWN:
             message += f", got {json.dumps(given)}"
-        reasons.setdefault(f"{param}: {message}" if param else message, param)
+        reasons.setdefault(f"{place}: {message}" if param else message, param or None)
         if len(reasons) > MAX_REASONS:
             break
     shown = list(reasons)[:MAX_REASONS] + ["…"] * (len(reasons) > MAX_REASONS)
-    param = next(iter(reasons.values()), None)
-    return RequestError(400, "; ".join(shown), param=param, code="invalid_value")
+    first = next(iter(reasons.values()), None)
+    return RequestError(400, "; ".join(shown), param=first, code="invalid_value")
 
 
 def model_not_found(model: str | None, pipeline: str) -> RequestError:

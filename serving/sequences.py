@@ -17,15 +17,19 @@ MAX_STEP_TOKENS = 16
 streams for longer at a time."""
 
 
-def encode_prompt(live: LiveRelease, prompt: str | list[int], param: str) -> tuple[int, ...]:
+def encode_prompt(
+    live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
+) -> tuple[int, ...]:
     """Token ids of a prompt. Raises RequestError for none, or for ids that the network lacks."""
-    token_ids = live.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+    if isinstance(prompt, str):
+        token_ids = live.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    else:
+        token_ids = tuple(prompt)
     check_token_ids(live, token_ids, param)
     if not token_ids:
         raise RequestError(
             400,
-            f"{param}: empty, and this release's tokenizer puts no token before a text; "
-            "give at least one token",
+            f"{param}: empty, and no token is put before a text here; give at least one token",
             param=param,
             code="empty_prompt",
         )
@@ -154,6 +158,8 @@ class Delta:
     num_cached_tokens: int = 0
     """Of the prompt, found in the engine's cache; on the first delta."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string, or the one of the request's `stop_token_ids`, that ended the sequence."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
@@ -166,6 +172,7 @@ class Sequence:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def add(self, delta: Delta) -> None:
@@ -173,7 +180,8 @@ class Sequence:
         self.tokens += delta.tokens
         self.num_tokens += delta.num_tokens
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
@@ -186,10 +194,14 @@ class Sequence:
 class TextReader:
     """Reads the steps of one sequence: detokenises, cuts at stop strings, places the logprobs."""
 
-    def __init__(self, live: LiveRelease, generation: Generation, stops: tuple[str, ...]) -> None:
-        self._detokenizer = Detokenizer(live.tokenizer, generation.prompt)
-        self._stop_strings = StopStrings(stops)
+    def __init__(self, live: LiveRelease, generation: Generation, request: SamplingRequest) -> None:
+        self._detokenizer = Detokenizer(
+            live.tokenizer, generation.prompt, skip_special_tokens=request.skip_special_tokens
+        )
+        self._includes_stop = request.include_stop_str_in_output
+        self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
         self._stop_ids = frozenset(generation.stop_token_ids)
+        self._own_stop_ids = self._stop_ids - set(live.tokenizer.eos_token_ids)
         self._min_tokens = generation.min_tokens
         self._wants_logprobs = generation.num_logprobs is not None
         self._num_seen = 0
@@ -202,7 +214,7 @@ class TextReader:
     def read(self, step: Step) -> Delta:
         """What is certain after `step`. The sequence is over once it has a `finish_reason`."""
         text = ""
-        stopped = False
+        stop: str | int | None = None
         num_tokens = 0
         for position, token_id in enumerate(step.token_ids):
             num_tokens += 1
@@ -211,19 +223,24 @@ class TextReader:
             if self._wants_logprobs:
                 self._held.append(_token_text(step, position, token_id, self._length))
             is_stop_token = is_end and token_id in self._stop_ids
-            piece = "" if is_stop_token else self._detokenizer.add(token_id)
+            is_shown = self._includes_stop or not is_stop_token
+            piece = self._detokenizer.add(token_id) if is_shown else ""
             self._length += len(piece)
             if self._num_seen < self._min_tokens:
                 text += piece
                 continue
-            safe, stopped = self._stop_strings.add(piece)
+            safe, stop = self._stop_strings.add(piece)
             text += safe
-            if stopped:
+            if stop is not None:
                 break
+        stopped = stop is not None
         finish_reason = "stop" if stopped else step.finish_reason
         if finish_reason is not None and not stopped:
-            safe, stopped = self._stop_strings.add(self._detokenizer.flush())
+            safe, stop = self._stop_strings.add(self._detokenizer.flush())
+            stopped = stop is not None
             text += safe if stopped else safe + self._stop_strings.flush()
+            if not stopped and finish_reason == "stop" and step.token_ids:
+                stop = step.token_ids[-1] if step.token_ids[-1] in self._own_stop_ids else None
             finish_reason = "stop" if stopped else finish_reason
         self._given += len(text)
         gives_all = finish_reason is not None and not stopped
@@ -235,6 +252,7 @@ class TextReader:
             num_tokens=num_tokens,
             num_cached_tokens=step.num_cached_tokens,
             finish_reason=finish_reason,
+            stop_reason=stop,
             prompt_logprobs=step.prompt_logprobs,
         )
 
@@ -247,7 +265,7 @@ def _token_text(step: Step, position: int, token_id: int, offset: int) -> TokenT
 
 
 async def generate(
-    engine: Engine, live: LiveRelease, generations: list[Generation], stops: tuple[str, ...]
+    engine: Engine, live: LiveRelease, generations: list[Generation], request: SamplingRequest
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """Deltas of all sequences as they come, each with the number of its sequence.
 
@@ -255,7 +273,7 @@ async def generate(
     Raises EngineError.
     """
     if len(generations) == 1:
-        async with aclosing(_deltas(engine, live, generations[0], stops)) as deltas:
+        async with aclosing(_deltas(engine, live, generations[0], request)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
@@ -263,7 +281,7 @@ async def generate(
 
     async def pump(number: int, generation: Generation) -> None:
         try:
-            async with aclosing(_deltas(engine, live, generation, stops)) as deltas:
+            async with aclosing(_deltas(engine, live, generation, request)) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((number, delta))
             queue.put_nowait(None)
@@ -288,9 +306,9 @@ async def generate(
 
 
 async def _deltas(
-    engine: Engine, live: LiveRelease, generation: Generation, stops: tuple[str, ...]
+    engine: Engine, live: LiveRelease, generation: Generation, request: SamplingRequest
 ) -> AsyncGenerator[Delta, None]:
-    reader = TextReader(live, generation, stops)
+    reader = TextReader(live, generation, request)
     steps = engine.generate(live.id, generation)
     try:
         async for step in steps:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from serving.engines.torch_engine.settings import TorchSettings
 from serving.engines.vllm_settings import VllmSettings
+from serving.tool_calls import FormatName
 
 
 class ServingSettings(BaseModel):
@@ -26,12 +27,17 @@ class ServingSettings(BaseModel):
     """How vLLM is started, and how its weights are replaced."""
     upstream: str = "http://127.0.0.1:30000"
     """The URL of the SGLang server. It must see the releases under the same paths."""
+    tool_format: FormatName | Literal["auto"] = "auto"
+    """How the model writes calls of tools. `auto` looks at the chat template of each release."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The type of number to compute in. A release must have a probe bound for it."""
     api_key: SecretStr | None = None
     """The bearer token for `/v1`. Unset: everyone who reaches the port may send requests."""
     api_key_file: Path | None = None
     """A file with more such tokens, one per line. Empty lines and `#` comments are skipped."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages a browser lets read the answers, such as `https://chat.example.com`; `*`
+    for all. Without any, only pages of this server can."""
     request_seconds: float = Field(default=600, gt=0)
     """Time limit of one answer. After that a request gets 504, and a stream an error event."""
     max_queue: int = Field(default=256, ge=1)

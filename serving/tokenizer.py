@@ -58,7 +58,9 @@ class ReleaseTokenizer:
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        # `encode` keeps the interpreter's lock: no other thread would run meanwhile.
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(found.ids)
 
     def decode(
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
@@ -71,6 +73,10 @@ class ReleaseTokenizer:
         """Tokens that no text shows, such as the one at its end."""
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is a token that `decode` leaves out."""
+        return self.tokenizer.token_to_id(text) in self.special_ids
 
     def token_text(self, token_id: int) -> str:
         """How one token is called in `logprobs`, special ones too."""

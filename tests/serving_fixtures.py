@@ -82,6 +82,7 @@ def echo_release(
     chat_template: str | None = None,
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int | None = None,
+    context: int = CONTEXT,
 ) -> Release:
     """A release for the echo engine; its probe is right, or off by `probe_shift`."""
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +94,7 @@ def echo_release(
         config = {
             "model_type": "echo",
             "vocab_size": 257,
-            "max_position_embeddings": CONTEXT,
+            "max_position_embeddings": context,
             "eos_token_id": EOS,
         }
         (files_dir / "config.json").write_text(json.dumps(config))

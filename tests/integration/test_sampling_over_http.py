@@ -144,6 +144,10 @@ def test_a_wrong_field_of_completions_is_named(
     assert error["param"] == param and said in error["message"]
 
 
+TOOL = {"type": "function", "function": {"name": "add"}}
+NAMED = {"type": "function", "function": {"name": "sub"}}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
@@ -156,7 +160,22 @@ def test_a_wrong_field_of_completions_is_named(
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "20, got 21"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"n": 129}, "n", "more than 128 sequences"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
+        ({"tools": [TOOL]}, "tools", "shows none to the model"),
+        ({"tool_choice": "required"}, "tool_choice", "only none and auto"),
+        ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "only none and auto"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "field of the request",
+        ),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "together with add_generation_prompt",
+        ),
+        ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
+        ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"functions": [{"name": "add"}]}, "functions", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
     ],

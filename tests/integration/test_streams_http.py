@@ -37,7 +37,7 @@ def streamed(http: httpx.Client, route: str, body: dict[str, Any]) -> list[dict[
 
 def joined_completions(chunks: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
     choices: list[dict[str, Any]] = [
-        {"index": index, "text": "", "logprobs": {}, "finish_reason": None}
+        {"index": index, "text": "", "logprobs": {}, "finish_reason": None, "stop_reason": None}
         for index in range(number)
     ]
     for chunk in chunks:
@@ -46,6 +46,7 @@ def joined_completions(chunks: list[dict[str, Any]], number: int) -> list[dict[s
             assert choice["finish_reason"] is None, "something came after the end"
             choice["text"] += each["text"]
             choice["finish_reason"] = each["finish_reason"]
+            choice["stop_reason"] = each["stop_reason"]
             for name, values in each["logprobs"].items():
                 choice["logprobs"][name] = choice["logprobs"].get(name, []) + values
     return choices

@@ -121,7 +121,7 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     finder = StopStrings(stops)
     given_out = ""
-    stopped = False
+    stopped: str | None = None
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         safe, stopped = finder.add(text[begin:end])
         given_out += safe
@@ -130,7 +130,7 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
     else:
         given_out += finder.flush()
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    assert stopped == bool(ends)
+    assert bool(stopped) == bool(ends)
     if not stopped:
         assert given_out == text
     else:

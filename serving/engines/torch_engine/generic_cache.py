@@ -25,7 +25,7 @@ from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What one forward pass reads and writes: as many new tokens for each of some slots."""
+    """What one forward pass reads and writes: new tokens of one slot, or one of each of many."""
 
     slots: Seq[int]
     """Ascending."""
@@ -47,12 +47,10 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def choose(self, rows: Rows) -> Tensor:
         """Positions of the new tokens, [slots, new tokens]."""
-        slots = torch.tensor(rows.slots, device=self._device)[:, None]
-        starts = torch.tensor(rows.starts, device=self._device)[:, None]
-        positions = starts + torch.arange(rows.num_new, device=self._device)
         for layer in self.layers:
-            layer.choose(rows, slots.expand_as(positions), positions)
-        return positions
+            layer.choose(rows)
+        starts = torch.tensor(rows.starts, device=self._device)[:, None]
+        return starts + torch.arange(rows.num_new, device=self._device)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -64,9 +62,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self._slots = slots
         self._shape = shape
 
-    def choose(self, rows: Rows, slots: Tensor, positions: Tensor) -> None:
+    def choose(self, rows: Rows) -> None:
         self._rows = rows
-        self._at = slots.reshape(-1), positions.reshape(-1)
+        if len(rows.slots) > 1:
+            self._places = self._slots.places(rows.slots, rows.starts)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The slots are there already."""
@@ -78,7 +77,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         sequence, and whatever lies behind the end of the shorter ones."""
         rows, size = self._rows, self._shape.head_dim
         new = torch.stack([_by_token(key_states, size), _by_token(value_states, size)], dim=1)
-        self._slots.write(0, *self._at, new)
+        if len(rows.slots) > 1:
+            self._slots.write_rows(0, self._places, new)
+        else:
+            self._slots.write_run(0, rows.slots[0], rows.starts[0], new)
         first, end = rows.slots[0], rows.slots[-1] + 1
         keys, values = self._slots.read(0, first, end, rows.longest)
         if end - first > len(rows.slots):

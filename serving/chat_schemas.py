@@ -1,0 +1,170 @@
+"""What `/v1/chat/completions` takes: messages, tools, and what `SamplingRequest` has."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from serving.openai_schemas import MAX_LOGPROBS, RequestBody, SamplingRequest
+from serving.unsupported_fields import UnsupportedChat
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    name: str
+    arguments: str = ""
+    """A JSON object, as text."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _arguments_are_an_object(cls, arguments: str) -> str:
+        if arguments and not isinstance(json.loads(arguments), dict):
+            raise ValueError("not a JSON object")
+        return arguments
+
+
+class MessageToolCall(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    """Of an earlier answer."""
+    tool_call_id: str | None = None
+    """Of a message with the role `tool`: which call it is the result of."""
+
+    @field_validator("content")
+    @classmethod
+    def _parts_are_text(cls, content: str | list[dict[str, Any]] | None) -> str | None:
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"content part {part.get('type')!r}: only text is supported")
+        return "".join(part["text"] for part in content)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """As templates read a message: no nulls, and arguments of calls are objects."""
+        found = {"content": "", **self.model_dump(exclude_none=True)}
+        for call in found.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        return found
+
+
+class Function(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments."""
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class ChatPrompt(RequestBody):
+    """What the chat template makes a prompt of."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    """null for true, except where the last message is continued."""
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """Whether the tokenizer puts its own besides those of the template."""
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the template."""
+    reasoning_effort: str | None = None
+    """A variable of the template, where templates have it."""
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """null for `auto` if there are tools."""
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _one_message_is_generated(cls, continues: bool, info: ValidationInfo) -> bool:
+        if continues and info.data.get("add_generation_prompt"):
+            raise ValueError("cannot be true together with add_generation_prompt")
+        return continues
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _variables_are_no_fields(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in ("messages", "tools", "documents", "continue_final_message", "chat_template"):
+            if kwargs and name in kwargs:
+                raise ValueError(f"{name} is a field of the request; give it there")
+        return kwargs
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _model_decides(cls, choice: str | NamedTool | None) -> str | NamedTool | None:
+        # Nothing here makes a model call a tool.
+        if choice not in (None, "none", "auto"):
+            raise ValueError("only none and auto are supported")
+        return choice
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def generates_a_message(self) -> bool:
+        """Whether a new message begins behind the prompt."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = False
+    """Whether the answer begins with the last message, if the same role continues it."""
+    parallel_tool_calls: bool | None = None
+    """false for at most one call; null and true are the same."""
+    response_format: dict[str, Any] | None = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs: true")
+        return number
+
+    @field_validator("response_format")
+    @classmethod
+    def _a_response_is_text(cls, format: dict[str, Any] | None) -> dict[str, Any] | None:
+        if format and format.get("type") != "text":
+            raise ValueError("only text is supported")
+        return format
