@@ -119,3 +119,11 @@ class Release(_Record):
             counts[entry.dtype] += math.prod(entry.shape)
         [(most, _)] = counts.most_common(1) or [("F32", 0)]
         return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
+
+    @property
+    def named_tensors(self) -> dict[str, TensorEntry]:
+        """`tensors`, and each alias with what it stands for."""
+        aliases = {
+            alias: self.tensors[name] for alias, name in self.tied.items() if name in self.tensors
+        }
+        return {**self.tensors, **aliases}

@@ -8,6 +8,7 @@ the CPU the operating system does the paging, as a GPU's driver does for vAttent
 import math
 import mmap
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +21,23 @@ def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
     row_bytes = head_dim * dtype.itemsize
     whole = math.lcm(row_bytes, mmap.PAGESIZE) // row_bytes
     return whole * -(-_LEAST_BLOCK_TOKENS // whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """What a layer keeps of each token."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers that a slot has for a key, and for a value."""
+        return max(self.key_size, self.value_size)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_heads * self.head_dim * dtype.itemsize
 
 
 class KeyValueSlots:

@@ -1,10 +1,12 @@
 """From a release's folder to a runner that holds it. It runs on a thread that yields to others."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from serving.engines.torch_engine.loading import Loader, UnitPool
 from serving.engines.torch_engine.runner import Room, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import KeyValueSlots, block_tokens
+from serving.weights.network import context_length
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
@@ -83,7 +86,8 @@ def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
-    loader.check(units, llama_units.ties(shape))
+    ignored = llama_units.ignored(loader.release.tensors)
+    loader.check(units, llama_units.ties(shape), ignored)
     room = _room(
         settings,
         shape.context,
@@ -94,13 +98,52 @@ def _load_llama(
     )
     _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
     loaded = loader.load(units)
+    slots = _slots(
+        loader,
+        room,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    runner = llama.LlamaRunner(shape, loaded.units, slots, room=room, device=loader.device)
+    return runner, loaded.read_bytes, loaded.shared_bytes
+
+
+def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
+    network: Any = generic.build_network(loader.folder)
+    sources = generic.find_sources(network, loader.release)
+    units = generic.units(sources)
+    loader.check(units, sources.ties, sources.ignored)
+    shapes = generic.layer_shapes(loader.folder)
+    room = _room(
+        settings,
+        context_length(network.config),
+        block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in shapes)),
+        token_bytes=sum(each.token_bytes(loader.dtype) for each in shapes),
+        is_paged=loader.device.type == "cpu",
+    )
+    _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
+    loaded = loader.load(units)
+    layers = [
+        _slots(loader, room, num_layers=1, num_kv_heads=each.num_heads, head_dim=each.head_dim)
+        for each in shapes
+    ]
+    runner = generic.TransformersRunner(
+        network, loaded.units, layers, shapes, room=room, device=loader.device
+    )
+    return runner, loaded.read_bytes, loaded.shared_bytes
+
+
+def _slots(
+    loader: Loader, room: Room, *, num_layers: int, num_kv_heads: int, head_dim: int
+) -> KeyValueSlots:
     try:
-        slots = KeyValueSlots(
-            num_layers=shape.num_layers,
+        return KeyValueSlots(
+            num_layers=num_layers,
             num_slots=room.num_slots,
-            num_kv_heads=shape.num_kv_heads,
+            num_kv_heads=num_kv_heads,
             num_tokens=room.blocks(room.context) * room.block_tokens,
-            head_dim=shape.head_dim,
+            head_dim=head_dim,
             dtype=loader.dtype,
             device=loader.device,
         )
@@ -110,25 +153,6 @@ def _load_llama(
             f"them ({error}); lower max_batch or max_context under [serving.torch], or raise the "
             "limit of virtual memory (ulimit -v)"
         ) from error
-    runner = llama.LlamaRunner(shape, loaded.units, slots, room=room, device=loader.device)
-    return runner, loaded.read_bytes, loaded.shared_bytes
-
-
-def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
-    network = generic.build_network(loader.folder)
-    units = generic.units(network, loader.release.tensors)
-    loader.check(units, generic.ties(units))
-    room = _room(
-        settings,
-        generic.context(network),
-        block_tokens=generic.BLOCK_TOKENS,
-        token_bytes=generic.token_bytes(network, loader.dtype),
-        is_paged=True,
-    )
-    _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
-    loaded = loader.load(units)
-    runner = generic.TransformersRunner(network, loaded.units, room=room, device=loader.device)
-    return runner, loaded.read_bytes, loaded.shared_bytes
 
 
 def _room(
