@@ -113,7 +113,6 @@ class ChatRequest(SamplingRequest, UnsupportedChat):
     """null for `auto` if there are tools."""
     parallel_tool_calls: bool | None = None
     """false for at most one call; null and true are the same."""
-    response_format: dict[str, Any] | None = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -144,13 +143,6 @@ class ChatRequest(SamplingRequest, UnsupportedChat):
         if choice not in (None, "none", "auto"):
             raise ValueError("only none and auto are supported")
         return choice
-
-    @field_validator("response_format")
-    @classmethod
-    def _a_response_is_text(cls, format: dict[str, Any] | None) -> dict[str, Any] | None:
-        if format and format.get("type") != "text":
-            raise ValueError("only text is supported")
-        return format
 
     @property
     def offered_tools(self) -> list[Tool]:

@@ -177,7 +177,7 @@ NAMED = {"type": "function", "function": {"name": "sub"}}
         ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"functions": [{"name": "add"}]}, "functions", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(
