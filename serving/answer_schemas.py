@@ -134,6 +134,22 @@ class ModelsAnswer(_Answer):
     data: list[ModelAnswer]
 
 
+class TokenizeAnswer(_Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(_Answer):
+    prompt: str
+
+
+class VersionAnswer(_Answer):
+    version: str
+    """Of this server, not of its engine."""
+
+
 class LiveAnswer(_Answer):
     status: Literal["ok", "dead"]
     reason: str | None = None

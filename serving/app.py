@@ -2,12 +2,14 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
@@ -15,12 +17,20 @@ from starlette.exceptions import HTTPException
 
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answers
-from serving.answer_schemas import ERRORS, HealthAnswer, LiveAnswer, ModelAnswer, ModelsAnswer
+from serving.answer_schemas import (
+    ERRORS,
+    HealthAnswer,
+    LiveAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    VersionAnswer,
+)
 from serving.api_keys import bearer_of, check_api_key, is_one_of, load_api_keys, wrong_token
 from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
+from serving.http.request_ids import RequestIds
 from serving.metrics import Metrics
 from serving.request_errors import (
     RETRY_AFTER_SECONDS,
@@ -31,6 +41,7 @@ from serving.request_errors import (
 from serving.settings import ServingSettings
 from serving.swap import Swapper
 from serving.swap_schemas import SwapRequest, SwapResult
+from serving.token_routes import add_token_routes
 
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
 
@@ -78,6 +89,15 @@ def create_app(
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestIds)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     app.state.admission = admission
     _add_error_handlers(app, metrics)
 
@@ -100,6 +120,7 @@ def create_app(
     )
     add_completions(keyed, answers)
     add_chat(keyed, answers)
+    add_token_routes(keyed, answers)
     _add_models(keyed, answers)
     admin = APIRouter(route_class=json_routes(check_swap))
     _add_swap(admin, swapper)
@@ -167,6 +188,7 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
             return JSONResponse({"status": "dead", "reason": str(error)}, 503)
         return JSONResponse({"status": "ok"})
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
     async def health() -> Response:
         """Whether to send requests here."""
@@ -192,6 +214,16 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
                 ),
             }
         )
+
+    @app.get("/ping", response_class=Response, responses={503: {"description": "Not now"}})
+    @app.post("/ping", response_class=Response, responses={503: {"description": "Not now"}})
+    async def ping() -> Response:
+        """The status of `/health` alone, as SageMaker asks for it."""
+        return Response(status_code=(await health()).status_code)
+
+    @app.get("/version")
+    async def show_version() -> VersionAnswer:
+        return VersionAnswer(version=version("hotpush"))
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
-from serving.chat_schemas import ChatRequest
+from serving.chat_schemas import ChatPrompt, ChatRequest
 from serving.chat_template import ChatTemplateError
 from serving.engine import Generation
 from serving.request_errors import RequestError
@@ -181,7 +181,7 @@ def _tool_format(live: LiveRelease, settings: ServingSettings) -> ToolFormat:
     return format_of("" if template is None else template.source)
 
 
-def encode_chat(request: ChatRequest, live: LiveRelease) -> tuple[int, ...]:
+def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     """Token ids of the prompt that the release's template makes. Raises RequestError."""
     template = live.tokenizer.chat_template
     if template is None:

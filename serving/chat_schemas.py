@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from serving.openai_schemas import MAX_LOGPROBS, SamplingRequest
+from serving.openai_schemas import MAX_LOGPROBS, RequestBody, SamplingRequest
 from serving.unsupported_fields import UnsupportedChat
 
 
@@ -90,14 +90,10 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
-class ChatRequest(SamplingRequest, UnsupportedChat):
+class ChatPrompt(RequestBody):
+    """What the chat template makes a prompt of."""
+
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = False
-    """Whether the answer begins with the last message, if the same role continues it."""
     add_generation_prompt: bool | None = None
     """null for true, except where the last message is continued."""
     continue_final_message: bool = False
@@ -111,15 +107,6 @@ class ChatRequest(SamplingRequest, UnsupportedChat):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """null for `auto` if there are tools."""
-    parallel_tool_calls: bool | None = None
-    """false for at most one call; null and true are the same."""
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
-        if number is not None and not info.data.get("logprobs", True):
-            raise ValueError("needs logprobs: true")
-        return number
 
     @field_validator("continue_final_message")
     @classmethod
@@ -155,3 +142,21 @@ class ChatRequest(SamplingRequest, UnsupportedChat):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
+
+
+class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = False
+    """Whether the answer begins with the last message, if the same role continues it."""
+    parallel_tool_calls: bool | None = None
+    """false for at most one call; null and true are the same."""
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and not info.data.get("logprobs", True):
+            raise ValueError("needs logprobs: true")
+        return number

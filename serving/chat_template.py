@@ -26,10 +26,13 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
+    ) -> None:
         """`special_tokens` maps names such as `bos_token`, which templates use, to texts.
+        `with_tools` is the template for requests with tools, where that is another one.
 
-        Raises ReleaseError if `source` is not a template.
+        Raises ReleaseError if one of the two is not a template.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -41,13 +44,14 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         try:
             self._template = environment.from_string(source)
-            self.variables = meta.find_undeclared_variables(environment.parse(source))
+            self._with_tools = environment.from_string(with_tools or source)
+            self.source = source + (with_tools or "")
+            self.variables = meta.find_undeclared_variables(environment.parse(self.source))
             """All that it reads, such as `messages` and `tools`."""
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
-        used = [token for name, token in special_tokens.items() if name in source]
-        self.source = source
-        self.texts = "".join([source, *used])
+        used = [token for name, token in special_tokens.items() if name in self.source]
+        self.texts = "".join([self.source, *used])
         """All that it may put into a prompt of its own."""
         self._special_tokens = dict(special_tokens)
 
@@ -82,7 +86,8 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            prompt = self._template.render(variables)
+            template = self._template if tools is None else self._with_tools
+            prompt = template.render(variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ChatTemplateError(str(error)) from None
         return _up_to_the_mark(prompt) if continue_final_message else prompt

@@ -59,10 +59,22 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingRequest(Constraints, Unsupported):
-    """What both routes take."""
-
+class RequestBody(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None or info.field_name is None:
+            return value
+        field = cls.model_fields[info.field_name]
+        may_be_null = type(None) in get_args(field.annotation)
+        return None if may_be_null or field.is_required() else field.default
+
+
+class SamplingRequest(RequestBody, Constraints, Unsupported):
+    """What both routes take. Of what is null, from `temperature` to `repetition_penalty`, the
+    release's generation_config.json says the default."""
 
     model: str | None = None
     n: int = Field(default=1, ge=1)
@@ -73,31 +85,22 @@ class SamplingRequest(Constraints, Unsupported):
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     """No other tokens are generated."""
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
-    temperature: float = Field(default=1.0, ge=0, le=2)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
     """0 and -1 mean no limit."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
-    """Stands in the `id` of the answer, unless the header `X-Request-Id` does."""
+    """Stands in the `id` of the answer, in place of `X-Request-Id`."""
     user: str | None = None
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
-        if value is not None or info.field_name is None:
-            return value
-        field = cls.model_fields[info.field_name]
-        may_be_null = type(None) in get_args(field.annotation)
-        return None if may_be_null or field.is_required() else field.default
 
     @field_validator("stop")
     @classmethod

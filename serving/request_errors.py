@@ -63,8 +63,8 @@ def from_validation(error: RequestValidationError) -> RequestError:
     reasons: dict[str, str | None] = {}
     for each in error.errors():
         # `loc` begins with "body". Names of union members and validators stand in it too, but not
-        # in front of the number of an item.
-        param, *inner = map(str, each["loc"][1:] or [""])
+        # in front of the number of an item; those of bodies have a space.
+        param, *inner = [part for part in map(str, each["loc"][1:]) if " " not in part] or [""]
         place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
         message = _IN_JSON.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]

@@ -82,20 +82,29 @@ def make_generations(
         stop_token_ids += live.tokenizer.eos_token_ids
     allowed = None if request.allowed_token_ids is None else tuple(request.allowed_token_ids)
     check_token_ids(live, allowed or (), "allowed_token_ids")
-    new_tokens = room if max_tokens is None else max_tokens
+    defaults = live.tokenizer.sampling_defaults
+    if max_tokens is None:
+        max_tokens = min(room, int(defaults.get("max_tokens", room)))
+
+    def chosen(name: str, neutral: float) -> float:
+        """What the request says, else the release, else OpenAI."""
+        asked: float | None = getattr(request, name)
+        return defaults.get(name, neutral) if asked is None else asked
+
+    top_k = int(chosen("top_k", 0))
     return [
         Generation(
             prompt=prompt,
-            max_tokens=new_tokens,
-            min_tokens=min(request.min_tokens, new_tokens),
-            temperature=request.temperature,
-            top_p=request.top_p,
+            max_tokens=max_tokens,
+            min_tokens=min(request.min_tokens, max_tokens),
+            temperature=chosen("temperature", 1.0),
+            top_p=chosen("top_p", 1.0),
             # More than there are is no limit; and not every engine can carry any number.
-            top_k=request.top_k if 0 < request.top_k < live.tokenizer.vocab_size else 0,
-            min_p=request.min_p,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
+            top_k=top_k if 0 < top_k < live.tokenizer.vocab_size else 0,
+            min_p=chosen("min_p", 0.0),
+            presence_penalty=chosen("presence_penalty", 0.0),
+            frequency_penalty=chosen("frequency_penalty", 0.0),
+            repetition_penalty=chosen("repetition_penalty", 1.0),
             logit_bias=bias,
             # With one seed for all, `n` sequences would be one sequence n times.
             seed=None if request.seed is None else _within_64_bits(request.seed + number),
@@ -191,7 +200,7 @@ class TextReader:
 
     def __init__(self, live: LiveRelease, generation: Generation, request: SamplingRequest) -> None:
         self._detokenizer = Detokenizer(
-            live.tokenizer, skip_special_tokens=request.skip_special_tokens
+            live.tokenizer, generation.prompt, skip_special_tokens=request.skip_special_tokens
         )
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStrings(request.stops, include=self._includes_stop)

@@ -35,6 +35,9 @@ class ServingSettings(BaseModel):
     """The bearer token for `/v1`. Unset: everyone who reaches the port may send requests."""
     api_key_file: Path | None = None
     """A file with more such tokens, one per line. Empty lines and `#` comments are skipped."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages a browser lets read the answers, such as `https://chat.example.com`; `*`
+    for all. Without any, only pages of this server can."""
     request_seconds: float = Field(default=600, gt=0)
     """Time limit of one answer. After that a request gets 504, and a stream an error event."""
     max_queue: int = Field(default=256, ge=1)

@@ -28,6 +28,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
 from vllm.tokenizers import get_tokenizer
@@ -152,7 +153,7 @@ class VllmProcess:
                     yield step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"vLLM stopped: {_line(error)}") from error
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             if generation.grammar is not None:
                 param = generation.grammar.param
                 raise GenerationRefused(_line(error), param=param) from error

@@ -1,6 +1,7 @@
 """From `Generation` to vLLM's sampling parameters, and from vLLM's outputs to `Step`."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -117,7 +118,10 @@ def _logprobs(
 
 def _logprob(token_id: int, found: Mapping[int, Any], num_top: int) -> TokenLogprob:
     """`found` has the most probable tokens, and `token_id` whether it is one of them or not."""
-    best = sorted(found.items(), key=lambda item: -item[1].logprob)[:num_top]
+    # What a grammar does not allow has no probability, for vLLM's logprobs are those of the tokens
+    # that it allows.
+    possible = [item for item in found.items() if item[1].logprob > -math.inf]
+    best = sorted(possible, key=lambda item: -item[1].logprob)[:num_top]
     return TokenLogprob(
         token_id=token_id,
         logprob=found[token_id].logprob,

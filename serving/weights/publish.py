@@ -36,6 +36,7 @@ from serving.weights.release_store import (
     release_lock,
     sweep_locked,
 )
+from serving.weights.verify import check_network
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +168,8 @@ def _publish(
                 tied=weights.tied or tied_head(folder, weights.tensors),
                 probe=probe,
             )
+            if reasons := check_network(folder, release):
+                raise ReleaseError(*reasons)
             _write(folder / RELEASE_FILE, release.model_dump_json(indent=2) + "\n")
             fsync_dir(folder)
             os.rename(folder, pipeline_dir / release.id)

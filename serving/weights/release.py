@@ -107,3 +107,11 @@ class Release(_Record):
     probe: Probe | None = None
     """None if the release was published by hand without a probe; the server then serves it without
     comparing logprobs."""
+
+    @property
+    def named_tensors(self) -> dict[str, TensorEntry]:
+        """`tensors`, and each alias with what it stands for."""
+        aliases = {
+            alias: self.tensors[name] for alias, name in self.tied.items() if name in self.tensors
+        }
+        return {**self.tensors, **aliases}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.errors import ReleaseError
+from serving.weights import network
 from serving.weights.checkpoint_folder import files_digest
 from serving.weights.digests import tensor_digest
 from serving.weights.headers import DTYPE_BYTES, digest_file, mapped_shard, read_header
@@ -199,6 +200,30 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
                     f"{listed.dtype} {list(listed.shape)}"
                 )
     return reasons
+
+
+def check_network(folder: Path, release: Release) -> tuple[str, ...]:
+    """The reasons why no engine could serve these tensors as the network of config.json. For
+    publishing: an engine checks the same when it loads a release.
+
+    `transformers`, which takes seconds to import, is asked about all architectures but Llama. A
+    config without `architectures` says nothing of a network, and nothing is checked. Quantised
+    weights are not checked either, since they have other tensors.
+    """
+    reasons = _check_config(folder, release)
+    config = json.loads((folder / "config.json").read_bytes())
+    if (
+        reasons
+        or not config.get("architectures")
+        or config.get("quantization_config") is not None
+        or _shapes_by_config(config)
+    ):
+        return tuple(reasons)
+    try:
+        network.sources(network.build_network(folder, is_empty=True), release.named_tensors)
+    except ReleaseError as error:
+        return error.reasons
+    return ()
 
 
 def _check_config(folder: Path, release: Release) -> list[str]:

@@ -24,14 +24,19 @@ KEY = "api-secret"
 STATUSES = {
     ("GET", "/live"): (200,),
     ("GET", "/health"): (200,),
+    ("GET", "/ping"): (200,),
+    ("POST", "/ping"): (200,),
+    ("GET", "/version"): (200,),
     ("GET", "/metrics"): (200,),
+    ("POST", "/tokenize"): (200, 400, 401, 404),
+    ("POST", "/detokenize"): (200, 400, 401, 404),
     ("GET", "/v1/models"): (200, 401),
     ("GET", "/v1/models/{model}"): (200, 401, 404),
     ("POST", "/v1/completions"): (200, 400, 401, 404),
     ("POST", "/v1/chat/completions"): (200, 400, 401, 404),
     ("POST", "/admin/swap"): (200, 400, 401, 403, 422),
 }
-OPEN = {"/live", "/health", "/metrics"}
+OPEN = {"/live", "/health", "/ping", "/version", "/metrics"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("num_examples", [5, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("route", STATUSES, ids=lambda route: route[1])
+@pytest.mark.parametrize("route", STATUSES, ids=" ".join)
 def test_no_answer_is_a_5xx_or_undocumented(
     server: Server, route: tuple[str, str], num_examples: int
 ) -> None:

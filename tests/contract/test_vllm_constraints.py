@@ -21,4 +21,4 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 class TestVllmEngine(ConstrainedAnswers):
-    pass
+    has_own_logprobs = False

@@ -103,9 +103,30 @@ def test_fields_nobody_knows_and_nulls_are_ignored(server: Server) -> None:
 def test_every_error_has_one_shape(
     server: Server, method: str, path: str, content: bytes, status: int
 ) -> None:
-    answer = httpx.request(method, server.url + path, content=content, verify=False)
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.request(
+        method, server.url + path, content=content, headers=headers, verify=False
+    )
     assert answer.status_code == status, answer.text
     assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("given", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_what_a_browser_sends_to_other_sites_unasked_is_refused(
+    server: Server, given: str | None
+) -> None:
+    headers = {} if given is None else {"Content-Type": given}
+    content = b'{"prompt": "Hi"}'
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert "Content-Type must be application/json" in answer.json()["error"]["message"]
+
+
+def test_a_list_of_wrong_values_is_one_error(server: Server) -> None:
+    body = {**GOOD, "stop_token_ids": ["x"] * 30_000, "logit_bias": {"y": 1}, "n": 0, "top_p": 9}
+    error = server.post(**body).json()["error"]
+    assert len(error["message"]) < 1000
+    assert "stop_token_ids.0" in error["message"] and "top_p" in error["message"]
 
 
 def test_another_release_than_the_live_one_can_be_excluded(server: Server) -> None:

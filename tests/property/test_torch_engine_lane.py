@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
 from serving.engines.torch_engine.lane import Lane
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.runner import Batch, Room
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
@@ -29,39 +29,48 @@ def next_token(tokens: list[int]) -> int:
 class RememberingRunner:
     """Slots that hold the tokens themselves, and complain of every slot used wrongly."""
 
-    context = CONTEXT
     vocab_size = VOCAB
 
-    def __init__(self, num_slots: int, max_tokens: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, room: Room, max_tokens: int, *, shares_prefixes: bool) -> None:
+        self.room = room
+        self.shares_prefixes = shares_prefixes
         self._max_tokens = max_tokens
-        self._slots: list[list[int]] = [[] for _ in range(num_slots)]
+        self.slots: list[list[int]] = [[] for _ in range(room.num_slots)]
+        self.num_read = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        used = [*batch.slots, *(chunk.slot for chunk in batch.chunks)]
+        assert len(set(used)) == len(used) > 0
+        assert list(batch.slots) == sorted(batch.slots)
         rows = []
-        for slot, (token_id, length) in enumerate(zip(batch.token_ids, batch.lengths, strict=True)):
-            assert len(self._slots[slot]) == length < CONTEXT
-            self._slots[slot].append(token_id)
-            rows.append(next_token(self._slots[slot]))
+        for slot, token_id, length in zip(batch.slots, batch.token_ids, batch.lengths, strict=True):
+            assert len(self.slots[slot]) == length < CONTEXT
+            self.slots[slot].append(token_id)
+            rows.append(next_token(self.slots[slot]))
         assert sum(len(chunk.token_ids) for chunk in batch.chunks) <= self._max_tokens
-        for number, chunk in enumerate(batch.chunks):
-            assert chunk.slot == len(batch.token_ids) + number < self.num_slots
-            if chunk.start == 0:
-                self._slots[chunk.slot] = []
-            read = self._slots[chunk.slot]
-            assert len(read) == chunk.start
+        for chunk in batch.chunks:
+            read = self.slots[chunk.slot]
+            assert len(read) >= chunk.start
+            del read[chunk.start :]
             found = []
             for token_id in chunk.token_ids:
                 read.append(token_id)
                 found.append(next_token(read))
+            self.num_read += len(found)
             rows.extend(found[{"none": len(found), "last": -1, "all": 0}[chunk.wants] :])
+        assert sum(self.room.blocks(len(slot)) for slot in self.slots) <= self.room.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
 
     def warm_up(self) -> None: ...
 
-    def move(self, source: int, target: int, length: int) -> None:
-        assert len(self._slots[source]) == length
-        self._slots[target], self._slots[source] = self._slots[source], []
+    def cut(self, slot: int, length: int) -> None:
+        del self.slots[slot][length:]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        assert self.shares_prefixes
+        assert source != target
+        assert len(self.slots[source]) >= length
+        self.slots[target] = self.slots[source][:length]
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +80,20 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
+SHARED = tuple(number % VOCAB for number in range(7, 7 + CONTEXT))
+
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT).map(tuple),
+    # Prompts that begin alike, some of which end where others go on.
+    st.builds(
+        lambda shared, own: (SHARED[:shared] + tuple(own))[:CONTEXT],
+        st.integers(1, CONTEXT),
+        st.lists(st.integers(0, 2), max_size=3),
+    ),
+)
 generations = st.builds(
     Generation,
-    prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=CONTEXT).map(tuple),
+    prompt=prompts,
     max_tokens=st.integers(0, 12),
     temperature=st.just(0.0),
     stop_token_ids=st.sampled_from([(), (3,), (5, 6)]),
@@ -85,15 +105,37 @@ moves = st.lists(
 )
 
 
-@given(moves=moves, num_slots=st.integers(1, 4), max_tokens=st.integers(1, 30))
+@st.composite
+def rooms(draw: st.DrawFn) -> Room:
+    block_tokens = draw(st.sampled_from([1, 4, 16]))
+    least = -(-CONTEXT // block_tokens)
+    return Room(
+        num_slots=draw(st.integers(1, 6)),
+        num_blocks=draw(st.integers(least, 3 * least)),
+        block_tokens=block_tokens,
+        block_bytes=1,
+        context=CONTEXT,
+    )
+
+
+@given(
+    moves=moves,
+    room=rooms(),
+    max_batch=st.integers(1, 4),
+    max_tokens=st.integers(1, 30),
+    shares_prefixes=st.booleans(),
+)
 def test_each_sequence_gets_the_tokens_it_would_get_alone(
     moves: list[Generation | int | str],
-    num_slots: int,
+    room: Room,
+    max_batch: int,
     max_tokens: int,
+    shares_prefixes: bool,
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    settings = TorchEngineSettings(max_batch_tokens=max_tokens)
-    lane = Lane(RememberingRunner(num_slots, max_tokens), Sampler(), settings)
+    settings = TorchEngineSettings(max_batch_tokens=max_tokens, max_batch=max_batch)
+    runner = RememberingRunner(room, max_tokens, shares_prefixes=shares_prefixes)
+    lane = Lane(runner, Sampler(), settings)
     submitted: list[Sequence] = []
     answers: dict[Sequence, list[Step]] = {}
 

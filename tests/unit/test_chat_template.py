@@ -77,6 +77,12 @@ def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
         template.render(MESSAGES, continue_final_message=True)
 
 
+def test_a_template_for_tools_is_used_with_tools_only() -> None:
+    template = ChatTemplate("plain", {}, "{{ tools | length }}")
+    assert template.render(MESSAGES) == "plain"
+    assert template.render(MESSAGES, tools=TOOLS) == "1"
+
+
 def test_templates_run_in_a_sandbox() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(ChatTemplateError):

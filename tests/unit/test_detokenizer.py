@@ -1,6 +1,8 @@
 """Text that comes in tokens is the text that comes at once, and stop strings cut it the same."""
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,6 +61,46 @@ def test_text_comes_back_character_by_character(text: str) -> None:
 @given(st.lists(st.integers(0, 256), max_size=60))
 def test_any_bytes_are_said_as_they_are_said_at_once(token_ids: list[int]) -> None:
     assert "".join(pieces(BYTES, token_ids)) == BYTES.decode(token_ids)
+
+
+@given(st.lists(st.integers(0, 256), max_size=20), st.lists(st.integers(0, 256), max_size=60))
+def test_what_follows_a_prompt_is_said_as_it_is_said_at_once(
+    prompt: list[int], token_ids: list[int]
+) -> None:
+    detokenizer = Detokenizer(BYTES, prompt)
+    found = "".join([*map(detokenizer.add, token_ids), detokenizer.flush()])
+    if not BYTES.decode(prompt).endswith("\ufffd"):
+        assert found == BYTES.decode([*prompt, *token_ids])[len(BYTES.decode(prompt)) :]
+    else:
+        assert found == BYTES.decode(token_ids)
+
+
+def test_the_first_token_after_a_prompt_keeps_its_space() -> None:
+    tokenizer = metaspace()
+    detokenizer = Detokenizer(tokenizer, [1, 3])
+    assert [detokenizer.add(token_id) for token_id in (2, 1)] == [" b", " a"]
+
+
+def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
+    detokenizer = Detokenizer(BYTES, skip_special_tokens=False)
+    assert detokenizer.add(256) == "<eos>"
+    assert Detokenizer(BYTES).add(256) == ""
+
+
+@pytest.mark.parametrize("token_id", [BYTES.encode("€")[0], 256])
+def test_tokens_that_never_form_a_character_wait_for_few(token_id: int) -> None:
+    longest = 0
+
+    class Counting(ReleaseTokenizer):
+        def decode(self, token_ids: Any, **options: Any) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return super().decode(token_ids, **options)
+
+    counting = Counting(**{each.name: getattr(BYTES, each.name) for each in fields(BYTES)})
+    found = pieces(counting, [token_id] * 500)
+    assert "".join(found) == BYTES.decode([token_id] * 500)
+    assert longest <= 40
 
 
 def test_a_leading_space_is_kept_inside_a_text() -> None:

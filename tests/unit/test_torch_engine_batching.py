@@ -109,7 +109,7 @@ def test_a_step_beside_running_streams_keeps_to_its_seconds(
             await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
             async for _ in running:
                 pass
-            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
+            await ask(engine, published.id, greedy(prompt(100, seed=2), max_tokens=1))
             return [size for size in sizes if size[1]]
 
     # Nothing is known of the first: 16. Each of the next ones has 0.05 s at 2 ms a token.
@@ -130,12 +130,11 @@ def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
             sizes = take_2_ms_a_token(lane_of(engine, other.id)._runner, monkeypatch)
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
             await anext(running)
-            scored = greedy(prompt(100), max_tokens=0)
-            await ask(engine, other.id, scored)
+            await ask(engine, other.id, greedy(prompt(100), max_tokens=0))
             async for _ in running:
                 pass
             await until_idle(engine)
-            await ask(engine, other.id, scored)
+            await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
             return [count for _, count in sizes]
 
     # Each of two lanes has half of 0.1 s: 25 tokens at 2 ms.

@@ -1,6 +1,7 @@
 """The torch engine computes what `transformers` computes."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from serving.engines.torch_engine.architecture import llama_shape, read_config
+from serving.engines.torch_engine.architecture import LlamaShape, llama_shape, read_config
 from tests.torch_engine_fixtures import (
     VOCAB,
     ask,
@@ -218,3 +219,27 @@ def test_older_spelling_of_rope_is_read() -> None:
     assert shape is not None
     assert shape.rope["rope_type"] == "linear"
     assert (shape.rope["rope_theta"], shape.rope["factor"]) == (5000.0, 4.0)
+
+
+def test_a_config_that_says_little_has_the_defaults_of_its_architecture(tmp_path: Path) -> None:
+    said = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+    }
+
+    def shape(architecture: str, model_type: str, **more: Any) -> LlamaShape | None:
+        config = {**said, "architectures": [architecture], "model_type": model_type, **more}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return llama_shape(read_config(tmp_path))
+
+    # Its window of 4,096 is shorter than its context of 131,072.
+    assert shape("MistralForCausalLM", "mistral") is None
+    found = shape("Qwen3ForCausalLM", "qwen3", num_key_value_heads=4)
+    assert found is not None
+    wanted = Qwen3Config()
+    assert (found.head_dim, found.context) == (wanted.head_dim, wanted.max_position_embeddings)
+    assert found.rope["rope_theta"] == wanted.rope_parameters["rope_theta"]

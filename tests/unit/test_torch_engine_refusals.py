@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import GPT2Config
+from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
 from serving.engine import StageError
-from serving.engines.torch_engine import loading, staging
+from serving.engines.torch_engine import generic, loading, staging
 from serving.engines.torch_engine.engine import create_engine
-from serving.errors import ServingError
+from serving.errors import ReleaseError, ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
 from serving.weights.verify import verify_release
@@ -188,17 +188,13 @@ def test_a_head_that_is_missing_is_no_tie(says: bool | None, tmp_path: Path) -> 
     config |= {} if says is None else {"tie_word_embeddings": says}
     (source / "config.json").write_text(json.dumps(config))
 
-    release = publish_folder(tmp_path / "releases", source)
-    folder = tmp_path / "releases" / release.id
-    (reason,) = verify_release(folder)
-    assert reason.startswith("release.json: tensor lm_head.weight: missing")
+    with pytest.raises(ReleaseError, match=r"release\.json: tensor lm_head\.weight: missing"):
+        publish_folder(tmp_path / "releases", source)
 
     async def scenario() -> None:
-        as_it_is = manifest_of_folder(source, "answers")
         async with engine_with() as engine:
-            for asked in ((release, folder), (as_it_is, source)):
-                with pytest.raises(StageError, match=r"tensor lm_head\.weight: in no shard"):
-                    await engine.stage(*asked)
+            with pytest.raises(StageError, match=r"tensor lm_head\.weight: in no shard"):
+                await engine.stage(manifest_of_folder(source, "answers"), source)
 
     asyncio.run(scenario())
 
@@ -244,5 +240,19 @@ def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Publishe
 
     assert asyncio.run(scenario()) == 128
     assert asyncio.run(scenario(max_context=40)) == 40
-    # 512 bytes a token: there is room for 127, and so for four sequences of 31.
-    assert asyncio.run(scenario(kv_cache_bytes=65535)) == 31
+    # 512 bytes a token, in whole pages of each head: there is room for one block of 64.
+    assert asyncio.run(scenario(kv_cache_bytes=65535)) == 64
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4),
+        FalconH1Config(vocab_size=64, hidden_size=32, num_hidden_layers=1),
+    ],
+    ids=["alone", "beside attention"],
+)
+def test_a_network_that_keeps_a_state_is_refused(config: PreTrainedConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(StageError, match=r"keeps a state for each sequence.*vLLM may serve it"):
+        generic.layer_shapes(tmp_path)

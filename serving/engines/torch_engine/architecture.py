@@ -7,6 +7,8 @@ from typing import Any
 
 from serving.engine import StageError
 from serving.engines.torch_engine import rope
+from serving.errors import ReleaseError
+from serving.weights import network
 
 CONFIG_FILE = "config.json"
 _LLAMA_LIKE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -19,6 +21,12 @@ _REQUIRED = (
     "rms_norm_eps",
     "vocab_size",
 )
+_DEFAULTS_OF_ITS_OWN = {
+    "MistralForCausalLM": ("num_key_value_heads", "sliding_window"),
+    "Qwen2ForCausalLM": ("num_key_value_heads",),
+    "Qwen3ForCausalLM": ("num_key_value_heads", "head_dim"),
+}
+"""Settings whose default is not Llama's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +50,9 @@ class LlamaShape:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Raises StageError where the folder holds no configuration that can be read."""
+    """What config.json says; with the defaults of `transformers`, where a network like Llama leaves
+    out what its kind has a default of its own for. Raises StageError where the folder holds no
+    configuration that can be read."""
     path = folder / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -52,6 +62,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise StageError(f"{path}: holds a {type(config).__name__}, not an object")
     if "quantization_config" in config:
         raise StageError(f"{path}: quantised weights are not supported; publish plain ones")
+    kind = str(next(iter(config.get("architectures") or ()), None))
+    needed = (*_REQUIRED, *_DEFAULTS_OF_ITS_OWN.get(kind, ()))
+    if kind in _LLAMA_LIKE and any(key not in config for key in needed):
+        # `transformers` takes seconds to import, and few configurations need it.
+        try:
+            config = dict(network.load_config(folder).to_dict())
+        except ReleaseError as error:
+            raise StageError(*error.reasons) from error
     return config
 
 

@@ -124,7 +124,7 @@ class TorchEngine:
                 release=release,
                 folder=folder,
                 vocab_size=staged.runner.vocab_size,
-                context=staged.runner.context,
+                context=staged.runner.room.context,
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )

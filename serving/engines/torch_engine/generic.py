@@ -1,6 +1,9 @@
-"""Any causal network of `transformers`, through its own forward pass, one sequence at a time."""
+"""Any causal network of `transformers`, through its own forward pass."""
 
+import inspect
+import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -8,87 +11,112 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch
+from serving.engines.torch_engine.runner import Batch, Room
+from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 from serving.engines.torch_engine.units import Built, Part, Unit
+from serving.errors import ReleaseError
+from serving.weights import network
+from serving.weights.network import Sources
+from serving.weights.release import Release
+
+_log = logging.getLogger(__name__)
+
+_WITHOUT_POSITIONS = ("bloom", "mpt")
+"""Networks that add a bias to each key by its column (ALiBi, arXiv:2108.12409) in place of taking
+positions. Columns are positions here, so a batch of different lengths is right. Others that take no
+positions count them from the batch's length: their sequences are computed one by one."""
 
 
 def build_network(folder: Path) -> nn.Module:
-    """The network that `config.json` describes, its weights not yet set.
+    """The network of `config.json`, its weights not yet set. Raises StageError."""
+    return _built(folder, is_empty=False)
 
-    Raises StageError where `transformers` does not know it. No code of the release runs.
-    """
-    # Imported here: a Llama needs none of it, and it takes seconds.
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
 
+def _built(folder: Path, *, is_empty: bool) -> nn.Module:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with no_init_weights():
-            network: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            network.tie_weights()  # type: ignore[operator]
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise StageError(
-            f"{folder / 'config.json'}: transformers cannot build this architecture: {error}"
-        ) from error
-    return network.eval()
+        return network.build_network(folder, is_empty=is_empty)
+    except ReleaseError as error:
+        raise StageError(*error.reasons) from error
 
 
-def units(network: nn.Module, stored: Mapping[str, object]) -> dict[str, Unit]:
-    """A plain unit for every parameter and persistent buffer, named as in its state dict.
+def find_sources(built: nn.Module, release: Release) -> Sources:
+    """What each tensor of a network is made of. Raises StageError with every fault."""
+    try:
+        return network.sources(built, release.named_tensors)
+    except ReleaseError as error:
+        raise StageError(*error.reasons) from error
 
-    Of names that are tied to each other one is enough; `stored` says which are there.
-    """
-    found: dict[str, Unit] = {}
-    for names in _tied_names(network):
-        name = next((name for name in names if name in stored), names[0])
-        shape = tuple(network.state_dict()[name].shape)
-        unit = Unit(
-            kind="plain", parts=(Part(name=name, shape=shape),), build=lambda parts: parts[0]
+
+def units(sources: Sources) -> dict[str, Unit]:
+    """A unit for every parameter and persistent buffer, named as in the network's state dict."""
+    return {
+        name: Unit(
+            kind=source.kind,
+            parts=tuple(
+                Part(name=part, shape=shape)
+                for part, shape in zip(source.names, source.shapes, strict=True)
+            ),
+            build=source.convert,
         )
-        for alias in names:
-            found[alias] = unit
-    return found
+        for name, source in sources.by_tensor.items()
+    }
 
 
-def ties(units: Mapping[str, Unit]) -> dict[str, str]:
-    """Names of `units` that are another tensor's, which is enough."""
-    return {name: unit.parts[0].name for name, unit in units.items() if name != unit.parts[0].name}
+def layer_shapes(folder: Path) -> list[LayerShape]:
+    """What each layer keeps of a token. The network is run without weights, on shapes alone.
 
+    Raises StageError for a network that keeps something else.
+    """
+    from serving.engines.torch_engine.generic_cache import KeepsState, ShapeRecorder
 
-def _tied_names(network: nn.Module) -> list[list[str]]:
-    by_tensor: dict[int, list[str]] = {}
-    for name, tensor in network.state_dict(keep_vars=True).items():
-        by_tensor.setdefault(id(tensor), []).append(name)
-    return list(by_tensor.values())
-
-
-def context(network: nn.Module) -> int:
-    """Tokens that a sequence may have; generous where the configuration names no limit."""
-    config: Any = network.config
-    return int(getattr(config.get_text_config(), "max_position_embeddings", 8192))
-
-
-def token_bytes(network: nn.Module, dtype: torch.dtype) -> int:
-    """Of keys and values per token, an estimate from above: as if no heads were shared."""
-    config: Any = network.config
-    text = config.get_text_config()
-    return int(2 * text.num_hidden_layers * text.hidden_size * dtype.itemsize)
+    # Of 16-bit numbers, since the operators of experts have shapes for no others.
+    empty: Any = _built(folder, is_empty=True).to(torch.bfloat16)
+    for module in empty.modules():
+        # Some scalings look at the values of positions, and no shape depends on a scaling.
+        if isinstance(kind := getattr(module, "rope_type", None), dict):
+            module.rope_type = dict.fromkeys(kind, "default")
+        elif kind is not None:
+            module.rope_type = "default"
+    recorder = ShapeRecorder()
+    name = f"{folder / network.CONFIG_FILE}: {type(empty).__name__}"
+    try:
+        if "past_key_values" not in inspect.signature(empty.forward).parameters:
+            raise KeepsState
+        token_ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        empty(input_ids=token_ids, past_key_values=recorder, use_cache=True)
+    except KeepsState:
+        raise StageError(
+            f"{name} keeps a state for each sequence, not the keys and values of each token, and "
+            'the torch engine has no room for states; vLLM may serve it: set engine = "vllm" under '
+            "[serving]"
+        ) from None
+    # A network may fail in many ways where there are no values.
+    except Exception as error:
+        raise StageError(f"{name}: cannot be run on shapes alone: {error}") from error
+    return recorder.shapes
 
 
 class TransformersRunner:
+    """Decoding sequences are one forward pass, and each chunk of a prompt is one."""
+
+    shares_prefixes = True
+
     def __init__(
         self,
-        network: nn.Module,
+        network: Any,
         built: Mapping[str, Built],
+        layers: Seq[KeyValueSlots],
+        shapes: Seq[LayerShape],
         *,
-        num_slots: int,
-        context: int,
+        room: Room,
         device: torch.device,
     ) -> None:
-        config: Any = network.config
-        self.num_slots = num_slots
-        self.context = context
-        self.vocab_size: int = config.get_text_config().vocab_size
+        """`layers` and `shapes` have one entry for each layer of `network`."""
+        from serving.engines.torch_engine.generic_cache import SlotCache, SlotLayer
+
+        self.room = room
+        self._config: Any = network.config
+        self.vocab_size: int = self._config.get_text_config().vocab_size
         network.requires_grad_(False)
         # The module wraps each tensor in a parameter of its own; the pool knows the tensors.
         self._weights = dict(built)
@@ -96,30 +124,53 @@ class TransformersRunner:
         # Weights are where they should be; what is left are buffers that no checkpoint holds.
         self._network = network.to(device)
         self._device = device
-        self._caches: list[Any] = [None] * num_slots
+        self._dtype = next(network.parameters()).dtype
+        self._takes = inspect.signature(network.forward).parameters.keys()
+        self._layers = layers
+        self._cache = SlotCache(list(map(SlotLayer, layers, shapes)), device)
 
     def warm_up(self) -> None:
-        """Sequences are computed one by one: no batch has a size."""
+        """No batch size has a kernel of its own."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        self._caches[target], self._caches[source] = self._caches[source], None
+    def cut(self, slot: int, length: int) -> None:
+        for layer in self._layers:
+            layer.cut(slot, length)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for layer in self._layers:
+            layer.copy(source, target, length)
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = [self._read(slot, [token_id]) for slot, token_id in enumerate(batch.token_ids)]
+        rows = []
+        together = "position_ids" in self._takes or self._config.model_type in _WITHOUT_POSITIONS
+        size = max(1, len(batch.slots)) if together else 1
+        for first in range(0, len(batch.slots), size):
+            end = first + size
+            token_ids = [[token_id] for token_id in batch.token_ids[first:end]]
+            rows.append(self._read(batch.slots[first:end], batch.lengths[first:end], token_ids, 1))
         for chunk in batch.chunks:
-            if chunk.start == 0:
-                self._caches[chunk.slot] = None
-            logits = self._read(chunk.slot, list(chunk.token_ids))
-            first = {"none": len(logits), "last": len(logits) - 1, "all": 0}[chunk.wants]
-            rows.append(logits[first:])
+            keep = {"none": 1, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
+            logits = self._read([chunk.slot], [chunk.start], [list(chunk.token_ids)], keep)
+            rows.append(logits[:0] if chunk.wants == "none" else logits)
         return torch.cat(rows)
 
-    def _read(self, slot: int, token_ids: list[int]) -> Tensor:
+    def _read(
+        self, slots: Seq[int], starts: Seq[int], token_ids: list[list[int]], keep: int
+    ) -> Tensor:
+        """Logits of the last `keep` tokens of every slot, one after the other."""
+        from serving.engines.torch_engine import generic_cache
+
+        rows = generic_cache.Rows(slots=slots, starts=starts, num_new=len(token_ids[0]))
+        positions = self._cache.choose(rows)
+        asked = {"position_ids": positions, "logits_to_keep": keep}
         answer = self._network(
-            input_ids=torch.tensor([token_ids], device=self._device),
-            past_key_values=self._caches[slot],
+            input_ids=torch.tensor(token_ids, device=self._device),
+            attention_mask=generic_cache.batch_masks(
+                self._config, positions, rows.longest, self._dtype
+            ),
+            past_key_values=self._cache,
             use_cache=True,
+            **{name: value for name, value in asked.items() if name in self._takes},
         )
-        self._caches[slot] = answer.past_key_values
-        logits: Tensor = answer.logits[0].float()
+        logits: Tensor = answer.logits[:, -keep:].flatten(0, 1).float()
         return logits

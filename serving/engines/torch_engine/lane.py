@@ -1,11 +1,13 @@
-"""`Lane`: the sequences of one release: who has which slot, and what the next step computes."""
+"""`Lane`: the sequences of one release: who runs, who waits, and what the next step computes."""
 
 import time
 from collections import deque
+from itertools import count
 
 from torch import Tensor
 
 from serving.engine import EngineError, Step, TokenLogprob
+from serving.engines.torch_engine.ledger import Ledger, Slot
 from serving.engines.torch_engine.runner import Batch, Chunk, Runner
 from serving.engines.torch_engine.sampling import Sampler, logprobs
 from serving.engines.torch_engine.sequence import Sequence
@@ -19,23 +21,27 @@ Event = tuple[Sequence, Step | EngineError]
 class Lane:
     """Used by the step loop's thread only.
 
-    Slots are dense: the sequences that decode have 0, 1, …, and at most one, whose prompt is being
-    read, has the next: so a step's keys and values are one view and never gathered.
+    A sequence waits, then reads its tokens into a slot, then decodes. One that finds no memory for
+    its next token takes it from the newest one, which waits again and later reads what it had: the
+    oldest one always goes on.
     """
 
     def __init__(self, runner: Runner, sampler: Sampler, settings: TorchEngineSettings) -> None:
         self._runner = runner
         self._sampler = sampler
         self._settings = settings
+        self._ledger = Ledger(runner)
         self._waiting: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
         self._reading: list[Sequence] = []
+        self._arrivals = count()
         self._seconds_per_prompt_token = 0.0
 
     def warm_up(self) -> None:
         self._runner.warm_up()
 
     def submit(self, sequence: Sequence) -> None:
+        sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)
 
     @property
@@ -48,68 +54,98 @@ class Lane:
         self._drop_cancelled()
         if self.is_idle:
             return []
+        self._make_room()
         chunks = self._plan_prompts(self._prompt_budget(num_lanes))
-        decoding = list(self._decoding)
+        decoding = sorted(self._decoding, key=lambda sequence: _slot(sequence).number)
+        slots = [_slot(sequence) for sequence in decoding]
         batch = Batch(
+            slots=[slot.number for slot in slots],
             token_ids=[sequence.output[-1] for sequence in decoding],
-            lengths=[sequence.num_read for sequence in decoding],
+            lengths=[slot.length for slot in slots],
             chunks=chunks,
         )
         started = time.perf_counter()
         logits = self._runner.forward(batch)
         self._learn_speed(batch, time.perf_counter() - started)
-        for sequence in decoding:
-            sequence.num_read += 1
+        for slot in slots:
+            slot.length += 1
         return self._finish_step(decoding, chunks, logits)
 
     def fail(self, error: EngineError) -> list[Event]:
         """Give up every sequence."""
+        for sequence in (*self._decoding, *self._reading):
+            self._ledger.free(_slot(sequence))
         everyone = [*self._decoding, *self._reading, *self._waiting]
         self._decoding, self._reading = [], []
         self._waiting.clear()
         return [(sequence, error) for sequence in everyone]
 
     def _drop_cancelled(self) -> None:
-        for sequence in [s for s in self._decoding if s.is_cancelled]:
-            self._free(sequence)
-        self._reading = [s for s in self._reading if not s.is_cancelled]
+        for running in (self._decoding, self._reading):
+            for sequence in [sequence for sequence in running if sequence.is_cancelled]:
+                running.remove(sequence)
+                self._leave(sequence)
         if any(sequence.is_cancelled for sequence in self._waiting):
             self._waiting = deque(s for s in self._waiting if not s.is_cancelled)
 
-    def _free(self, sequence: Sequence) -> None:
-        """Take a decoding sequence's slot, and close the gap with the last ones."""
-        slot = self._decoding.index(sequence)
-        last = self._decoding.pop()
-        end = len(self._decoding)
-        if last is not sequence:
-            self._decoding[slot] = last
-            self._runner.move(end, slot, last.num_read)
-        for sequence in self._reading:
-            self._runner.move(end + 1, end, sequence.num_read)
+    def _leave(self, sequence: Sequence) -> None:
+        self._ledger.keep(_slot(sequence), sequence.tokens)
+        sequence.slot = None
+
+    def _make_room(self) -> None:
+        """Find memory for the next token of each sequence that decodes, for the oldest first."""
+        for sequence in sorted(self._decoding, key=_arrival):
+            while (slot := sequence.slot) and not self._ledger.grow(slot, slot.length + 1):
+                self._preempt(max((*self._decoding, *self._reading), key=_arrival))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        running = self._decoding if sequence in self._decoding else self._reading
+        running.remove(sequence)
+        self._ledger.free(_slot(sequence))
+        sequence.start_again()
+        self._waiting.appendleft(sequence)
 
     def _plan_prompts(self, budget: int) -> list[Chunk]:
         """A chunk for each of `_reading`, which takes in who waits; only the last may be left
-        unfinished. Their slots follow those that decode."""
+        unfinished."""
         chunks: list[Chunk] = []
-        slot = len(self._decoding)
-        while budget > 0 and slot < self._runner.num_slots:
-            if len(chunks) == len(self._reading):
-                if not self._waiting:
-                    break
-                self._reading.append(self._waiting.popleft())
+        while budget > 0:
+            if len(chunks) == len(self._reading) and not self._admit():
+                break
             sequence = self._reading[len(chunks)]
-            start, count = sequence.num_read, min(budget, sequence.num_unread)
+            slot = _slot(sequence)
+            unread = slot.tokens[slot.length : slot.length + budget]
+            budget -= len(unread)
+            is_last = slot.length + len(unread) == len(slot.tokens)
             chunks.append(
                 Chunk(
-                    slot=slot,
-                    start=start,
-                    token_ids=sequence.generation.prompt[start : start + count],
-                    wants=_wanted(sequence, is_last=count == sequence.num_unread),
+                    slot=slot.number,
+                    start=slot.length,
+                    token_ids=unread,
+                    wants=_wanted(sequence, is_last=is_last),
                 )
             )
-            budget -= count
-            slot += 1
         return chunks
+
+    def _admit(self) -> bool:
+        """Have the first of those that wait read its tokens, where there is room for them."""
+        num_running = len(self._decoding) + len(self._reading)
+        if not self._waiting or num_running >= self._settings.max_batch:
+            return False
+        sequence = self._waiting[0]
+        # With a block to spare for each that runs, it is not preempted by the next few tokens.
+        slot = self._ledger.take(
+            sequence.tokens,
+            num_spare=num_running,
+            may_share=sequence.prompt_logprobs is None,
+        )
+        if slot is None:
+            return False
+        sequence.slot = slot
+        if not sequence.output:
+            sequence.num_cached_tokens = slot.length
+        self._reading.append(self._waiting.popleft())
+        return True
 
     def _prompt_budget(self, num_lanes: int) -> int:
         """Prompt tokens for the next step: as many as this lane's share of `step_seconds` allows
@@ -139,28 +175,27 @@ class Lane:
         sampled, rows = list(decoding), list(range(len(decoding)))
         row = len(decoding)
         scored: list[Sequence] = []
-        for chunk, sequence in zip(chunks, self._reading, strict=True):
-            count = len(chunk.token_ids)
-            wanted = {"none": 0, "last": 1, "all": count}[chunk.wants]
+        for chunk, sequence in zip(chunks, list(self._reading), strict=True):
+            slot = _slot(sequence)
+            wanted = {"none": 0, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
             if sequence.prompt_logprobs is not None:
-                _score(sequence, sequence.prompt_logprobs, logits[row : row + wanted])
+                _score(sequence, chunk.start, sequence.prompt_logprobs, logits[row : row + wanted])
             row += wanted
-            sequence.num_read += count
-            if sequence.num_unread:
+            slot.length += len(chunk.token_ids)
+            if slot.length < len(slot.tokens):
                 continue
+            self._reading.remove(sequence)
             self._decoding.append(sequence)
-            if sequence.generation.max_tokens == 0 or sequence.num_read >= self._runner.context:
+            if sequence.generation.max_tokens == 0 or slot.length >= self._runner.room.context:
                 scored.append(sequence)
             else:
                 sampled.append(sequence)
                 rows.append(row - 1)
-        self._reading = [sequence for sequence in self._reading if sequence.num_unread > 0]
         if sampled:
             events.extend(self._sample(sampled, logits if len(rows) == row else logits[rows]))
         for sequence in scored:
-            self._free(sequence)
-            scores = sequence.take_prompt_logprobs()
-            events.append((sequence, Step(prompt_logprobs=scores, finish_reason="length")))
+            self._end(sequence)
+            events.append((sequence, sequence.take_scores()))
         return events
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> list[Event]:
@@ -170,14 +205,27 @@ class Lane:
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.shape.refusal is not None:
                 events.append((sequence, sequence.shape.refusal))
-                self._free(sequence)
+                self._end(sequence)
                 continue
-            reason = sequence.add(token_id, found.get(sequence), self._runner.context)
+            reason = sequence.add(token_id, found.get(sequence), self._runner.room.context)
             if (step := sequence.take_step(reason)) is not None:
                 events.append((sequence, step))
             if reason is not None:
-                self._free(sequence)
+                self._end(sequence)
         return events
+
+    def _end(self, sequence: Sequence) -> None:
+        self._decoding.remove(sequence)
+        self._leave(sequence)
+
+
+def _slot(sequence: Sequence) -> Slot:
+    assert sequence.slot is not None
+    return sequence.slot
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
 
 
 def _wanted(sequence: Sequence, *, is_last: bool) -> str:
@@ -186,10 +234,9 @@ def _wanted(sequence: Sequence, *, is_last: bool) -> str:
     return "last" if is_last else "none"
 
 
-def _score(sequence: Sequence, scored: list[TokenLogprob], logits: Tensor) -> None:
-    """The logprobs of the prompt tokens that follow the rows just read."""
-    start = sequence.num_read + 1
-    targets = sequence.generation.prompt[start : start + len(logits)]
+def _score(sequence: Sequence, start: int, scored: list[TokenLogprob], logits: Tensor) -> None:
+    """The logprobs of the prompt tokens after those that were read, from `start` on."""
+    targets = sequence.generation.prompt[start + 1 : start + 1 + len(logits)]
     if targets:
         num_top = sequence.generation.num_prompt_logprobs or 0
         scored.extend(logprobs(targets, [num_top] * len(targets), logits[: len(targets)]))

@@ -1,5 +1,6 @@
 """What a Llama or one of its kin is built of: the stored tensors of each fused unit."""
 
+from collections.abc import Iterable
 from itertools import accumulate
 
 import torch
@@ -31,6 +32,11 @@ def units(shape: LlamaShape) -> dict[str, Unit]:
 def ties(shape: LlamaShape) -> dict[str, str]:
     """Names that the network has only as another one."""
     return {HEAD: EMBEDDING} if shape.is_tied else {}
+
+
+def ignored(names: Iterable[str]) -> set[str]:
+    """Those of stored names that are no weights: frequencies, which older checkpoints have."""
+    return {name for name in names if name.endswith("rotary_emb.inv_freq")}
 
 
 def _layer_units(shape: LlamaShape, layer: int) -> dict[str, Unit]:

@@ -1,7 +1,7 @@
 """From a release's shards to built units: checked, converted, fused, and shared where equal."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -72,11 +72,16 @@ class Loader:
     pause_share: Callable[[], float]
     """Seconds to rest per second worked, so that running requests keep the memory's bandwidth."""
 
-    def check(self, units: Mapping[str, Unit], ties: Mapping[str, str]) -> None:
+    def check(
+        self,
+        units: Mapping[str, Unit],
+        ties: Mapping[str, str],
+        ignored: Collection[str] = frozenset(),
+    ) -> None:
         """Raise StageError with everything that the manifest does not have as the network needs it.
 
         `ties` are names that the network has only as another one: a release may store both, if they
-        are equal. Nothing is read.
+        are equal. Tensors that are `ignored` are not read. Nothing is read here.
         """
         entries = self.release.tensors
         reasons = []
@@ -99,7 +104,9 @@ class Loader:
                 )
         for name in sorted(set(entries) - needed):
             entry, tied = entries[name], entries.get(ties.get(name, ""))
-            if tied is None and not name.endswith("rotary_emb.inv_freq"):
+            if name in ignored:
+                continue
+            if tied is None:
                 reasons.append(
                     f"{entry.file}: tensor {name}: the network of config.json has no such tensor"
                 )

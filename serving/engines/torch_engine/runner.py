@@ -8,12 +8,36 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What there is for the keys and values of one release.
+
+    A slot has addresses for a whole context. Memory is counted in blocks, which all slots share.
+    """
+
+    num_slots: int
+    num_blocks: int
+    """At least as many as one sequence of `context` tokens takes."""
+    block_tokens: int
+    block_bytes: int
+    context: int
+    """Tokens that a sequence may have."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def blocks(self, num_tokens: int) -> int:
+        """That `num_tokens` of one sequence take."""
+        return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A run of a prompt's tokens, read in one step."""
+    """A run of a sequence's tokens, read in one step."""
 
     slot: int
     start: int
-    """Tokens of the same sequence that its slot already holds."""
+    """Tokens of the same sequence that its slot already holds; what follows them is forgotten."""
     token_ids: tuple[int, ...]
     wants: str
     """Logits of which tokens: `none`, `last` or `all`."""
@@ -21,22 +45,24 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step computes. Decoding slots are 0, 1, …; the chunks' slots come after them."""
+    """What one step computes. No slot is in it twice."""
 
+    slots: Seq[int]
+    """Those that decode, ascending, with gaps."""
     token_ids: Seq[int]
-    """The newest token of each decoding slot."""
+    """The newest token of each of `slots`."""
     lengths: Seq[int]
-    """Tokens that each decoding slot already holds."""
+    """Tokens that each of `slots` already holds."""
     chunks: Seq[Chunk]
 
 
 class Runner(Protocol):
-    """A release's network with room for `num_slots` sequences. Used by one thread."""
+    """A release's network with room for its sequences. Used by one thread."""
 
-    num_slots: int
-    context: int
-    """Tokens that a slot has room for."""
+    room: Room
     vocab_size: int
+    shares_prefixes: bool
+    """Whether a slot can be read from any of its tokens on, and copied in part."""
 
     def forward(self, batch: Batch) -> Tensor:
         """float32 logits [rows, vocabulary]: one row per decoding slot, then the wanted rows of
@@ -45,5 +71,9 @@ class Runner(Protocol):
     def warm_up(self) -> None:
         """Make what the first batches of each size would be held up for, where there is such."""
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Make slot `target` what `source` is; `source` is free afterwards."""
+    def cut(self, slot: int, length: int) -> None:
+        """Give back the memory that a slot has for tokens after its first `length`."""
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` tokens of `target` those of `source`, which stays. Called only
+        where the runner shares prefixes."""

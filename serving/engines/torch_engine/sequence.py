@@ -5,6 +5,7 @@ import random
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 from serving.engines.torch_engine.drawing import Uniform
+from serving.engines.torch_engine.ledger import Slot
 from serving.engines.torch_engine.shaping import Shape
 
 
@@ -25,8 +26,12 @@ class Sequence:
         self.events: asyncio.Queue[Step | EngineError] = asyncio.Queue()
         """Filled on the event loop's thread only."""
         self.is_cancelled = False
-        self.num_read = 0
-        """Tokens whose keys and values the slot holds."""
+        self.arrival = 0
+        """Its place among the sequences of its release, in the order in which they came."""
+        self.slot: Slot | None = None
+        """Its room, once it is admitted and until it ends or has to wait again."""
+        self.num_cached_tokens = 0
+        """Of the prompt, found in the cache."""
         self.output: list[int] = []
         self._gathered: list[int] = []
         """The end of `output` that is not handed over yet."""
@@ -51,9 +56,16 @@ class Sequence:
         return self._random.random
 
     @property
-    def num_unread(self) -> int:
-        """Prompt tokens that are not in the slot yet."""
-        return len(self.generation.prompt) - self.num_read
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        prompt = self.generation.prompt
+        return (*prompt, *self.output) if self.output else prompt
+
+    def start_again(self) -> None:
+        """Give up the slot; nothing of what was handed over, or is to be, is lost."""
+        self.slot = None
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.clear()
 
     def add(self, token_id: int, logprob: TokenLogprob | None, context: int) -> str | None:
         """Take a new token; the reason why it is the last one, or None."""
@@ -81,10 +93,19 @@ class Sequence:
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self.take_prompt_logprobs(),
             finish_reason=finish_reason,
+            num_cached_tokens=self.num_cached_tokens if is_first else 0,
         )
         self._gathered.clear()
         self._logprobs.clear()
         return step
+
+    def take_scores(self) -> Step:
+        """The only step of a sequence that generates nothing."""
+        return Step(
+            prompt_logprobs=self.take_prompt_logprobs(),
+            finish_reason="length",
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
         """Once; None after that, and where nobody asked."""

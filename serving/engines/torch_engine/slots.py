@@ -1,13 +1,47 @@
-"""`KeyValueSlots`: room for the keys and values of sequences, one slot each, in every layer."""
+"""`KeyValueSlots`: the keys and values of sequences, one slot each, in every layer.
 
+A slot has addresses for a whole context, so that attention reads each sequence where it stands. On
+the CPU the operating system does the paging, as a GPU's driver does for vAttention
+(arXiv:2405.04437): a page takes memory once something is written there, until it is given back.
+"""
+
+import math
 import mmap
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+_LEAST_BLOCK_TOKENS = 16
+
+
+def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """How many tokens of one head fill whole pages: memory is taken and given back by as many."""
+    row_bytes = head_dim * dtype.itemsize
+    whole = math.lcm(row_bytes, mmap.PAGESIZE) // row_bytes
+    return whole * -(-_LEAST_BLOCK_TOKENS // whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """What a layer keeps of each token."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers that a slot has for a key, and for a value."""
+        return max(self.key_size, self.value_size)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        return 2 * self.num_heads * self.head_dim * dtype.itemsize
+
 
 class KeyValueSlots:
-    """Per layer one tensor [2, slots, kv heads, context, head dim]: keys, then values."""
+    """Per layer one tensor [2, slots, kv heads, tokens, head dim]: keys, then values."""
 
     def __init__(
         self,
@@ -15,19 +49,40 @@ class KeyValueSlots:
         num_layers: int,
         num_slots: int,
         num_kv_heads: int,
-        context: int,
+        num_tokens: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (2, num_slots, num_kv_heads, context, head_dim)
-        self._layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
-        # The same memory, indexed by (slot, position).
-        self._by_token = [layer.permute(1, 3, 0, 2, 4) for layer in self._layers]
+        """`num_tokens` is that of a slot, in whole blocks. Raises OSError where the system lends no
+        so many addresses."""
+        shape = (2, num_slots, num_kv_heads, num_tokens, head_dim)
+        self._pages = [_Pages(shape, dtype) for _ in range(num_layers if _is_cpu(device) else 0)]
+        # Zeros: what lies beyond a sequence's end is masked out, and must not be NaN for that.
+        self._layers = [pages.tensor for pages in self._pages] or [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
+        ]
+        # The same memory, a row for each token of each head.
+        self._by_row = [layer.view(-1, head_dim) for layer in self._layers]
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, keys_values: Tensor) -> None:
-        """`keys_values` is [rows, 2, kv heads, head dim], one row per (slot, position)."""
-        self._by_token[layer].index_put_((slots, positions), keys_values)
+    def places(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
+        """What `write_rows` takes for tokens that are at these positions of these slots."""
+        _, num_slots, num_heads, num_tokens, _ = self._layers[0].shape
+        device = self._layers[0].device
+        token = torch.tensor(positions, device=device)[:, None, None]
+        slot = torch.tensor(slots, device=device)[:, None, None]
+        head = torch.arange(num_heads, device=device)
+        kind = torch.arange(2, device=device)[:, None]
+        return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
+
+    def write_rows(self, layer: int, places: Tensor, keys_values: Tensor) -> None:
+        """`keys_values` is [rows, 2, kv heads, head dim], a token each, wherever they are."""
+        self._by_row[layer].index_copy_(0, places, keys_values.reshape(len(places), -1))
+
+    def write_run(self, layer: int, slot: int, start: int, keys_values: Tensor) -> None:
+        """`keys_values` is [tokens, 2, kv heads, head dim], tokens of one slot from `start` on."""
+        run = self._layers[layer][:, slot, :, start : start + len(keys_values)]
+        run.copy_(keys_values.permute(1, 2, 0, 3))
 
     def read(self, layer: int, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of slots `first` to `end`, each a view
@@ -35,18 +90,42 @@ class KeyValueSlots:
         found = self._layers[layer][:, first:end, :, :length]
         return found[0], found[1]
 
-    def move(self, source: int, target: int, length: int) -> None:
+    def copy(self, source: int, target: int, length: int) -> None:
         for layer in self._layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
+    def cut(self, slot: int, length: int) -> None:
+        """Give back the pages of a slot after its first `length` tokens, which fill whole pages."""
+        for pages in self._pages:
+            pages.give_back(slot, length)
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros: what lies beyond a sequence's end is masked out, and must not be NaN for that.
 
-    On the CPU they are pages that the system hands out when first touched, and takes back whole.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    numel = torch.Size(shape).numel()
-    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype, count=numel).view(shape)
+class _Pages:
+    """A tensor whose pages the system hands out when they are first written."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        numel = math.prod(shape)
+        self._memory = mmap.mmap(
+            -1,
+            numel * dtype.itemsize,
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0),
+        )
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # A page of 2 MB would be taken for each head's first token.
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel).view(shape)
+
+    def give_back(self, slot: int, length: int) -> None:
+        if not hasattr(mmap, "MADV_DONTNEED"):  # not on Windows: the pages stay for the next one
+            return
+        tensor = self.tensor
+        for kind in range(2):
+            for head in range(tensor.shape[2]):
+                freed = tensor[kind, slot, head, length:]
+                if freed.nbytes:
+                    start = int(freed.storage_offset()) * tensor.itemsize
+                    self._memory.madvise(mmap.MADV_DONTNEED, start, freed.nbytes)
+
+
+def _is_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"

@@ -1,10 +1,12 @@
 """From a release's folder to a runner that holds it. It runs on a thread that yields to others."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,15 +15,16 @@ from serving.engines.torch_engine import architecture, generic, llama, llama_uni
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import choose_dtype, free_bytes, yield_the_cores
 from serving.engines.torch_engine.loading import Loader, UnitPool
-from serving.engines.torch_engine.runner import Runner
+from serving.engines.torch_engine.runner import Room, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.engines.torch_engine.slots import KeyValueSlots
+from serving.engines.torch_engine.slots import KeyValueSlots, block_tokens
+from serving.weights.network import context_length
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
 
-SEQUENCES_OF_LESS = 4
-"""That have room where the context is lowered to what there is memory for."""
+_SLOTS_PER_SEQUENCE = 2
+"""A slot for each sequence that runs, and as many for finished ones, whose tokens may be shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,70 +85,112 @@ def _load_llama(
     shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
-    loader.check(units, llama_units.ties(shape))
-    token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize
-    context, num_slots = _context_and_slots(settings, shape.context, token_bytes)
-    _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
+    ignored = llama_units.ignored(loader.release.tensors)
+    loader.check(units, llama_units.ties(shape), ignored)
+    room = _room(
+        settings,
+        shape.context,
+        block_tokens=block_tokens(shape.head_dim, loader.dtype),
+        token_bytes=2
+        * (shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize),
+        is_paged=loader.device.type == "cpu",
+    )
+    _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
     loaded = loader.load(units)
-    slots = KeyValueSlots(
+    slots = _slots(
+        loader,
+        room,
         num_layers=shape.num_layers,
-        num_slots=num_slots,
         num_kv_heads=shape.num_kv_heads,
-        context=context,
         head_dim=shape.head_dim,
-        dtype=loader.dtype,
-        device=loader.device,
     )
-    runner = llama.LlamaRunner(
-        shape,
-        loaded.units,
-        slots,
-        num_slots=num_slots,
-        context=context,
-        device=loader.device,
-    )
+    runner = llama.LlamaRunner(shape, loaded.units, slots, room=room, device=loader.device)
     return runner, loaded.read_bytes, loaded.shared_bytes
 
 
 def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
-    network = generic.build_network(loader.folder)
-    units = generic.units(network, loader.release.tensors)
-    loader.check(units, generic.ties(units))
-    token_bytes = generic.token_bytes(network, loader.dtype)
-    context, num_slots = _context_and_slots(settings, generic.context(network), token_bytes)
-    _check_memory(loader, settings, loader.missing_bytes(units), num_slots * context * token_bytes)
+    network: Any = generic.build_network(loader.folder)
+    sources = generic.find_sources(network, loader.release)
+    units = generic.units(sources)
+    loader.check(units, sources.ties, sources.ignored)
+    shapes = generic.layer_shapes(loader.folder)
+    room = _room(
+        settings,
+        context_length(network.config),
+        block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in shapes)),
+        token_bytes=sum(each.token_bytes(loader.dtype) for each in shapes),
+        is_paged=loader.device.type == "cpu",
+    )
+    _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
     loaded = loader.load(units)
+    layers = [
+        _slots(loader, room, num_layers=1, num_kv_heads=each.num_heads, head_dim=each.head_dim)
+        for each in shapes
+    ]
     runner = generic.TransformersRunner(
-        network,
-        loaded.units,
-        num_slots=num_slots,
-        context=context,
-        device=loader.device,
+        network, loaded.units, layers, shapes, room=room, device=loader.device
     )
     return runner, loaded.read_bytes, loaded.shared_bytes
 
 
-def _context_and_slots(
-    settings: TorchEngineSettings, allowed: int, token_bytes: int
-) -> tuple[int, int]:
-    """Tokens of a sequence at most, and how many such sequences there is room for."""
+def _slots(
+    loader: Loader, room: Room, *, num_layers: int, num_kv_heads: int, head_dim: int
+) -> KeyValueSlots:
+    try:
+        return KeyValueSlots(
+            num_layers=num_layers,
+            num_slots=room.num_slots,
+            num_kv_heads=num_kv_heads,
+            num_tokens=room.blocks(room.context) * room.block_tokens,
+            head_dim=head_dim,
+            dtype=loader.dtype,
+            device=loader.device,
+        )
+    except OSError as error:
+        raise StageError(
+            f"{room.num_slots} slots of {room.context} tokens: the system gives no addresses for "
+            f"them ({error}); lower max_batch or max_context under [serving.torch], or raise the "
+            "limit of virtual memory (ulimit -v)"
+        ) from error
+
+
+def _room(
+    settings: TorchEngineSettings,
+    allowed: int,
+    *,
+    block_tokens: int,
+    token_bytes: int,
+    is_paged: bool,
+) -> Room:
+    """Room for keys and values. Unless it `is_paged`, a slot has memory for a whole context."""
+    block_bytes = block_tokens * token_bytes
+    num_blocks = settings.kv_cache_bytes // block_bytes
     context = min(allowed, settings.max_context or allowed)
-    fitting = settings.kv_cache_bytes // token_bytes
-    if fitting < context and settings.max_context is None and fitting >= SEQUENCES_OF_LESS:
+    if num_blocks and num_blocks * block_tokens < context and settings.max_context is None:
         # Models of a long context are served with a shorter one, rather than not at all.
-        context = fitting // SEQUENCES_OF_LESS
         _log.warning(
             "kv_cache_bytes (%d) holds no sequence of the %d tokens that the release allows: "
             "max_context is %d",
-            *(settings.kv_cache_bytes, allowed, context),
+            *(settings.kv_cache_bytes, context, num_blocks * block_tokens),
         )
-    if fitting < context:
+        context = num_blocks * block_tokens
+    slot_blocks = -(-context // block_tokens)
+    if num_blocks < slot_blocks:
         raise StageError(
-            f"one sequence of {context} tokens needs {context * token_bytes} bytes of keys and "
+            f"one sequence of {context} tokens needs {slot_blocks * block_bytes} bytes of keys and "
             f"values, kv_cache_bytes is {settings.kv_cache_bytes}; raise it, or lower max_context, "
             "under [serving.torch]"
         )
-    return context, min(settings.max_batch, fitting // context)
+    num_slots = _SLOTS_PER_SEQUENCE * settings.max_batch
+    if not is_paged:
+        num_slots = min(num_slots, num_blocks // slot_blocks)
+    return Room(
+        num_slots=num_slots,
+        num_blocks=min(num_blocks, num_slots * slot_blocks),
+        block_tokens=block_tokens,
+        block_bytes=block_bytes,
+        context=context,
+    )
 
 
 def _check_memory(

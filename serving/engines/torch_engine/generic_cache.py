@@ -1,0 +1,192 @@
+"""Keys and values in slots, as the `Cache` that networks of `transformers` write to and read from.
+
+A slot holds a sequence's tokens from its first column on, whatever the other slots hold. So a batch
+is padded on the right, and sequences join and leave without moving anything. Imported only where a
+network of `transformers` runs, because it takes seconds.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """What one forward pass reads and writes: new tokens of one slot, or one of each of many."""
+
+    slots: Seq[int]
+    """Ascending."""
+    starts: Seq[int]
+    """Tokens that each slot already holds."""
+    num_new: int
+
+    @property
+    def longest(self) -> int:
+        return max(self.starts) + self.num_new
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The cache of a whole network. `choose` says what the next forward pass is about."""
+
+    def __init__(self, layers: "Seq[SlotLayer]", device: torch.device) -> None:
+        super().__init__(layers=list(layers))
+        self._device = device
+
+    def choose(self, rows: Rows) -> Tensor:
+        """Positions of the new tokens, [slots, new tokens]."""
+        for layer in self.layers:
+            layer.choose(rows)
+        starts = torch.tensor(rows.starts, device=self._device)[:, None]
+        return starts + torch.arange(rows.num_new, device=self._device)
+
+
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
+    is_sliding = False
+    """All tokens are kept; a mask hides those in front of a window."""
+
+    def __init__(self, slots: KeyValueSlots, shape: LayerShape) -> None:
+        super().__init__()
+        self._slots = slots
+        self._shape = shape
+
+    def choose(self, rows: Rows) -> None:
+        self._rows = rows
+        if len(rows.slots) > 1:
+            self._places = self._slots.places(rows.slots, rows.starts)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The slots are there already."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Both are [slots, heads, new tokens, size]; what comes back has all tokens of the longest
+        sequence, and whatever lies behind the end of the shorter ones."""
+        rows, size = self._rows, self._shape.head_dim
+        new = torch.stack([_by_token(key_states, size), _by_token(value_states, size)], dim=1)
+        if len(rows.slots) > 1:
+            self._slots.write_rows(0, self._places, new)
+        else:
+            self._slots.write_run(0, rows.slots[0], rows.starts[0], new)
+        first, end = rows.slots[0], rows.slots[-1] + 1
+        keys, values = self._slots.read(0, first, end, rows.longest)
+        if end - first > len(rows.slots):
+            chosen = torch.tensor([slot - first for slot in rows.slots], device=keys.device)
+            keys, values = keys.index_select(0, chosen), values.index_select(0, chosen)
+        return keys[..., : self._shape.key_size], values[..., : self._shape.value_size]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._rows.longest, 0
+
+    def get_seq_length(self) -> int:
+        return self._rows.longest - self._rows.num_new
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class KeepsState(Exception):
+    """A network keeps something else than keys and values, such as a recurrent state."""
+
+
+class ShapeRecorder(Cache):  # type: ignore[misc]
+    """Notes what a network would keep of each token, in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: list[LayerShape] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert layer_idx == len(self.shapes), "layers come in order, and each once"
+        sizes = {"key_size": key_states.shape[-1], "value_size": value_states.shape[-1]}
+        self.shapes.append(LayerShape(num_heads=key_states.shape[1], **sizes))
+        return key_states, value_states
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        raise KeepsState
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise KeepsState
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise KeepsState
+
+
+def batch_masks(
+    config: PreTrainedConfig, positions: Tensor, length: int, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor] | None:
+    """What the newest tokens of sequences of different lengths may look at.
+
+    `positions` is [slots, 1]; `length` is the longest sequence's. None for a single sequence, since
+    then `transformers` makes its own. Where no layer has a window, a mask [slots, length] of tokens
+    that are there is enough. Where there is one, `transformers` would count the window of each
+    sequence from the longest one's end: then the masks are made here, one for all layers or one for
+    each kind of layer, as `transformers.masking_utils.create_masks_for_generate` does.
+    """
+    if len(positions) == 1:
+        return None
+    columns = torch.arange(length, device=positions.device)
+    text = config.get_text_config()
+    windows = _windows(text)
+    if length <= min((size for size in windows.values() if size is not None), default=length):
+        return (columns <= positions).long()
+    masks = {
+        kind: _as_wanted(_mask(kind, size, positions, columns), text, dtype)
+        for kind, size in windows.items()
+    }
+    return masks if getattr(text, "layer_types", None) is not None else next(iter(masks.values()))
+
+
+def _windows(text: Any) -> Mapping[str, int | None]:
+    """How far each kind of layer looks back."""
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    chunk = getattr(text, "attention_chunk_size", None)
+    if kinds is None:
+        kinds = [
+            "sliding_attention" if window else "chunked_attention" if chunk else "full_attention"
+        ]
+    sizes = {"sliding_attention": window, "chunked_attention": chunk}
+    return {kind: sizes.get(kind) for kind in dict.fromkeys(kinds)}
+
+
+def _mask(kind: str, size: int | None, positions: Tensor, columns: Tensor) -> Tensor:
+    """bool [slots, 1, 1, columns]."""
+    rows = torch.arange(len(positions), device=positions.device)[:, None, None, None]
+    if size is None:
+        look = causal_mask_function
+    elif kind == "chunked_attention":
+        look = chunked_causal_mask_function(size, torch.zeros_like(rows[:, 0, 0, 0]))
+    else:
+        look = sliding_window_causal_mask_function(size)
+    found: Tensor = look(rows, 0, positions[:, None, None], columns[None, None, None])
+    return found
+
+
+def _as_wanted(mask: Tensor, text: Any, dtype: torch.dtype) -> Tensor:
+    if text._attn_implementation != "eager":
+        return mask
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def _by_token(states: Tensor, size: int) -> Tensor:
+    """[tokens, heads, size]: keys and values as wide as the wider of the two."""
+    if states.shape[-1] < size:
+        states = torch.nn.functional.pad(states, (0, size - states.shape[-1]))
+    return states.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,125 @@
+"""Whatever sequences come and go: no block is given twice, none is lost, and what is shared is what
+was read."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from serving.engines.torch_engine.ledger import LEAST_SHARED, Ledger, Slot
+from serving.engines.torch_engine.runner import Batch, Room
+
+CONTEXT = 96
+
+
+class TokenSlots:
+    """A runner whose slots hold tokens, and which computes nothing."""
+
+    vocab_size = 2
+    shares_prefixes = True
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.held: list[list[int]] = [[] for _ in range(room.num_slots)]
+
+    def forward(self, batch: Batch) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+    def warm_up(self) -> None: ...
+
+    def cut(self, slot: int, length: int) -> None:
+        del self.held[slot][length:]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        assert len(self.held[source]) >= length
+        self.held[target] = self.held[source][:length]
+
+
+class Sequences(RuleBasedStateMachine):
+    @initialize(
+        num_slots=st.integers(1, 5),
+        num_blocks=st.integers(CONTEXT // 8, 4 * CONTEXT // 8),
+    )
+    def begin(self, num_slots: int, num_blocks: int) -> None:
+        room = Room(
+            num_slots=num_slots,
+            num_blocks=num_blocks,
+            block_tokens=8,
+            block_bytes=1,
+            context=CONTEXT,
+        )
+        self.runner = TokenSlots(room)
+        self.ledger = Ledger(self.runner)  # type: ignore[arg-type]
+        self.running: list[Slot] = []
+        self.texts: dict[Slot, list[int]] = {}
+
+    @rule(
+        shared=st.integers(0, CONTEXT - 1),
+        own=st.lists(st.integers(1, 2), min_size=1, max_size=20),
+        num_spare=st.integers(0, 2),
+        may_share=st.booleans(),
+    )
+    def take(self, shared: int, own: list[int], num_spare: int, may_share: bool) -> None:
+        tokens = ((0,) * shared + tuple(own))[:CONTEXT]
+        slot = self.ledger.take(tokens, num_spare=num_spare, may_share=may_share)
+        if slot is None:
+            # With nobody else there is always room, and nobody to wait for.
+            assert self.running or num_spare
+            return
+        assert slot not in self.running
+        assert slot.length < len(tokens)
+        assert slot.length == 0 or (may_share and slot.length >= LEAST_SHARED)
+        assert self.runner.held[slot.number][: slot.length] == list(tokens[: slot.length])
+        self.running.append(slot)
+        self.texts[slot] = list(tokens)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def read(self, data: st.DataObject, count: int) -> None:
+        slot = data.draw(st.sampled_from(self.running))
+        unread = slot.tokens[slot.length : slot.length + count]
+        held = self.runner.held[slot.number]
+        held[slot.length :] = unread
+        slot.length += len(unread)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_id=st.integers(0, 2))
+    def generate(self, data: st.DataObject, token_id: int) -> None:
+        slot = data.draw(st.sampled_from(self.running))
+        if not len(slot.tokens) <= slot.length < CONTEXT:
+            return
+        if not self.ledger.grow(slot, slot.length + 1):
+            assert sum(one.num_blocks for one in self.running) == self.runner.room.num_blocks
+            return
+        self.runner.held[slot.number][slot.length :] = [token_id]
+        self.texts[slot].append(token_id)
+        slot.length += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), is_kept=st.booleans())
+    def leave(self, data: st.DataObject, is_kept: bool) -> None:
+        slot = data.draw(st.sampled_from(self.running))
+        self.running.remove(slot)
+        text = tuple(self.texts.pop(slot))
+        if is_kept:
+            self.ledger.keep(slot, text)
+        else:
+            self.ledger.free(slot)
+
+    @invariant()
+    def blocks_add_up(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        kept = list(self.ledger._kept)
+        slots = [*self.running, *kept]
+        numbers = [slot.number for slot in slots] + self.ledger._empty
+        assert sorted(numbers) == list(range(self.runner.room.num_slots))
+        used = sum(slot.num_blocks for slot in slots)
+        assert used + self.ledger._num_free == self.runner.room.num_blocks
+        assert self.ledger._num_free >= 0
+        for slot in slots:
+            held = self.runner.held[slot.number]
+            assert slot.length <= len(held) <= slot.num_blocks * 8
+        for slot in kept:
+            assert tuple(self.runner.held[slot.number][: slot.length]) == slot.tokens
+
+
+TestSequences = Sequences.TestCase

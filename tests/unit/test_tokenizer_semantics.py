@@ -1,0 +1,147 @@
+"""A release's tokenizer gives the ids that `AutoTokenizer` gives, and asks it only if it must."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer
+
+from serving.errors import ReleaseError
+from serving.tokenizer import load_tokenizer
+
+TEXTS = ("ab ab", " ab", "", "a<end>b a", "b  a")
+
+
+def byte_level(*, space: bool = False) -> Tokenizer:
+    alphabet = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE({**alphabet, "ab": 256, "Ġa": 257}, [("a", "b"), ("Ġ", "a")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<begin>"), AddedToken("<end>")])
+    return tokenizer
+
+
+def llama2() -> Tokenizer:
+    vocab = {"<unk>": 0, "<begin>": 1, "<end>": 2, "▁": 3, "a": 4, "b": 5, "▁a": 6}
+    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<begin>"), AddedToken("<end>")])
+    return tokenizer
+
+
+NAMES = {"bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<end>"}
+CASES: dict[str, tuple[Tokenizer, dict[str, Any], bool]] = {
+    "plain": (byte_level(), {"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+    "gpt2": (byte_level(), {"tokenizer_class": "GPT2Tokenizer"}, True),
+    "a space as in the file": (
+        byte_level(space=True),
+        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+        True,
+    ),
+    "a space": (
+        byte_level(),
+        {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True},
+        False,
+    ),
+    "no space": (byte_level(space=True), {"tokenizer_class": "GPT2Tokenizer"}, False),
+    "a beginning": (
+        byte_level(),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True},
+        False,
+    ),
+    "no beginning": (
+        byte_level(),
+        {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False},
+        True,
+    ),
+    "an end": (
+        byte_level(),
+        {"tokenizer_class": "GPT2Tokenizer", "add_eos_token": True, "add_bos_token": True},
+        False,
+    ),
+    "llama 2": (
+        llama2(),
+        {"tokenizer_class": "LlamaTokenizer", "legacy": False, "unk_token": "<unk>"},
+        False,
+    ),
+    "another token": (
+        byte_level(),
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "added_tokens_decoder": {"260": {"content": "<more>", "special": True}},
+        },
+        False,
+    ),
+}
+
+
+def store(folder: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> Path:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**NAMES, **settings}))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ids_are_those_of_auto_tokenizer(name: str, tmp_path: Path) -> None:
+    tokenizer, settings, _ = CASES[name]
+    folder = store(tmp_path, tokenizer, settings)
+    found, wanted = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    for text in TEXTS:
+        assert list(found.encode(text)) == wanted(text)["input_ids"], text
+        ids = found.encode(text, add_special_tokens=False)
+        assert list(ids) == wanted(text, add_special_tokens=False)["input_ids"], text
+        assert found.decode(ids) == wanted.decode(ids, skip_special_tokens=True), text
+
+
+def test_transformers_is_imported_only_where_the_file_does_not_say_all(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from serving.tokenizer import load_tokenizer\n"
+        "for folder in sys.argv[1:]:\n"
+        "    load_tokenizer(pathlib.Path(folder))\n"
+        "    print('transformers' in sys.modules)\n"
+    )
+    folders = {}
+    for name, (tokenizer, settings, is_all_said) in CASES.items():
+        if is_all_said or name == "a space":
+            (tmp_path / name).mkdir()
+            folders[store(tmp_path / name, tokenizer, settings)] = not is_all_said
+    # In one process: those that need it come last.
+    ordered = sorted(folders, key=lambda folder: folders[folder])
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, ordered)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(folders[folder]) for folder in ordered]
+
+
+def test_a_generation_config_gives_the_defaults_of_requests(tmp_path: Path) -> None:
+    folder = store(tmp_path, byte_level(), {})
+    written = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps({**written, "top_p": None}))
+    found = load_tokenizer(folder).sampling_defaults
+    assert found == {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("top_p", 0), ("max_new_tokens", "many")]
+)
+def test_defaults_that_no_request_could_ask_for_are_refused(
+    field: str, value: object, tmp_path: Path
+) -> None:
+    folder = store(tmp_path, byte_level(), {})
+    (folder / "generation_config.json").write_text(json.dumps({field: value}))
+    with pytest.raises(ReleaseError, match=r"generation_config\.json: (temp|top_p|max_tokens)"):
+        load_tokenizer(folder)

@@ -1,0 +1,93 @@
+"""Networks of `transformers` share prefixes and give memory up as Llama and its kin do."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import DeepseekV2Config, PreTrainedConfig
+
+from tests.hub_checkpoints import config_of
+from tests.torch_engine_fixtures import (
+    VOCAB,
+    ask,
+    ask_all,
+    build,
+    engine_with,
+    expected,
+    greedy,
+    prompt,
+    publish,
+    tokens,
+)
+
+NAMES = ("gemma2", "gpt2", "bloom", "mistral")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_beginning_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    published = publish(build(config_of(name)), tmp_path)
+    first = prompt(90, seed=1)
+    prompts = [first, first[:80] + prompt(20, seed=2), first[:70] + prompt(5, seed=3), first]
+
+    async def scenario() -> Any:
+        async with engine_with(published) as engine:
+            found = [await ask(engine, published.id, greedy(each)) for each in prompts]
+            return found, await ask_all(engine, published.id, map(greedy, prompts))
+
+    found, together = asyncio.run(scenario())
+    wanted = [expected(published.network, each) for each in prompts]
+    assert [tokens(steps) for steps in found] == wanted == together
+    cached = [steps[0].num_cached_tokens for steps in found]
+    assert cached[0] == 0 and all(number >= 64 for number in cached[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_that_gave_their_memory_up_go_on_as_they_were(name: str, tmp_path: Path) -> None:
+    published = publish(build(config_of(name)), tmp_path)
+    prompts = [prompt(length, seed=length) for length in (40, 44, 48, 52, 56, 60)]
+    wanted = [expected(published.network, each, 40) for each in prompts]
+
+    async def scenario() -> list[list[int]]:
+        # Two sequences of 128 tokens have room: all begin, and those that came last wait later.
+        async with engine_with(published, kv_cache_bytes=TWO_CONTEXTS[name]) as engine:
+            return await ask_all(engine, published.id, [greedy(each, 40) for each in prompts])
+
+    assert asyncio.run(scenario()) == wanted
+
+
+# 2 layers, keys and values, as many heads and numbers as the configurations say, 4 bytes.
+TWO_CONTEXTS = {
+    name: 2 * 128 * 2 * 2 * heads * 16 * 4
+    for name, heads in (("gemma2", 2), ("gpt2", 4), ("bloom", 4), ("mistral", 2))
+}
+
+
+def test_keys_and_values_of_different_sizes_are_kept(tmp_path: Path) -> None:
+    config: PreTrainedConfig = DeepseekV2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    published = publish(build(config), tmp_path)
+    prompts = [prompt(length, seed=length) for length in (3, 17, 40)]
+
+    async def scenario() -> list[list[int]]:
+        async with engine_with(published) as engine:
+            return await ask_all(engine, published.id, map(greedy, prompts))
+
+    assert asyncio.run(scenario()) == [expected(published.network, each) for each in prompts]

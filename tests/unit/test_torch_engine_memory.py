@@ -1,0 +1,281 @@
+"""Memory for keys and values: who waits for it, who gives it up, and what stays in it to share."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serving.engine import Generation, Step
+from serving.engines.torch_engine import slots
+from serving.engines.torch_engine.runner import Batch
+from tests.torch_engine_changes import until
+from tests.torch_engine_fixtures import (
+    Published,
+    ask,
+    ask_all,
+    build,
+    engine_with,
+    expected,
+    greedy,
+    llama_config,
+    prompt,
+    publish,
+    tokens,
+)
+
+# 512 bytes for each token's keys and values, and blocks of 64 tokens: the release's context of 512
+# takes eight of them.
+CONTEXT = 512
+BLOCK_BYTES = 64 * 512
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    network = build(llama_config(max_position_embeddings=CONTEXT))
+    return publish(network, tmp_path_factory.mktemp("home"))
+
+
+def lane_of(engine: Any, release_id: str) -> Any:
+    return engine._steps._lanes[release_id]
+
+
+def watch(engine: Any, release_id: str) -> list[Batch]:
+    """The batches from now on."""
+    batches: list[Batch] = []
+    runner = lane_of(engine, release_id)._runner
+    forward = runner.forward
+    runner.forward = lambda batch: batches.append(batch) or forward(batch)
+    return batches
+
+
+def num_prompt_tokens(batches: list[Batch]) -> int:
+    return sum(len(chunk.token_ids) for batch in batches for chunk in batch.chunks)
+
+
+def test_sequences_that_do_not_fit_together_get_the_tokens_they_get_alone(
+    published: Published,
+) -> None:
+    asked = [
+        Generation(
+            prompt=prompt(40 + 3 * i, seed=i),
+            max_tokens=80,
+            temperature=1.0 if i % 2 else 0.0,
+            seed=i,
+            repetition_penalty=1.2 if i % 3 == 0 else 1.0,
+            num_logprobs=1,
+            max_step_tokens=1 + 3 * (i % 2),
+        )
+        for i in range(8)
+    ]
+
+    async def alone() -> list[list[Step]]:
+        async with engine_with(published) as engine:
+            return [await ask(engine, published.id, one) for one in asked]
+
+    async def together() -> tuple[list[list[Step]], int]:
+        async with engine_with(published, kv_cache_bytes=9 * BLOCK_BYTES) as engine:
+            batches = watch(engine, published.id)
+            answers = await asyncio.gather(*(ask(engine, published.id, one) for one in asked))
+            return answers, num_prompt_tokens(batches)
+
+    right = asyncio.run(alone())
+    found, num_read = asyncio.run(together())
+    assert num_read > sum(len(one.prompt) for one in asked), "nobody had to read again"
+    for steps, alone_steps in zip(found, right, strict=True):
+        assert tokens(steps) == tokens(alone_steps)
+        assert all(len(step.logprobs) == len(step.token_ids) for step in steps)
+        for one, other in zip(logprobs(steps), logprobs(alone_steps), strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def logprobs(steps: list[Step]) -> list[float]:
+    return [each.logprob for step in steps for each in step.logprobs]
+
+
+def test_more_short_sequences_run_at_once_than_whole_contexts_fit(published: Published) -> None:
+    asked = [greedy(prompt(20, seed=i), max_tokens=6) for i in range(8)]
+
+    async def scenario() -> tuple[list[list[int]], int]:
+        # One whole context, and a block for each of the others.
+        async with engine_with(published, kv_cache_bytes=15 * BLOCK_BYTES) as engine:
+            batches = watch(engine, published.id)
+            answers = await ask_all(engine, published.id, asked)
+            return answers, max(len(batch.slots) for batch in batches)
+
+    answers, most = asyncio.run(scenario())
+    assert most == 8
+    assert answers == [expected(published.network, one.prompt, 6) for one in asked]
+
+
+def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
+    published: Published, tmp_path: Path
+) -> None:
+    other = publish(build(published.network.config, seed=1), tmp_path)
+
+    async def scenario() -> Any:
+        async with engine_with(published, kv_cache_bytes=8 * BLOCK_BYTES) as engine:
+            long = greedy(prompt(440), max_tokens=70)
+            old = engine.generate(published.id, long)
+            head = tokens([await anext(old)])
+            waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(30, seed=1))))
+            await engine.stage(other.release, other.folder)
+            await engine.commit(other.id)
+            await engine.unload(published.id)
+            new = await ask(engine, other.id, greedy(prompt(30, seed=1)))
+            assert published.id in engine.resident_releases()
+            rest = tokens([step async for step in old])
+            answers = tokens(await waiting), tokens(new)
+            await until(lambda: list(engine.resident_releases()) == [other.id])
+            return head + rest, *answers
+
+    long, waited, new = asyncio.run(scenario())
+    assert long == expected(published.network, prompt(440), 70)
+    assert waited == expected(published.network, prompt(30, seed=1))
+    assert new == expected(other.network, prompt(30, seed=1))
+
+
+def test_a_second_turn_reads_only_what_is_new(published: Published) -> None:
+    first = greedy(prompt(100), max_tokens=20)
+
+    async def scenario() -> Any:
+        async with engine_with(published) as engine:
+            said = tokens(await ask(engine, published.id, first))
+            # The last token that was said has been generated, and never read.
+            second = greedy((*first.prompt, *said, *prompt(10, seed=1)), max_tokens=20)
+            batches = watch(engine, published.id)
+            answer = await ask(engine, published.id, second)
+            return second, answer, num_prompt_tokens(batches)
+
+    second, answer, num_read = asyncio.run(scenario())
+    assert num_read == 11
+    assert [step.num_cached_tokens for step in answer] == [119, *[0] * 19]
+    assert tokens(answer) == expected(published.network, second.prompt, 20)
+
+
+def test_a_prefix_is_shared_with_a_sequence_that_runs(published: Published) -> None:
+    shared = prompt(100)
+    asked = [
+        greedy((*shared, *prompt(1 + i, seed=i)), max_tokens=10 + 5 * i, seed=i) for i in range(5)
+    ]
+
+    async def scenario() -> Any:
+        async with engine_with(published, max_batch_tokens=50) as engine:
+            batches = watch(engine, published.id)
+            return await ask_all(engine, published.id, asked), num_prompt_tokens(batches)
+
+    answers, num_read = asyncio.run(scenario())
+    assert num_read == 100 + sum(1 + i for i in range(5))
+    assert answers == [expected(published.network, one.prompt, one.max_tokens) for one in asked]
+
+
+def test_one_prompt_of_many_sequences_is_read_once(published: Published) -> None:
+    asked = [Generation(prompt=prompt(90), max_tokens=8, seed=i) for i in range(6)]
+
+    async def scenario() -> Any:
+        async with engine_with(published) as engine:
+            right = [tokens(await ask(engine, published.id, one)) for one in asked]
+        async with engine_with(published) as engine:
+            batches = watch(engine, published.id)
+            return right, await ask_all(engine, published.id, asked), num_prompt_tokens(batches)
+
+    right, answers, num_read = asyncio.run(scenario())
+    assert answers == right
+    assert num_read == 90 + 5
+
+
+def test_a_scored_prompt_is_read_whole_and_can_be_shared(published: Published) -> None:
+    scored = greedy(prompt(80), max_tokens=3, num_prompt_logprobs=1)
+
+    async def scenario() -> Any:
+        async with engine_with(published) as engine:
+            first = await ask(engine, published.id, scored)
+            again = await ask(engine, published.id, scored)
+            after = await ask(engine, published.id, greedy(prompt(80), max_tokens=3))
+            return first, again, after
+
+    first, again, after = asyncio.run(scenario())
+    assert [steps[0].num_cached_tokens for steps in (first, again, after)] == [0, 0, 79]
+    assert tokens(first) == tokens(again) == tokens(after)
+    assert first[0].prompt_logprobs is not None
+    assert len(first[0].prompt_logprobs) == 79
+    assert again[0].prompt_logprobs is not None
+    assert [one.logprob for one in again[0].prompt_logprobs] == pytest.approx(
+        [one.logprob for one in first[0].prompt_logprobs], abs=1e-4
+    )
+
+
+def test_nothing_is_shared_between_releases(published: Published, tmp_path: Path) -> None:
+    other = publish(build(published.network.config, seed=1), tmp_path)
+
+    async def scenario() -> list[int]:
+        async with engine_with(published, other) as engine:
+            return [
+                (await ask(engine, each.id, greedy(prompt(80), max_tokens=1)))[0].num_cached_tokens
+                for each in (published, other, published, other)
+            ]
+
+    assert asyncio.run(scenario()) == [0, 0, 79, 79]
+
+
+def test_the_least_recently_used_is_dropped_for_who_needs_the_room(published: Published) -> None:
+    async def scenario() -> list[int]:
+        # Eight blocks: three finished sequences of two blocks, and one that runs.
+        async with engine_with(published, kv_cache_bytes=8 * BLOCK_BYTES) as engine:
+            found = []
+            for seed in (0, 1, 2, 0, 3, 0, 1):
+                answer = await ask(engine, published.id, greedy(prompt(100, seed), max_tokens=2))
+                found.append(answer[0].num_cached_tokens)
+                if seed == 3:
+                    await ask(engine, published.id, greedy(prompt(120, seed=9), max_tokens=2))
+            return found
+
+    assert asyncio.run(scenario()) == [0, 0, 0, 99, 0, 99, 0]
+
+
+def resident_bytes() -> int:
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no Rss")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system tells no RSS")
+def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
+    room = slots.KeyValueSlots(
+        num_layers=2,
+        num_slots=64,
+        num_kv_heads=4,
+        num_tokens=1 << 14,
+        head_dim=64,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    before = resident_bytes()
+    count = 8192  # 4 KiB of keys and values a token: 32 MiB
+    rows = torch.ones(count, 2, 4, 64)
+    written = resident_bytes()
+    for layer in range(2):
+        room.write_run(layer, 3, 0, rows)
+    full = resident_bytes()
+    room.cut(3, 1024)
+    keys, values = room.read(0, 3, 4, 1024)
+    assert keys.eq(1).all()
+    assert values.eq(1).all()
+    cut = resident_bytes()
+    keys, _ = room.read(1, 3, 4, count)
+    assert keys[:, :, 1024:].eq(0).all()
+    room.cut(3, 0)
+    assert written - before < 20 << 20, "addresses alone take no memory"
+    assert full - written > 28 << 20
+    assert full - cut > 24 << 20
+    assert resident_bytes() - written < 4 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_a_block_of_tokens_is_whole_pages_of_each_head(head_dim: int, dtype: torch.dtype) -> None:
+    count = slots.block_tokens(head_dim, dtype)
+    assert count >= 16
+    assert count * head_dim * dtype.itemsize % slots.mmap.PAGESIZE == 0
