@@ -15,7 +15,6 @@ from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
-CPU = torch.device("cpu")
 VOCAB = 13
 CONTEXT = 40
 
@@ -94,7 +93,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     settings = TorchEngineSettings(max_batch_tokens=max_tokens)
-    lane = Lane(RememberingRunner(num_slots, max_tokens), Sampler(CPU), settings)
+    lane = Lane(RememberingRunner(num_slots, max_tokens), Sampler(), settings)
     submitted: list[Sequence] = []
     answers: dict[Sequence, list[Step]] = {}
 
@@ -106,7 +105,7 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
 
     for move in moves:
         if isinstance(move, Generation):
-            sequence = Sequence("r000001-00000000", move, loop, device=CPU, vocab_size=VOCAB)
+            sequence = Sequence("r000001-00000000", move, loop, vocab_size=VOCAB)
             submitted.append(sequence)
             answers[sequence] = []
             lane.submit(sequence)

@@ -20,15 +20,12 @@ from tests.torch_engine_fixtures import (
     publish,
 )
 
-CPU = torch.device("cpu")
 LOGITS = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
 
 
 def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> Sequence:
     generation = Generation(prompt=(4,), max_tokens=9, **settings)
-    made = Sequence(
-        "r000001-00000000", generation, asyncio.new_event_loop(), device=CPU, vocab_size=5
-    )
+    made = Sequence("r000001-00000000", generation, asyncio.new_event_loop(), vocab_size=5)
     made.loop.close()
     for token_id in output:
         made.add(token_id, None, 99)
@@ -37,7 +34,7 @@ def sequence(*, output: tuple[int, ...] = (), **settings: Any) -> Sequence:
 
 def draws(count: int, logits: torch.Tensor = LOGITS, **settings: Any) -> Counter[int]:
     one = sequence(seed=0, **settings)
-    sampler = Sampler(CPU)
+    sampler = Sampler()
     return Counter(sampler.sample([one], logits[None])[0] for _ in range(count))
 
 
@@ -74,7 +71,7 @@ def test_a_flat_distribution_keeps_a_wide_nucleus() -> None:
 
 
 def test_penalties() -> None:
-    sampler = Sampler(CPU)
+    sampler = Sampler()
 
     def takes(**settings: Any) -> int:
         return sampler.sample([sequence(temperature=0.0, **settings)], LOGITS[None])[0]
@@ -99,7 +96,7 @@ def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:
         sequence(temperature=0.0),
         sequence(seed=2, logit_bias={1: 5.0}, presence_penalty=1.0, output=(0,)),
     ]
-    Sampler(CPU).sample(chosen, logits)
+    Sampler().sample(chosen, logits)
     assert torch.equal(logits, LOGITS.repeat(3, 1))
 
 

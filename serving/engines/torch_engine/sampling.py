@@ -1,116 +1,99 @@
 """From logits to tokens and logprobs. It keeps no state but the generator of unseeded draws."""
 
+import random
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
 from serving.engine import TokenLogprob
+from serving.engines.torch_engine.drawing import draw, largest
+from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.shaping import shape
 
-# A whole vocabulary is sorted only where this many tokens do not hold top-p.
-_LIKELY_NUCLEUS = 256
+_LEAST_TEMPERATURE = 1e-30
+"""Logits divided by it are still finite."""
+_ROWS_AT_ONCE = 16
+"""Of logprobs: a long prompt's would need as much memory again as its logits."""
 
 
 class Sampler:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._unseeded = torch.Generator(device)
-        self._unseeded.seed()
+    """Temperature, then min-p, top-k and top-p, in the order of vLLM."""
+
+    def __init__(self) -> None:
+        self._unseeded = random.Random()
+        self._next_tokens = NextTokens()
 
     def sample(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        """One token per row of `logits` [sequences, vocabulary], which is left as it is."""
-        greedy: list[int] = logits.argmax(dim=-1).tolist()
-        if all(sequence.is_plain for sequence in sequences):
-            return greedy
-        tokens = list(greedy)
-        drawing: list[int] = []
-        shaped = logits.clone()
+        """One token per row of `logits` [sequences, vocabulary], which is left as it is. The token
+        of a sequence whose shape has a `refusal` afterwards means nothing."""
+        if not all(sequence.shape.is_plain for sequence in sequences):
+            logits = logits.clone()
+            shapes, outputs = [s.shape for s in sequences], [s.output for s in sequences]
+            shape(logits, shapes, outputs, self._next_tokens)
+        ways: dict[str, list[int]] = {"greedy": [], "few": [], "all": []}
         for row, sequence in enumerate(sequences):
-            if sequence.is_plain:
+            generation = sequence.generation
+            is_few = 0 < generation.top_k < logits.shape[1]
+            way = "greedy" if generation.temperature == 0 else "few" if is_few else "all"
+            ways[way].append(row)
+        tokens = [0] * len(sequences)
+        for way, rows in ways.items():
+            if not rows:
                 continue
-            is_changed = _shape(shaped[row], sequence)
-            if sequence.generation.temperature > 0:
-                drawing.append(row)
-            elif is_changed:
-                tokens[row] = int(shaped[row].argmax())
-        if drawing:
-            chosen = [sequences[row] for row in drawing]
-            for row, token in zip(drawing, self._draw(chosen, shaped[drawing]), strict=True):
+            chosen = [sequences[row] for row in rows]
+            found = logits if len(rows) == len(sequences) else _rows(logits, rows)
+            if way == "greedy":
+                drawn = found.argmax(dim=-1).tolist()
+            else:
+                drawn = self._draw_few(chosen, found) if way == "few" else self._draw(chosen, found)
+            for row, token in zip(rows, drawn, strict=True):
                 tokens[row] = token
         return tokens
 
+    def _draw_few(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+        """The same as `_draw`, of the `top_k` most probable tokens of each row."""
+        counts = [sequence.generation.top_k for sequence in sequences]
+        values, ids = largest(logits, max(counts))
+        places = torch.arange(max(counts), device=logits.device)
+        values.masked_fill_(places >= places.new_tensor(counts)[:, None], -torch.inf)
+        drawn = torch.tensor(self._draw(sequences, values), device=logits.device)
+        found: list[int] = ids.gather(1, drawn[:, None])[:, 0].tolist()
+        return found
+
     def _draw(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        temperatures = [sequence.generation.temperature for sequence in sequences]
-        logits /= torch.tensor(temperatures, device=self._device)[:, None]
-        for row, sequence in enumerate(sequences):
-            _truncate(logits[row], sequence)
-        probabilities = torch.softmax(logits, dim=-1)
-        # The largest of p / e with e exponential is a draw from p: one generator per row, and no
-        # row's draw depends on which others are in the batch.
-        noise = torch.empty_like(probabilities)
-        for row, sequence in enumerate(sequences):
-            noise[row].exponential_(generator=sequence.generator or self._unseeded)
-        drawn: list[int] = probabilities.div_(noise).argmax(dim=-1).tolist()
-        return drawn
+        generations = [sequence.generation for sequence in sequences]
+        scales = [1 / max(each.temperature, _LEAST_TEMPERATURE) for each in generations]
+        if any(scale != 1 for scale in scales):
+            logits = logits * logits.new_tensor(scales)[:, None]
+        weights = torch.softmax(logits, dim=-1)
+        if any(each.min_p > 0 for each in generations):
+            least = weights.new_tensor([each.min_p for each in generations])
+            least = least[:, None] * weights.amax(dim=-1, keepdim=True)
+            weights *= torch.ge(weights, least, out=torch.empty_like(weights))
+        uniforms = [sequence.uniform or self._unseeded.random for sequence in sequences]
+        return draw(weights, [each.top_p for each in generations], uniforms)
+
+
+def _rows(logits: Tensor, rows: list[int]) -> Tensor:
+    """Several times as quick as `logits[rows]`."""
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[TokenLogprob]:
     """Of each token under its row of `logits` [tokens, vocabulary], with the best `num_top`."""
-    normalised = torch.log_softmax(logits, dim=-1)
-    chosen = torch.tensor(token_ids, device=logits.device)
-    of_chosen: list[float] = normalised.gather(1, chosen[:, None])[:, 0].tolist()
-    best = normalised.topk(min(max(num_top), normalised.shape[-1]), dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    return [
-        TokenLogprob(
-            token_id=token_id,
-            logprob=of_chosen[row],
-            top=tuple(zip(ids[row][: num_top[row]], values[row][: num_top[row]], strict=True)),
-        )
-        for row, token_id in enumerate(token_ids)
-    ]
-
-
-def _shape(logits: Tensor, sequence: Sequence) -> bool:
-    """Bias, forbidden ends and penalties, in place, on one row; whether there were any."""
-    generation = sequence.generation
-    is_changed = False
-    if generation.logit_bias:
-        at = torch.tensor(list(generation.logit_bias), device=logits.device)
-        logits[at] += torch.tensor(list(generation.logit_bias.values()), device=logits.device)
-        is_changed = True
-    if sequence.stop_ids and len(sequence.output) < generation.min_tokens:
-        logits[torch.tensor(list(sequence.stop_ids), device=logits.device)] = -torch.inf
-        is_changed = True
-    if sequence.penalty is not None:
-        sequence.penalty.apply(logits)
-        is_changed = True
-    return is_changed
-
-
-def _truncate(logits: Tensor, sequence: Sequence) -> None:
-    """min-p, top-k and top-p, in place, on one row whose temperature is applied."""
-    generation = sequence.generation
-    if generation.min_p > 0:
-        floor = torch.softmax(logits, dim=-1).max() * generation.min_p
-        logits.masked_fill_(torch.softmax(logits, dim=-1) < floor, -torch.inf)
-    if 0 < generation.top_k < logits.shape[-1]:
-        least = logits.topk(generation.top_k).values[-1]
-        logits.masked_fill_(logits < least, -torch.inf)
-    if generation.top_p < 1:
-        kept = _nucleus(torch.softmax(logits, dim=-1), generation.top_p)
-        values = logits[kept]
-        logits.fill_(-torch.inf)
-        logits[kept] = values
-
-
-def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """The fewest most probable tokens that hold `top_p` together (arXiv:1904.09751)."""
-    ordered, at = probabilities.topk(min(_LIKELY_NUCLEUS, len(probabilities)))
-    if ordered.sum() < top_p:
-        ordered, at = probabilities.sort(descending=True)
-    # A token stays while those before it hold less: the first one always does.
-    is_kept = ordered.cumsum(dim=-1) - ordered < top_p
-    is_kept[0] = True
-    return at[is_kept]
+    found: list[TokenLogprob] = []
+    most = min(max(num_top, default=0), logits.shape[-1])
+    for start in range(0, len(token_ids), _ROWS_AT_ONCE):
+        rows = logits[start : start + _ROWS_AT_ONCE]
+        chosen = torch.tensor(token_ids[start : start + len(rows)], device=logits.device)
+        whole = rows.logsumexp(dim=-1, keepdim=True)
+        of_chosen = (rows.gather(1, chosen[:, None]) - whole)[:, 0].tolist()
+        best, at = largest(rows, most)
+        values, ids = (best - whole).tolist(), at.tolist()
+        for row, (logprob, token_id) in enumerate(zip(of_chosen, chosen.tolist(), strict=True)):
+            count = num_top[start + row]
+            top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
+            found.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
+    return found

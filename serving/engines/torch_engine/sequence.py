@@ -1,11 +1,11 @@
 """`Sequence`: one generation as the step loop knows it."""
 
 import asyncio
-
-import torch
-from torch import Tensor
+import random
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob
+from serving.engines.torch_engine.drawing import Uniform
+from serving.engines.torch_engine.shaping import Shape
 
 
 class Sequence:
@@ -17,7 +17,6 @@ class Sequence:
         generation: Generation,
         loop: asyncio.AbstractEventLoop,
         *,
-        device: torch.device,
         vocab_size: int,
     ) -> None:
         self.release_id = release_id
@@ -36,21 +35,20 @@ class Sequence:
             None if generation.num_prompt_logprobs is None else []
         )
         self.stop_ids = frozenset(id for id in generation.stop_token_ids if id < vocab_size)
-        self.generator: torch.Generator | None = None
-        if generation.seed is not None:
-            # torch takes 64 bits, and reads negative numbers as their complement.
-            seed = generation.seed % (1 << 64)
-            self.generator = torch.Generator(device).manual_seed(seed)
-        self.is_plain = (
-            generation.temperature == 0
-            and not generation.logit_bias
-            and not generation.min_tokens
-            and not _is_penalised(generation)
-        )
-        """Takes the most probable token and nothing else."""
-        self.penalty = (
-            Penalty(generation, vocab_size, device) if _is_penalised(generation) else None
-        )
+        self.shape = Shape(generation, self.stop_ids)
+        self._random: random.Random | None = None
+
+    @property
+    def uniform(self) -> Uniform | None:
+        """The random numbers of its seed, made when the first is needed: they take 2.5 KB. None
+        without a seed."""
+        seed = self.generation.seed
+        if seed is None:
+            return None
+        if self._random is None:
+            # `Random` would take a negative seed for its absolute value.
+            self._random = random.Random(seed % (1 << 64))
+        return self._random.random
 
     @property
     def num_unread(self) -> int:
@@ -63,9 +61,9 @@ class Sequence:
         self._gathered.append(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
-        if self.penalty is not None:
-            self.penalty.add(token_id)
         if token_id in self.stop_ids and len(self.output) >= self.generation.min_tokens:
+            return "stop"
+        if self.shape.take(token_id):
             return "stop"
         total = len(self.generation.prompt) + len(self.output)
         if len(self.output) >= self.generation.max_tokens or total >= context:
@@ -92,35 +90,3 @@ class Sequence:
         """Once; None after that, and where nobody asked."""
         found, self.prompt_logprobs = self.prompt_logprobs, None
         return None if found is None else tuple(found)
-
-
-class Penalty:
-    """What was said already, per token of the vocabulary."""
-
-    def __init__(self, generation: Generation, vocab_size: int, device: torch.device) -> None:
-        self._presence = generation.presence_penalty
-        self._frequency = generation.frequency_penalty
-        self._repetition = generation.repetition_penalty
-        self._counts = torch.zeros(vocab_size, device=device)
-        self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._seen[torch.tensor(generation.prompt, device=device)] = True
-
-    def add(self, token_id: int) -> None:
-        self._counts[token_id] += 1
-        self._seen[token_id] = True
-
-    def apply(self, logits: Tensor) -> None:
-        """In place, on one row. Repetition looks at the prompt too (CTRL, arXiv:1909.05858); the
-        other two, OpenAI's, look at new tokens only."""
-        if self._repetition != 1.0:
-            scaled = torch.where(logits > 0, logits / self._repetition, logits * self._repetition)
-            logits.copy_(torch.where(self._seen, scaled, logits))
-        logits -= self._frequency * self._counts + self._presence * (self._counts > 0)
-
-
-def _is_penalised(generation: Generation) -> bool:
-    return bool(
-        generation.presence_penalty
-        or generation.frequency_penalty
-        or generation.repetition_penalty != 1.0
-    )
