@@ -54,8 +54,9 @@ test-vllm: $(INSTALLED_VLLM)
 		tests/integration/test_bench.py tests/e2e/test_vllm_demo.py
 
 test-clients: $(INSTALLED) $(INSTALLED_CLIENTS)
-	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval $(BIN)/python -m pytest -m clients \
-		tests/contract/test_lm_eval.py
+	TEST_LM_EVAL=$(CURDIR)/$(VENV_CLIENTS)/bin/lm_eval \
+		TEST_CLIENTS_PYTHON=$(CURDIR)/$(VENV_CLIENTS)/bin/python \
+		$(BIN)/python -m pytest -m clients tests/contract/test_lm_eval.py tests/contract/test_tool_clients.py
 
 # Both benches run all their rows. To run only some rows: make bench ROWS="training publish".
 # Figures and tables go to bench-results/.
@@ -100,11 +101,13 @@ $(INSTALLED_VLLM): pyproject.toml
 	$(VENV_VLLM)/bin/pip install --quiet --editable '.[torch,test]'
 	touch $@
 
-$(INSTALLED_CLIENTS):
+$(INSTALLED_CLIENTS): Makefile
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV_CLIENTS)
 	$(VENV_CLIENTS)/bin/pip install --quiet --upgrade pip
-	$(VENV_CLIENTS)/bin/pip install --quiet 'lm_eval[api]==0.4.13' 'transformers>=5.16,<5.20'
+	# litellm imports mcp for requests with tools, and does not require it.
+	$(VENV_CLIENTS)/bin/pip install --quiet 'lm_eval[api]==0.4.13' 'transformers>=5.16,<5.20' \
+		'langchain-openai>=1.7,<2' 'litellm>=1.106,<2' 'mcp>=2.3,<3'
 	touch $@
 
 clean:

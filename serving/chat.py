@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -25,7 +25,8 @@ from serving.sequences import (
 )
 from serving.settings import ServingSettings
 from serving.tokenizer import ReleaseTokenizer
-from serving.tool_calls import FORMATS, Found, ToolCallReader, ToolFormat, format_of
+from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
+from serving.tool_grammar import tool_grammar
 
 NOTHING = Delta()
 
@@ -149,7 +150,7 @@ def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings
     prompt = encode_chat(request, live)
     readers = None
     if request.offered_tools:
-        format = _tool_format(live, settings)
+        format = FORCED if request.forced_tools else _tool_format(live, settings)
         names = {tool.function.name for tool in request.offered_tools}
         readers = [ToolCallReader(format, names) for _ in range(request.n)]
         if live.tokenizer.is_special(format.begin):
@@ -165,6 +166,17 @@ def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings
         param="messages",
         max_tokens_param="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
     )
+    if request.forced_tools:
+        if request.grammar is not None:
+            raise RequestError(
+                400,
+                f"tool_choice: not possible together with {request.grammar.param}",
+                param="tool_choice",
+                code="invalid_value",
+            )
+        may_be_more = request.tool_choice == "required" and request.parallel_tool_calls is not False
+        grammar = tool_grammar(request.forced_tools, is_list=may_be_more)
+        generations = [replace(each, grammar=grammar) for each in generations]
     return ChatPlan(
         request=request,
         tokenizer=live.tokenizer,

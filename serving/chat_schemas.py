@@ -125,16 +125,30 @@ class ChatPrompt(RequestBody):
 
     @field_validator("tool_choice")
     @classmethod
-    def _model_decides(cls, choice: str | NamedTool | None) -> str | NamedTool | None:
-        # Nothing here makes a model call a tool.
-        if choice not in (None, "none", "auto"):
-            raise ValueError("only none and auto are supported")
+    def _choice_is_among_the_tools(
+        cls, choice: str | NamedTool | None, info: ValidationInfo
+    ) -> str | NamedTool | None:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError(f"{choice.function.name!r} is none of the tools")
+        if choice == "required" and not names:
+            raise ValueError("there are no tools to choose from")
         return choice
 
     @property
     def offered_tools(self) -> list[Tool]:
         """Those that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """Those of which the model must call one; empty if it may also answer with text."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [
+                each for each in self.offered_tools if each.function.name == choice.function.name
+            ]
+        return self.offered_tools if choice == "required" else []
 
     @property
     def generates_a_message(self) -> bool:
@@ -153,7 +167,6 @@ class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
     """Whether the answer begins with the last message, if the same role continues it."""
     parallel_tool_calls: bool | None = None
     """false for at most one call; null and true are the same."""
-    response_format: dict[str, Any] | None = None
 
     @field_validator("top_logprobs")
     @classmethod
@@ -161,10 +174,3 @@ class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
         if number is not None and not info.data.get("logprobs", True):
             raise ValueError("needs logprobs: true")
         return number
-
-    @field_validator("response_format")
-    @classmethod
-    def _a_response_is_text(cls, format: dict[str, Any] | None) -> dict[str, Any] | None:
-        if format and format.get("type") != "text":
-            raise ValueError("only text is supported")
-        return format

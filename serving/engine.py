@@ -7,9 +7,21 @@ releases, by id, and generates under the one that a request names.
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from serving.weights.release import Release
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grammar:
+    """What the text of a sequence has to be."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    text: str
+    """The schema as JSON; nothing for `json_object`; the regular expression; a JSON list of the
+    strings to choose from; or a grammar, as EBNF in GBNF's notation or in Lark's."""
+    param: str
+    """The field of the request that asks for it, which errors name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +46,11 @@ class Generation:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids too; a request that ignores them leaves them out."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """No other token is generated; None for all."""
+    grammar: Grammar | None = None
+    """A stop token is generated only where the text may end; where it can only end, the sequence
+    does, with `stop`, whether a stop token was generated or not."""
     num_logprobs: int | None = None
     """Alternatives reported beside each new token; None for no logprobs at all."""
     num_prompt_logprobs: int | None = None
@@ -77,6 +94,24 @@ class StageError(Exception):
 
 class EngineError(Exception):
     """The engine died under a request: the server answers 503."""
+
+
+class GenerationRefused(EngineError):
+    """This engine cannot generate what is asked for, and never will: the server answers 400."""
+
+    def __init__(self, reason: str, *, param: str) -> None:
+        super().__init__(reason)
+        self.param = param
+        """The field of the request that is at fault."""
+
+
+def refuse_constraints(generation: Generation, engine: str) -> None:
+    """Raises GenerationRefused for what not every engine can do."""
+    param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
+    if generation.grammar is not None:
+        param = generation.grammar.param
+    if param is not None:
+        raise GenerationRefused(f"not supported by the engine {engine}; leave it out", param=param)
 
 
 class Engine(Protocol):
@@ -127,7 +162,8 @@ class Engine(Protocol):
         """Free a release, staged or committed, once its last generation ended. Returns at once."""
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """Steps of one sequence; closing the iterator frees its slot. Raises EngineError."""
+        """Steps of one sequence; closing the iterator frees its slot. Raises EngineError, and
+        GenerationRefused before the first step, or when a grammar turns out to be too complex."""
 
     async def close(self) -> None:
         """End every generation and free everything."""

@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from serving.constraints import Constraints
 from serving.unsupported_fields import Unsupported
 
 MAX_LOGPROBS = 20
@@ -71,7 +72,7 @@ class RequestBody(BaseModel):
         return None if may_be_null or field.is_required() else field.default
 
 
-class SamplingRequest(RequestBody, Unsupported):
+class SamplingRequest(RequestBody, Constraints, Unsupported):
     """What both routes take. Of what is null, from `temperature` to `repetition_penalty`, the
     release's generation_config.json says the default."""
 
@@ -81,6 +82,8 @@ class SamplingRequest(RequestBody, Unsupported):
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds = Field(default=[])
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    """No other tokens are generated."""
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from serving.admission import Unserved
-from serving.engine import EngineError
+from serving.engine import EngineError, GenerationRefused
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,8 @@ def translated(error: Exception) -> RequestError:
     """Whatever ended a request, as its client is told. The log has what nobody foresaw."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, GenerationRefused):
+        return RequestError(400, f"{error.param}: {error}", param=error.param, code="invalid_value")
     if isinstance(error, EngineError):
         return unavailable(f"the engine failed: {error}; ask again")
     if isinstance(error, TimeoutError):

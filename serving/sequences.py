@@ -80,6 +80,8 @@ def make_generations(
     check_token_ids(live, stop_token_ids, "stop_token_ids")
     if not request.ignore_eos:
         stop_token_ids += live.tokenizer.eos_token_ids
+    allowed = None if request.allowed_token_ids is None else tuple(request.allowed_token_ids)
+    check_token_ids(live, allowed or (), "allowed_token_ids")
     defaults = live.tokenizer.sampling_defaults
     if max_tokens is None:
         max_tokens = min(room, int(defaults.get("max_tokens", room)))
@@ -107,6 +109,8 @@ def make_generations(
             # With one seed for all, `n` sequences would be one sequence n times.
             seed=None if request.seed is None else _within_64_bits(request.seed + number),
             stop_token_ids=stop_token_ids,
+            allowed_token_ids=allowed,
+            grammar=request.grammar,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
             # A stop string is looked for as soon as it can be there: what follows is thrown away.

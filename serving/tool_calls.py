@@ -45,6 +45,10 @@ FORMATS: dict[FormatName, ToolFormat] = {
 }
 
 
+FORCED = ToolFormat("[", is_bare=True)
+"""Of calls that `serving/tool_grammar.py` forces: an object, or a list of objects."""
+
+
 def format_of(template: str) -> ToolFormat:
     """The format that a chat template shows to its model; `hermes` where it shows none."""
     # Templates of Llama 3.2 have no tag, but ask for exactly this.

@@ -45,6 +45,29 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**_USUAL, "head_dim": 32}),
     "gemma2": ("Gemma2", {**_USUAL, "head_dim": 16, "sliding_window": WINDOW}),
     "gemma3": ("Gemma3Text", {**_USUAL, "head_dim": 16, "sliding_window": WINDOW}),
+    "gemma3 with images": (
+        "Gemma3",
+        {
+            "text_config": {
+                **_USUAL,
+                "model_type": "gemma3_text",
+                "head_dim": 16,
+                "sliding_window": WINDOW,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": 5,
+            "boi_token_index": 6,
+            "eoi_token_index": 7,
+        },
+    ),
     "phi3": ("Phi3", {**_USUAL, "sliding_window": WINDOW}),
     "olmo2": ("Olmo2", _USUAL),
     "gpt2": (

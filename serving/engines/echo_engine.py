@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from serving.engine import EngineError, Generation, Step, TokenLogprob
+from serving.engine import EngineError, Generation, Step, TokenLogprob, refuse_constraints
 from serving.weights.release import Release
 
 EnginePhase = Literal["stage", "commit", "generate", "step", "turn"]
@@ -106,6 +106,7 @@ class EchoEngine:
         self._free_ended(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        refuse_constraints(generation, "echo")
         resident = self._residents.get(release_id)
         is_nameable = release_id in self._committed if self.holds_two else release_id == self._live
         if resident is None or not is_nameable:

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import httpx
 
-from serving.engine import EngineError, Generation, StageError, Step
+from serving.engine import EngineError, Generation, StageError, Step, refuse_constraints
 from serving.engines.same_network import config_differences, tensor_differences
 from serving.engines.sglang_requests import OtherWeights, SoFar, request_of, step_of
 from serving.errors import ReleaseError
@@ -95,6 +95,7 @@ class SglangEngine:
         self._folders.pop(release_id, None)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        refuse_constraints(generation, "sglang")
         has_begun = False
         try:
             async with aclosing(self._answer(release_id, generation)) as steps:

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import torch
 
-from serving.engine import EngineError, Generation, StageError, Step
+from serving.engine import EngineError, Generation, GenerationRefused, StageError, Step
 from serving.engines.torch_engine.device import free_bytes
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.headers import DTYPE_BYTES
@@ -28,8 +28,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from vllm import AsyncEngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
+from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -38,6 +40,7 @@ from serving.engines.vllm_requests import sampling_params, step_of
 _log = logging.getLogger(__name__)
 
 _WORKER = "serving.engines.vllm_worker.HotpushWorker"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _POLL_SECONDS = 0.02
 # vLLM kills its processes after five.
 _END_SECONDS = 30.0
@@ -51,6 +54,8 @@ class VllmProcess:
         self._llm = llm
         self._held = {release.id: release}
         self.release_id = release.id
+        self._first_tokenizer = self._tokenizer_of(release.id)
+        """vLLM keeps the tokenizer that it was started with."""
         self.way = ""
         """`copy` or `reload`: how a commit replaces weights."""
         self.pids: tuple[int, ...] = ()
@@ -140,15 +145,31 @@ class VllmProcess:
         release_id = self.release_id
         # Keys and values that other weights computed are never found under this salt.
         prompt = tokens_input(list(generation.prompt), cache_salt=release_id)
-        outputs = self._llm.generate(prompt, sampling_params(generation), uuid4().hex)
+        parameters = sampling_params(generation, self._end_of_text)
+        outputs = self._llm.generate(prompt, parameters, uuid4().hex)
         try:
             async with aclosing(cast(AsyncGenerator[Any, None], outputs)):
                 async for output in outputs:
                     yield step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"vLLM stopped: {_line(error)}") from error
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
+            if generation.grammar is not None:
+                param = generation.grammar.param
+                raise GenerationRefused(_line(error), param=param) from error
             raise EngineError(f"vLLM refuses the request: {_line(error)}") from error
+
+    @property
+    def _end_of_text(self) -> int | None:
+        """What ends a text by vLLM's tokenizer; None where it is not the current release's."""
+        tokenizer = self._llm.tokenizer
+        if tokenizer is None or self._tokenizer_of(self.release_id) != self._first_tokenizer:
+            return None
+        return cast("int | None", tokenizer.eos_token_id)
+
+    def _tokenizer_of(self, release_id: str) -> dict[str, str]:
+        files = self._held[release_id].files
+        return {name: files[name].sha256 for name in _TOKENIZER_FILES if name in files}
 
     async def end(self) -> None:
         """A vLLM that does not shut down is left behind: its place is needed."""
@@ -220,7 +241,11 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
         # Other formats and names than a release's are not looked for.
         load_format="hf",
         generation_config="vllm",
-        skip_tokenizer_init=True,
+        # Only grammars need it.
+        skip_tokenizer_init=not _has_tokenizer(folder),
+        # Of vLLM's ways to follow a grammar the one that the torch engine has, too. By default,
+        # the first request would decide for all.
+        structured_outputs_config={"backend": "guidance"},
         dtype=settings.dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
         max_model_len=None if context is None else context + 1,
@@ -234,6 +259,16 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
         disable_log_stats=True,
     )
     return AsyncLLM.from_engine_args(arguments)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether vLLM can load one. Where it cannot, it would not start."""
+    try:
+        return get_tokenizer(str(folder)).eos_token_id is not None
+    # `transformers` raises whatever it likes for files that it dislikes.
+    except Exception as error:
+        _log.warning("no grammars, since vLLM has no tokenizer of %s: %s", folder, _line(error))
+        return False
 
 
 def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:

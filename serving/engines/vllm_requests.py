@@ -1,16 +1,39 @@
 """From `Generation` to vLLM's sampling parameters, and from vLLM's outputs to `Step`."""
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from serving.engine import EngineError, Generation, Step, TokenLogprob
+from serving.engine import (
+    EngineError,
+    Generation,
+    GenerationRefused,
+    Grammar,
+    Step,
+    TokenLogprob,
+)
 
 
-def sampling_params(generation: Generation) -> SamplingParams:
+def sampling_params(generation: Generation, end_of_text: int | None) -> SamplingParams:
+    """`end_of_text` is the token by which vLLM ends what a grammar describes.
+
+    Raises GenerationRefused for a grammar without it.
+    """
+    stops = list(generation.stop_token_ids)
+    if generation.grammar is not None:
+        if end_of_text is None:
+            raise GenerationRefused(
+                "vLLM was started without the tokenizer of this release, or it names no "
+                "end-of-sequence token",
+                param=generation.grammar.param,
+            )
+        stops.append(end_of_text)
+    allowed = generation.allowed_token_ids
     return SamplingParams(
         # vLLM generates at least one token: where only the prompt is scored, it is dropped.
         max_tokens=max(generation.max_tokens, 1),
@@ -24,7 +47,9 @@ def sampling_params(generation: Generation) -> SamplingParams:
         repetition_penalty=generation.repetition_penalty,
         logit_bias=dict(generation.logit_bias) or None,
         seed=generation.seed,
-        stop_token_ids=list(generation.stop_token_ids),
+        stop_token_ids=stops,
+        allowed_token_ids=None if allowed is None else list(allowed),
+        structured_outputs=_structured_outputs(generation.grammar),
         # End-of-sequence ids are among the stop ids, where the request wants them.
         ignore_eos=True,
         logprobs=generation.num_logprobs,
@@ -34,10 +59,27 @@ def sampling_params(generation: Generation) -> SamplingParams:
     )
 
 
+def _structured_outputs(grammar: Grammar | None) -> StructuredOutputsParams | None:
+    match grammar:
+        case None:
+            return None
+        case Grammar(kind="json_schema"):
+            return StructuredOutputsParams(json=grammar.text)
+        case Grammar(kind="json_object"):
+            return StructuredOutputsParams(json_object=True)
+        case Grammar(kind="choice"):
+            return StructuredOutputsParams(choice=json.loads(grammar.text))
+        case Grammar(kind="regex"):
+            return StructuredOutputsParams(regex=grammar.text)
+    return StructuredOutputsParams(grammar=grammar.text)
+
+
 def step_of(output: RequestOutput, generation: Generation, release_id: str) -> Step:
     """Raises EngineError where vLLM ended a sequence for a reason of its own, or computed a token
     with weights of another release."""
     (completion,) = output.outputs
+    if completion.finish_reason == "error" and generation.grammar is not None:
+        raise GenerationRefused("vLLM cannot compile it", param=generation.grammar.param)
     if completion.finish_reason not in (None, "stop", "length"):
         raise EngineError(f"vLLM ended the sequence: {completion.finish_reason}")
     strange = {span.version for span in completion.weight_versions or ()} - {release_id}
@@ -76,7 +118,10 @@ def _logprobs(
 
 def _logprob(token_id: int, found: Mapping[int, Any], num_top: int) -> TokenLogprob:
     """`found` has the most probable tokens, and `token_id` whether it is one of them or not."""
-    best = sorted(found.items(), key=lambda item: -item[1].logprob)[:num_top]
+    # What a grammar does not allow has no probability, for vLLM's logprobs are those of the tokens
+    # that it allows.
+    possible = [item for item in found.items() if item[1].logprob > -math.inf]
+    best = sorted(possible, key=lambda item: -item[1].logprob)[:num_top]
     return TokenLogprob(
         token_id=token_id,
         logprob=found[token_id].logprob,

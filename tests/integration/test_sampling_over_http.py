@@ -162,8 +162,8 @@ NAMED = {"type": "function", "function": {"name": "sub"}}
         ({"n": 129}, "n", "more than 128 sequences"),
         ({"tools": [{"type": "function"}]}, "tools", "tools.0.function: Field required"),
         ({"tools": [TOOL]}, "tools", "shows none to the model"),
-        ({"tool_choice": "required"}, "tool_choice", "only none and auto"),
-        ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "only none and auto"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools to choose from"),
+        ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "'sub' is none of the tools"),
         (
             {"chat_template_kwargs": {"messages": []}},
             "chat_template_kwargs",
@@ -177,7 +177,7 @@ NAMED = {"type": "function", "function": {"name": "sub"}}
         ({"chat_template": "{{ messages }}"}, "chat_template", "not supported"),
         ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
         ({"functions": [{"name": "add"}]}, "functions", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only text"),
+        ({"response_format": {"type": "xml"}}, "response_format", "json_object"),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any, Self
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine.device import choose_device, give_back_memory
+from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.lane import Lane
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
 from serving.engines.torch_engine.neighbours import Neighbours
@@ -40,6 +41,8 @@ def create_engine(**settings: Any) -> "TorchEngine":
 
 @dataclass(kw_only=True, slots=True)
 class _Resident:
+    release: Release
+    folder: Path
     vocab_size: int
     context: int
     read_bytes: int
@@ -73,6 +76,7 @@ class TorchEngine:
         self._device = choose_device(settings)
         self._pool = UnitPool()
         self._sampler = Sampler()
+        self._grammars = Grammars()
         self._residents: dict[str, _Resident] = {}
         self._staging = asyncio.Lock()
         self._one_left = asyncio.Event()
@@ -118,6 +122,8 @@ class TorchEngine:
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = _Resident(
+                release=release,
+                folder=folder,
                 vocab_size=staged.runner.vocab_size,
                 context=staged.runner.room.context,
                 read_bytes=staged.read_bytes,
@@ -149,7 +155,8 @@ class TorchEngine:
         self._steps.retire(release_id, on_gone)
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """The sequence is on its way when this returns, and keeps its release until it ends."""
+        """The sequence is on its way when this returns, and keeps its release until it ends; one
+        with a grammar is when its first step is asked for."""
         resident = self._find(release_id)
         if not resident.is_committed or resident.is_leaving:
             raise EngineError(f"release {release_id} is not live: commit it first")
@@ -160,8 +167,18 @@ class TorchEngine:
             asyncio.get_running_loop(),
             vocab_size=resident.vocab_size,
         )
+        if generation.grammar is not None:
+            return Stream(sequence, partial(self._submit_constrained, sequence, resident))
         self._steps.submit(sequence)
         return Stream(sequence)
+
+    async def _submit_constrained(self, sequence: Sequence, resident: _Resident) -> None:
+        grammar = sequence.generation.grammar
+        if grammar is not None:
+            sequence.shape.grammar = await self._grammars.begin(
+                resident.release, resident.folder, resident.vocab_size, grammar
+            )
+        self._steps.submit(sequence)
 
     def resident_releases(self) -> dict[str, ResidentRelease]:
         """Releases in memory by id, those that end their last sequences included."""
@@ -182,6 +199,7 @@ class TorchEngine:
         self._steps.stop()
         await asyncio.to_thread(self._steps.join)
         await asyncio.to_thread(self._loader.shutdown)
+        await asyncio.to_thread(self._grammars.close)
         self._residents.clear()
 
     def _find(self, release_id: str) -> _Resident:
@@ -200,6 +218,7 @@ class TorchEngine:
 
     def _forget(self, release_id: str) -> None:
         self._residents.pop(release_id, None)
+        self._grammars.forget(release_id)
         self._one_left.set()
         if not self._is_closed:
             self._loader.submit(give_back_memory)
@@ -245,8 +264,13 @@ class TorchEngine:
 class Stream(AsyncIterator[Step]):
     """Steps of one sequence. Closing it, or dropping it, frees the slot within a step."""
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(
+        self, sequence: Sequence, begin: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`begin` is what is left to do to have the sequence on its way. It may raise EngineError,
+        which ends the stream."""
         self._sequence = sequence
+        self._begin = begin
         self._is_done = False
 
     def __aiter__(self) -> Self:
@@ -255,6 +279,13 @@ class Stream(AsyncIterator[Step]):
     async def __anext__(self) -> Step:
         if self._is_done:
             raise StopAsyncIteration
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            try:
+                await begin()
+            except EngineError:
+                self._is_done = True
+                raise
         event = await self._sequence.events.get()
         if isinstance(event, EngineError):
             self._is_done = True
@@ -277,7 +308,7 @@ def _check_fits(generation: Generation, resident: _Resident) -> None:
             f"a prompt of {len(generation.prompt)} tokens does not fit; "
             f"the release takes 1 to {resident.context}"
         )
-    named = (*generation.prompt, *generation.logit_bias)
+    named = (*generation.prompt, *generation.logit_bias, *(generation.allowed_token_ids or ()))
     strange = [token_id for token_id in named if not 0 <= token_id < resident.vocab_size]
     if strange:
         raise EngineError(

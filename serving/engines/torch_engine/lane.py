@@ -203,6 +203,10 @@ class Lane:
         found = _token_logprobs(sequences, token_ids, logits)
         events: list[Event] = []
         for sequence, token_id in zip(sequences, token_ids, strict=True):
+            if sequence.shape.refusal is not None:
+                events.append((sequence, sequence.shape.refusal))
+                self._end(sequence)
+                continue
             reason = sequence.add(token_id, found.get(sequence), self._runner.room.context)
             if (step := sequence.take_step(reason)) is not None:
                 events.append((sequence, step))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from serving.engine import TokenLogprob
 from serving.engines.torch_engine.drawing import draw, largest
+from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.shaping import shape
 
@@ -22,12 +23,15 @@ class Sampler:
 
     def __init__(self) -> None:
         self._unseeded = random.Random()
+        self._next_tokens = NextTokens()
 
     def sample(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        """One token per row of `logits` [sequences, vocabulary], which is left as it is."""
+        """One token per row of `logits` [sequences, vocabulary], which is left as it is. The token
+        of a sequence whose shape has a `refusal` afterwards means nothing."""
         if not all(sequence.shape.is_plain for sequence in sequences):
             logits = logits.clone()
-            shape(logits, [s.shape for s in sequences], [s.output for s in sequences])
+            shapes, outputs = [s.shape for s in sequences], [s.output for s in sequences]
+            shape(logits, shapes, outputs, self._next_tokens)
         ways: dict[str, list[int]] = {"greedy": [], "few": [], "all": []}
         for row, sequence in enumerate(sequences):
             generation = sequence.generation

@@ -1,6 +1,7 @@
-"""What a sequence's settings make of its logits before a token is chosen: bias, ends that are not
-allowed yet, penalties. All rows of a batch are changed by one operation for each of these."""
+"""What a sequence's settings make of its logits before a token is chosen: tokens that are not
+allowed, bias, penalties. All rows of a batch are changed by one operation for each of these."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -8,10 +9,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from serving.engine import Generation
+from serving.engine import Generation, GenerationRefused
+from serving.engines.torch_engine.grammars import Bits, GrammarState, NextTokens
 
 _Ids = NDArray[np.int64]
 _Values = NDArray[np.float32]
+
+# For each byte of `Bits`, what to add to the logits of its eight tokens.
+_OF_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+).astype(np.float32)
 
 
 class Shape:
@@ -22,20 +29,34 @@ class Shape:
         self._generation = generation
         self._stop_ids = stop_ids
         self._tally: Tally | None = None
+        self._allowed: Bits | None = None
+        self.grammar: GrammarState | None = None
+        """Set before the first token is chosen, where the generation has one."""
+        self.refusal: GenerationRefused | None = None
+        """Why the sequence cannot go on; None as long as it can."""
         self.is_penalised = bool(
             generation.presence_penalty
             or generation.frequency_penalty
             or generation.repetition_penalty != 1.0
         )
+        self.is_constrained = bool(generation.grammar or generation.allowed_token_ids)
         self.is_plain = not (
-            generation.logit_bias or (generation.min_tokens and stop_ids) or self.is_penalised
+            self.is_constrained
+            or generation.logit_bias
+            or (generation.min_tokens and stop_ids)
+            or self.is_penalised
         )
         """Whether the logits stay as they are."""
 
+    def take(self, token_id: int) -> bool:
+        """Read a token that does not end the sequence; whether its grammar does."""
+        return self.grammar is not None and self.grammar.take(token_id)
+
     @property
     def num_bytes(self) -> int:
-        """Memory that it has taken for what was said already."""
-        return 0 if self._tally is None else self._tally.num_bytes
+        """Memory that it has taken, its grammar apart."""
+        of_tally = 0 if self._tally is None else self._tally.num_bytes
+        return of_tally + (0 if self._allowed is None else self._allowed.nbytes)
 
     def bias(self) -> tuple[_Ids, _Values]:
         bias = self._generation.logit_bias
@@ -47,6 +68,24 @@ class Shape:
         if len(output) >= self._generation.min_tokens:
             return np.empty(0, np.int64)
         return np.fromiter(self._stop_ids, np.int64, len(self._stop_ids))
+
+    def narrow(self, bits: Bits) -> None:
+        """Take from one row of `bits` what is not allowed, given what the grammar lets follow."""
+        if self.grammar is not None and self.grammar.may_end:
+            _set(bits, self._stop_ids)
+        if self._generation.allowed_token_ids is not None:
+            if self._allowed is None:
+                self._allowed = np.zeros_like(bits)
+                _set(self._allowed, self._generation.allowed_token_ids)
+            bits &= self._allowed
+
+    def refuse(self) -> None:
+        """No token is left to choose."""
+        fault = None if self.grammar is None else self.grammar.fault
+        param = "allowed_token_ids" if self.grammar is None else self.grammar.param
+        self.refusal = GenerationRefused(
+            fault or "no token is left that it, allowed_token_ids and min_tokens allow", param=param
+        )
 
     def tally(self, output: list[int]) -> "Tally":
         """Of everything in `output`, which has grown since the last time."""
@@ -101,11 +140,34 @@ class Tally:
         self._num_read = len(output)
 
 
-def shape(logits: Tensor, shapes: Seq[Shape], outputs: Seq[list[int]]) -> None:
-    """Change `logits` [rows, vocabulary] in place, as each row's `Shape` asks for."""
+def shape(
+    logits: Tensor, shapes: Seq[Shape], outputs: Seq[list[int]], next_tokens: NextTokens
+) -> None:
+    """Change `logits` [rows, vocabulary] in place, as each row's `Shape` asks for. A shape of which
+    no token is left has a `refusal` afterwards, and its row is all zero."""
+    _mask(logits, shapes, next_tokens)
     _add_bias(logits, shapes)
     _forbid_ends(logits, shapes, outputs)
     _penalise(logits, shapes, outputs)
+    constrained = [row for row, each in enumerate(shapes) if each.is_constrained]
+    for row in constrained:
+        each = shapes[row]
+        if (each.grammar and each.grammar.fault) or logits[row].amax() == -torch.inf:
+            each.refuse()
+            logits[row] = 0
+
+
+def _mask(logits: Tensor, shapes: Seq[Shape], next_tokens: NextTokens) -> None:
+    rows = [row for row, each in enumerate(shapes) if each.is_constrained]
+    if not rows:
+        return
+    vocab_size = logits.shape[1]
+    bits = next_tokens.of([shapes[row].grammar for row in rows], vocab_size)
+    for number, row in enumerate(rows):
+        shapes[row].narrow(bits[number])
+    added = _OF_BYTE.take(bits.view(np.uint8), axis=0).reshape(len(rows), -1)[:, :vocab_size]
+    for number, row in enumerate(rows):
+        logits[row] += torch.from_numpy(added[number]).to(logits.device)
 
 
 def _add_bias(logits: Tensor, shapes: Seq[Shape]) -> None:
@@ -149,3 +211,9 @@ def _places(logits: Tensor, ids_of_rows: Seq[_Ids]) -> Tensor:
     places = [row * vocab_size + ids for row, ids in enumerate(ids_of_rows) if len(ids)]
     whole = np.concatenate(places) if places else np.empty(0, np.int64)
     return torch.from_numpy(whole).to(logits.device)
+
+
+def _set(bits: Bits, token_ids: Collection[int]) -> None:
+    """In one row."""
+    ids = np.fromiter(token_ids, np.int64, len(token_ids))
+    np.bitwise_or.at(bits.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))

@@ -1,0 +1,137 @@
+"""Fields of a request that say what the text of an answer has to be: OpenAI's `response_format`,
+vLLM's `structured_outputs`, and the names that vLLM had for the same before."""
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from serving.engine import Grammar
+
+MAX_GRAMMAR_CHARS = 2**17
+FIELDS = (
+    "response_format", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+
+Schema = str | dict[str, Any] | bool
+Choice = list[str]
+
+
+class JsonSchema(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    name: str = ""
+    content: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+    """The answer follows the schema either way, as in vLLM."""
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _belongs_to_its_type(
+        cls, schema: JsonSchema | None, info: ValidationInfo
+    ) -> JsonSchema | None:
+        if schema is not None and info.data.get("type") not in ("json_schema", None):
+            raise ValueError("only for the type json_schema")
+        return schema
+
+
+class StructuredOutputs(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    disable_any_whitespace: Literal[False] = False
+    disable_additional_properties: Literal[False] = False
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+
+class Constraints(BaseModel):
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+
+    @field_validator(*FIELDS)
+    @classmethod
+    def _one_says_it_in_bounds(cls, value: object, info: ValidationInfo) -> object:
+        found = _grammars(info.field_name or "", value)
+        if len(found) > 1:
+            raise ValueError(f"only one of {', '.join(each.kind for each in found)} is possible")
+        if isinstance(value, StructuredOutputs) and not found:
+            raise ValueError("one of json, regex, choice, grammar and json_object is needed")
+        others = [name for name in FIELDS if _grammars(name, info.data.get(name))]
+        if found and others:
+            raise ValueError(f"not possible together with {others[0]}")
+        for each in found:
+            if len(each.text) > MAX_GRAMMAR_CHARS:
+                raise ValueError(
+                    f"has {len(each.text)} characters; {MAX_GRAMMAR_CHARS} are possible"
+                )
+            if each.kind not in ("json_object", "regex") and not each.text.strip(" \n[]"):
+                raise ValueError("is empty")
+        if isinstance(value, ResponseFormat) and not found and value.type != "text":
+            raise ValueError("type json_schema needs json_schema")
+        return value
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text of the answer has to be; None for any text."""
+        found = [grammar for name in FIELDS for grammar in _grammars(name, getattr(self, name))]
+        return found[0] if found else None
+
+
+def _grammars(param: str, value: Any) -> list[Grammar]:
+    """Everything that a field asks for."""
+    if isinstance(value, ResponseFormat):
+        schema = None if value.json_schema is None else value.json_schema.content
+        return _all(param, json_object=value.type == "json_object", json_schema=schema)
+    if isinstance(value, StructuredOutputs):
+        return _all(
+            param,
+            json_schema=value.json_,
+            regex=value.regex,
+            choice=value.choice,
+            grammar=value.grammar,
+            json_object=bool(value.json_object),
+        )
+    kind = param.removeprefix("guided_")
+    return _all(param, **{"json_schema" if kind == "json" else kind: value})
+
+
+def _all(
+    param: str,
+    *,
+    json_schema: Schema | None = None,
+    regex: str | None = None,
+    choice: Choice | None = None,
+    grammar: str | None = None,
+    json_object: bool = False,
+    **_: None,
+) -> list[Grammar]:
+    found = []
+    if json_schema is not None:
+        text = json_schema if isinstance(json_schema, str) else json.dumps(json_schema)
+        found.append(Grammar(kind="json_schema", text=text, param=param))
+    if json_object:
+        found.append(Grammar(kind="json_object", text="", param=param))
+    if regex is not None:
+        found.append(Grammar(kind="regex", text=regex, param=param))
+    if choice is not None:
+        found.append(Grammar(kind="choice", text=json.dumps(choice), param=param))
+    if grammar is not None:
+        found.append(Grammar(kind="grammar", text=grammar, param=param))
+    return found

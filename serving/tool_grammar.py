@@ -1,0 +1,50 @@
+"""Makes a model call a tool: a grammar that nothing but calls fits.
+
+As in vLLM, a forced call is plain JSON, whatever the chat template teaches for free ones.
+"""
+
+import json
+from typing import Any
+
+from serving.chat_schemas import Tool
+from serving.engine import Grammar
+
+
+def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
+    """One call of one of `tools`, as `{"name": …, "arguments": {…}}`; with `is_list`, a list of at
+    least one such call."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "arguments": {"$ref": f"#/$defs/{number}"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for number, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if is_list:
+        schema = {"type": "array", "items": schema, "minItems": 1}
+    arguments = {
+        str(number): _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
+        for number, tool in enumerate(tools)
+    }
+    text = json.dumps({**schema, "$defs": arguments})
+    return Grammar(kind="json_schema", text=text, param="tool_choice")
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references to itself begin at `root`."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: root + value[1:]
+        if name == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, root)
+        for name, value in schema.items()
+    }

@@ -1,0 +1,39 @@
+"""Engines that follow no grammars say so, and name the field."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serving.engine import Generation, GenerationRefused, Grammar, refuse_constraints
+from serving.weights.release_store import set_current
+from tests.serving_fixtures import echo_app, echo_release, running
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_over_http(tmp_path: Path, body: dict[str, Any], param: str, stream: bool) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    with running(echo_app(tmp_path)) as url:
+        asked = {"prompt": "Hello", "stream": stream, **body}
+        answer = httpx.post(f"{url}/v1/completions", json=asked)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == f"{param}: not supported by the engine echo; leave it out"
+    assert (error["param"], error["code"]) == (param, "invalid_value")
+
+
+def test_what_is_no_constraint_passes() -> None:
+    refuse_constraints(Generation(prompt=(1,), max_tokens=1, logit_bias={1: 5.0}), "sglang")
+    with pytest.raises(GenerationRefused, match="sglang"):
+        grammar = Grammar(kind="regex", text="a", param="guided_regex")
+        refuse_constraints(Generation(prompt=(1,), max_tokens=1, grammar=grammar), "sglang")

@@ -1,0 +1,156 @@
+"""Grammars inside the engine: bounds, dead ends, and what the other sequences notice of them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.engine import Generation, GenerationRefused, Grammar
+from serving.engines.torch_engine import grammars
+from tests.serving_fixtures import byte_tokenizer
+from tests.torch_engine_fixtures import (
+    Published,
+    ask,
+    ask_all,
+    build,
+    engine_with,
+    llama_config,
+    publish,
+    tokens,
+)
+
+TOKENIZER = byte_tokenizer()
+# More embeddings than the tokenizer has tokens, as many checkpoints have.
+NETWORK = {"vocab_size": 300, "max_position_embeddings": 512}
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Published:
+    return with_tokenizer(tmp_path, seed=0)
+
+
+def with_tokenizer(home: Path, seed: int) -> Published:
+    (home / "files").mkdir(exist_ok=True)
+    TOKENIZER.save(str(home / "files" / "tokenizer.json"))
+    return publish(build(llama_config(**NETWORK), seed), home)
+
+
+def regex(text: str, **settings: Any) -> Generation:
+    grammar = Grammar(kind="regex", text=text, param="guided_regex")
+    return Generation(prompt=(1, 2, 3), max_tokens=50, grammar=grammar, **settings)
+
+
+def text_of(token_ids: list[int]) -> str:
+    found: str = TOKENIZER.decode(token_ids)
+    return found
+
+
+def test_company_changes_nothing(published: Published) -> None:
+    constrained = [regex("(ab|cd){3,9}x", seed=seed) for seed in range(3)]
+    free = [Generation(prompt=(5, 6), max_tokens=12, seed=seed) for seed in range(2)]
+
+    async def scenario() -> tuple[list[list[int]], list[list[int]]]:
+        async with engine_with(published) as engine:
+            alone = [
+                (await ask_all(engine, published.id, [each]))[0] for each in (*constrained, *free)
+            ]
+            return alone, await ask_all(engine, published.id, [*constrained, *free])
+
+    alone, together = asyncio.run(scenario())
+    assert together == alone
+    assert all(text_of(each).endswith("x") for each in together[:3])
+
+
+def test_a_dead_end_is_refused_and_the_others_go_on(published: Published) -> None:
+    a, b = TOKENIZER.encode("ab").ids
+    stuck = regex("aaab", allowed_token_ids=(a,))
+    beside = Generation(prompt=(5, 6), max_tokens=30, temperature=0.0)
+
+    async def scenario() -> tuple[list[Any], list[int], list[int]]:
+        async with engine_with(published, max_batch=2) as engine:
+            alone = tokens(await ask(engine, published.id, beside))
+            other = asyncio.create_task(ask(engine, published.id, beside))
+            seen: list[Any] = []
+            with pytest.raises(GenerationRefused, match="no token is left") as refused:
+                async for step in engine.generate(published.id, stuck):
+                    seen += step.token_ids
+            assert refused.value.param == "guided_regex"
+            # Its slot is free again.
+            assert (await ask_all(engine, published.id, [regex("ab")]))[0] == [a, b]
+            return seen, alone, tokens(await other)
+
+    seen, alone, beside_it = asyncio.run(scenario())
+    assert seen == [a, a, a]
+    assert beside_it == alone
+
+
+def test_compiling_is_bounded_in_time(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
+                with pytest.raises(GenerationRefused, match="not compiled within 0 s; simplify"):
+                    await ask(engine, published.id, regex("ab"))
+            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_is_closed_before_it_began_computes_nothing(published: Published) -> None:
+    async def scenario() -> None:
+        async with engine_with(published, max_batch=1) as engine:
+            closed: Any = engine.generate(published.id, regex("a+"))
+            await closed.aclose()
+            assert [step async for step in closed] == []
+            assert text_of((await ask_all(engine, published.id, [regex("ab")]))[0]) == "ab"
+
+    asyncio.run(scenario())
+
+
+def test_a_release_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    bare = publish(build(llama_config(**NETWORK)), tmp_path)
+
+    async def scenario() -> None:
+        async with engine_with(bare) as engine:
+            with pytest.raises(GenerationRefused, match=r"tokenizer\.json: missing"):
+                await ask(engine, bare.id, regex("ab"))
+
+    asyncio.run(scenario())
+
+
+def test_equal_tokenizers_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = with_tokenizer(tmp_path, 0), with_tokenizer(tmp_path, 1)
+    read: list[Path] = []
+    original = grammars._read_tokenizer
+
+    def counted(folder: Path, vocab_size: int) -> Any:
+        read.append(folder)
+        return original(folder, vocab_size)
+
+    monkeypatch.setattr(grammars, "_read_tokenizer", counted)
+
+    async def scenario() -> None:
+        async with engine_with(first, second) as engine:
+            for release_id in (first.id, second.id, first.id):
+                assert text_of((await ask_all(engine, release_id, [regex("ab|cd")]))[0]) in (
+                    "ab",
+                    "cd",
+                )
+
+    asyncio.run(scenario())
+    assert read == [first.folder]
+
+
+def test_unused_embeddings_are_never_chosen(published: Published) -> None:
+    """What ends a grammar inside is an id that the network may have an embedding for."""
+
+    async def scenario() -> list[list[int]]:
+        async with engine_with(published) as engine:
+            asked = [regex("[a-z]{0,20}", seed=seed, stop_token_ids=(256,)) for seed in range(30)]
+            return await ask_all(engine, published.id, asked)
+
+    for found in asyncio.run(scenario()):
+        assert max(found) <= 256
