@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import GPT2Config
 
 from serving.engine import StageError
-from serving.engines.torch_engine import loading, staging
+from serving.engines.torch_engine import loading, slots, staging
 from serving.engines.torch_engine.engine import create_engine
 from serving.errors import ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
@@ -229,6 +229,23 @@ def test_too_little_memory_is_found_before_anything_is_read(
         asyncio.run(scenario(memory_reserve_bytes=310 << 20))
     with pytest.raises(StageError, match="one sequence of 128 tokens needs 65536 bytes"):
         asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
+
+
+def test_addresses_that_the_system_does_not_give_are_named(
+    first: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(slots.mmap, "mmap", refuse)
+
+    async def scenario() -> None:
+        async with engine_with() as engine:
+            with pytest.raises(StageError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
+                await engine.stage(first.release, first.folder)
+            assert not engine.resident_releases()
+
+    asyncio.run(scenario())
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

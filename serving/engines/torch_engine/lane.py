@@ -14,6 +14,8 @@ from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
 _LEAST_PROMPT_TOKENS = 16
+_COPIED_LIKE_ONE_READ = 32
+"""Tokens whose keys and values are copied in the time in which one token is read, or less."""
 
 Event = tuple[Sequence, Step | EngineError]
 
@@ -110,8 +112,11 @@ class Lane:
         unfinished."""
         chunks: list[Chunk] = []
         while budget > 0:
-            if len(chunks) == len(self._reading) and not self._admit():
-                break
+            if len(chunks) == len(self._reading):
+                if not self._admit():
+                    break
+                copied = _slot(self._reading[-1]).num_copied
+                budget = max(1, budget - copied // _COPIED_LIKE_ONE_READ)
             sequence = self._reading[len(chunks)]
             slot = _slot(sequence)
             unread = slot.tokens[slot.length : slot.length + budget]

@@ -116,9 +116,9 @@ class LlamaRunner:
         _rotate(rotated, rotation)
         self._write(index, qkv[: rows.count, num_queries:], rows)
         attended = self._attend(index, qkv[:, :num_queries], rows)
-        x = x + self._multiply(layer.output, attended)
+        x = self._multiply(layer.output, attended).add_(x)
         gate, up = self._multiply(layer.gate_up, self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
-        return x + self._multiply(layer.down, F.silu(gate).mul_(up))
+        return self._multiply(layer.down, F.silu(gate).mul_(up)).add_(x)
 
     def _threads_for(self, *, is_much: bool) -> AbstractContextManager[None]:
         return threads.on(self._num_threads if is_much else 1)
