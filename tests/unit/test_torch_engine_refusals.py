@@ -14,6 +14,7 @@ from transformers import GPT2Config
 from serving.engine import StageError
 from serving.engines.torch_engine import loading, slots, staging
 from serving.engines.torch_engine.engine import create_engine
+from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.errors import ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
@@ -263,3 +264,21 @@ def test_a_context_that_does_not_fit_is_lowered_to_one_that_does(first: Publishe
     assert asyncio.run(scenario(max_context=40)) == 40
     # 512 bytes a token, in whole pages of each head: there is room for one block of 64.
     assert asyncio.run(scenario(kv_cache_bytes=65535)) == 64
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_batch", "context", "num_slots"),
+    [
+        (100, 64, 128, 12),  # eight blocks each
+        (100, 4, 128, 8),
+        (8, 64, 128, 1),
+        (7, 64, 16, 7),  # too few for a context: a quarter of them is one
+    ],
+)
+def test_without_paging_a_slot_has_memory_for_its_whole_context(
+    num_blocks: int, max_batch: int, context: int, num_slots: int
+) -> None:
+    settings = TorchEngineSettings(kv_cache_bytes=num_blocks * 160, max_batch=max_batch)
+    room = staging._room(settings, 128, block_tokens=16, token_bytes=10, is_paged=False)
+    assert (room.context, room.num_slots) == (context, num_slots)
+    assert room.num_blocks >= room.num_slots * room.blocks(room.context)

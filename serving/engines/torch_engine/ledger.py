@@ -113,7 +113,7 @@ class Ledger:
         self, source: Slot | None, length: int, num_blocks: int, num_kept: int
     ) -> Slot | None:
         """Where a sequence goes that begins as `source` does: into `source` itself where that is
-        kept and hardly anything of it would be lost, or where there is no room beside it."""
+        kept and at most half of it would be lost, or where there is no room beside it."""
         is_kept = source is not None and source in self._kept
         if source is not None and is_kept:
             others = num_kept - source.num_blocks
