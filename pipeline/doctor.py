@@ -29,6 +29,7 @@ from pipeline.subscriptions import ROUTE
 from pipeline.tokens import load_tokens
 from pipeline.versions import installed_versions
 from receiver.errors import NotAllowed, ReceiverError
+from serving.engine_choice import choose_engine
 from serving.errors import ServingError
 
 SPARE_BYTES = 1 << 30
@@ -48,7 +49,9 @@ def examine(home: Home, settings: Settings) -> list[Finding]:
 def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
     found = installed_versions()
     yield ok("python", str(found["python"]))
-    if found["torch"] is None and settings.serving.engine == "torch":
+    engine = choose_engine(settings.serving.engine)
+    yield ok("engine", f"{engine.name}, because {engine.reason}")
+    if found["torch"] is None and engine.name == "torch":
         yield wrong("torch", "it is not installed", "install it: pip install 'hotpush[torch]'")
     else:
         yield ok("torch", str(found["torch"]))

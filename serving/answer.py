@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
 from serving.engine import Engine, Generation
-from serving.metrics import Metrics, WaitingRequest
+from serving.metrics import Metrics, RequestTimes, WaitingRequest
 from serving.openai_schemas import SamplingRequest
 from serving.request_errors import (
     ClientGone,
@@ -126,23 +126,17 @@ class Answer:
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """Those of all sequences, timed and counted."""
-        first = self.metrics.first_token_seconds.labels(self.live.id)
-        interval = self.metrics.token_interval_seconds.labels(self.live.id)
-        new_tokens = self.metrics.new_tokens.labels(self.live.id)
-        before: dict[int, float] = {}
-        generated = generate(self.engine, self.live, self.plan.generations, self.plan.request)
+        plan = self.plan
+        times = RequestTimes(self.metrics, self.live.id, self.started, plan.num_prompt_tokens)
+        num_cached = [0] * len(plan.generations)
+        generated = generate(self.engine, self.live, plan.generations, plan.request)
         async with aclosing(generated) as deltas:
             async for index, delta in deltas:
-                now = time.perf_counter()
-                if index not in before:
-                    self.waiting.end()
-                    first.observe(now - self.started)
-                else:
-                    for _ in range(delta.num_tokens):
-                        interval.observe((now - before[index]) / delta.num_tokens)
-                before[index] = now
-                new_tokens.inc(delta.num_tokens)
+                self.waiting.end()
+                times.add(index, delta.num_tokens, delta.finish_reason)
+                num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
                 yield index, delta
+        times.end(sum(num_cached[:: plan.num_each]))
 
     def _head(self, object: str) -> dict[str, str | int]:
         return {
@@ -185,7 +179,7 @@ class Answers:
         if self.admission.is_stopping:
             raise unavailable("the server is stopping")
         with ExitStack() as leaving:
-            waiting = WaitingRequest(self.metrics.waiting)
+            waiting = WaitingRequest(self.metrics)
             leaving.callback(waiting.end)
             async with asyncio.timeout_at(deadline):
                 live = await self._admit(request)
@@ -208,8 +202,6 @@ class Answers:
                 waiting=waiting,
                 id=asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex,
             )
-            self.metrics.answers.labels(live.id).inc()
-            self.metrics.prompt_tokens.labels(live.id).inc(planned.num_prompt_tokens)
             if asked.stream:
                 leave = leaving.pop_all().close
 

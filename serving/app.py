@@ -65,7 +65,7 @@ def create_app(
     it closes `engine`. A swap needs `admin_token`, or the token of a job that `job_may_swap`, which
     may wait for a database. Raises ServingError for API keys that cannot be read.
     """
-    metrics = Metrics()
+    metrics = Metrics(pipeline)
     admission = Admission(settings.max_queue)
     swapper = Swapper(
         engine=engine,
@@ -75,7 +75,7 @@ def create_app(
         pipeline=pipeline,
         metrics=metrics,
     )
-    metrics.in_flight.set_function(lambda: admission.num_in_flight)
+    metrics.watch(lambda: admission.num_in_flight)
     api_keys = load_api_keys(settings)
 
     @asynccontextmanager

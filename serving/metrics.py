@@ -1,4 +1,11 @@
-"""Prometheus metrics of one server, in a registry of its own."""
+"""Prometheus metrics of one server, in a registry of its own.
+
+What vLLM counts too stands there a second time under vLLM's names, so that dashboards and
+autoscalers made for vLLM work: `vllm/v1/metrics/loggers.py` of vLLM 0.32 has these names.
+"""
+
+import time
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -6,26 +13,69 @@ from serving.swap_schemas import SwapResult
 
 NUM_KNOWN_RELEASES = 16
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_REQUEST = (0.1, 0.2, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class WaitingRequest:
     """One request in the count of those that wait, until its first step or its own end."""
 
-    def __init__(self, waiting: Gauge) -> None:
-        self._waiting: Gauge | None = waiting
-        waiting.inc()
+    def __init__(self, metrics: "Metrics") -> None:
+        self._metrics: Metrics | None = metrics
+        metrics.num_waiting += 1
 
     def end(self) -> None:
         """Every call but the first does nothing."""
-        if self._waiting is not None:
-            self._waiting.dec()
-            self._waiting = None
+        if self._metrics is not None:
+            self._metrics.num_waiting -= 1
+            self._metrics = None
+
+
+class VllmMetrics:
+    """Metrics under vLLM's names. Its `engine` label is always 0: there is one engine."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        labels = ("model_name", "engine")
+        values = (model_name, "0")
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"vllm:{name}", text, labels, registry=registry).labels(*values)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"vllm:{name}", text, labels, registry=registry).labels(*values)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"vllm:{name}", text, labels, buckets=buckets, registry=registry)
+            return made.labels(*values)
+
+        self.running = gauge("num_requests_running", "Requests with a first token")
+        self.waiting = gauge("num_requests_waiting", "Requests without a first token")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up")
+        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the engine's cache")
+        self.first_token = histogram("time_to_first_token_seconds", "To the first token", _LATENCY)
+        self.interval = histogram("inter_token_latency_seconds", "Between tokens", _INTERVAL)
+        self.request = histogram("e2e_request_latency_seconds", "Of a whole request", _REQUEST)
+        self.request_prompt = histogram("request_prompt_tokens", "Of one request", _TOKENS)
+        self.request_new = histogram("request_generation_tokens", "Of one request", _TOKENS)
+        self._success = Counter(
+            "vllm:request_success",
+            "Sequences that ended, by reason",
+            (*labels, "finished_reason"),
+            registry=registry,
+        )
+        self._values = values
+
+    def count_end(self, finish_reason: str) -> None:
+        self._success.labels(*self._values, finish_reason).inc()
 
 
 class Metrics:
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
         registry = self.registry = CollectorRegistry()
+        self.vllm = VllmMetrics(registry, model_name)
         self._known: list[str] = []
         self.requests = Counter(
             "serving_requests",
@@ -75,6 +125,8 @@ class Metrics:
             "Requests without a first step: held at the barrier, or queued by the engine",
             registry=registry,
         )
+        self.num_waiting = 0
+        self.waiting.set_function(lambda: self.num_waiting)
         self.live = Gauge(
             "serving_release_live",
             "1 for the release that is live",
@@ -94,6 +146,13 @@ class Metrics:
             buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
             registry=registry,
         )
+
+    def watch(self, num_in_flight: Callable[[], int]) -> None:
+        """Ask `num_in_flight` whenever the metrics are read."""
+        self.in_flight.set_function(num_in_flight)
+        # A request held at the barrier waits, and is not in flight yet.
+        self.vllm.waiting.set_function(lambda: self.num_waiting)
+        self.vllm.running.set_function(lambda: max(0, num_in_flight() - self.num_waiting))
 
     def count_swap(self, result: SwapResult) -> None:
         self.swaps.labels(result.result).inc()
@@ -123,3 +182,48 @@ class Metrics:
     def render(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self.registry)
+
+
+class RequestTimes:
+    """Measures one admitted request."""
+
+    def __init__(self, metrics: Metrics, release_id: str, started: float, num_prompt: int) -> None:
+        """`started` is when the request arrived, by `time.perf_counter`."""
+        self._first = metrics.first_token_seconds.labels(release_id)
+        self._interval = metrics.token_interval_seconds.labels(release_id)
+        self._new_tokens = metrics.new_tokens.labels(release_id)
+        self._vllm = metrics.vllm
+        self._started = started
+        self._before: dict[int, float] = {}
+        """When each sequence had its last step."""
+        self._num_new = 0
+        self._num_prompt = num_prompt
+        metrics.answers.labels(release_id).inc()
+        metrics.prompt_tokens.labels(release_id).inc(num_prompt)
+        self._vllm.prompt_tokens.inc(num_prompt)
+
+    def add(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
+        """A step of a sequence added so many tokens."""
+        now = time.perf_counter()
+        before = self._before.get(index)
+        if before is None:
+            self._first.observe(now - self._started)
+            self._vllm.first_token.observe(now - self._started)
+        else:
+            for _ in range(num_tokens):
+                self._interval.observe((now - before) / num_tokens)
+                self._vllm.interval.observe((now - before) / num_tokens)
+        self._before[index] = now
+        self._num_new += num_tokens
+        self._new_tokens.inc(num_tokens)
+        self._vllm.generation_tokens.inc(num_tokens)
+        if finish_reason is not None:
+            self._vllm.count_end(finish_reason)
+
+    def end(self, num_cached: int) -> None:
+        """All sequences ended, and so many tokens of the prompts were found in the cache."""
+        self._vllm.request.observe(time.perf_counter() - self._started)
+        self._vllm.request_prompt.observe(self._num_prompt)
+        self._vllm.request_new.observe(self._num_new)
+        self._vllm.cache_queries.inc(self._num_prompt)
+        self._vllm.cache_hits.inc(num_cached)

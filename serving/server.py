@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from serving.admission import Admission
+from serving.engine_choice import choose_engine
 from serving.errors import PortBusy, ServingError
 from serving.http.connections import Limits
 from serving.http.server import Server, http_config
@@ -113,7 +114,9 @@ async def _serve(
         else:
             in_place = f" in place of {live.stands_in_for.id}" if live.stands_in_for else ""
             answers = f"{live.id} from {live.folder}{in_place}"
-        print(f"engine {settings.engine}; answers: {answers}", flush=True)
+        engine = choose_engine(settings.engine)
+        why = f" ({engine.reason})" if settings.engine == "auto" else ""
+        print(f"engine {engine.name}{why}; answers: {answers}", flush=True)
         # What is loaded by now, torch above all, lives as long as the process. To look through it
         # for garbage takes some 0.1 s, in which no stream gets a token.
         gc.collect()

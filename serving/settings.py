@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from serving.engine_choice import EngineName, choose_engine
 from serving.engines.torch_engine.settings import TorchSettings
 from serving.engines.vllm_settings import VllmSettings
 from serving.tool_calls import FormatName
@@ -17,8 +18,9 @@ class ServingSettings(BaseModel):
     """The address to listen on. Any address but loopback needs `api_key`."""
     port: int = Field(default=8000, ge=0, le=65535)
     """The port to listen on. 0 takes a free one; in a stack it must be a number above 0."""
-    engine: Literal["torch", "vllm", "sglang", "echo"] = "torch"
-    """What computes the answers. `torch` runs inside the server, `vllm` in processes that the
+    engine: EngineName | Literal["auto"] = "auto"
+    """What computes the answers. `auto` is `vllm` if there is a GPU and vLLM is installed, and
+    otherwise `torch`. `torch` runs inside the server, `vllm` in processes that the
     server starts; `sglang` is a server of your own, at `upstream`. `echo` is for tests of clients:
     it makes up tokens from the release's digest."""
     torch: TorchSettings = TorchSettings()
@@ -54,7 +56,11 @@ class ServingSettings(BaseModel):
     @property
     def start_seconds(self) -> float:
         """The longest time until the engine has loaded its first release."""
-        return self.vllm.start_seconds if self.engine == "vllm" else self.phase_seconds
+        return (
+            self.vllm.start_seconds
+            if choose_engine(self.engine).name == "vllm"
+            else self.phase_seconds
+        )
 
     barrier_seconds: float = Field(default=30, gt=0)
     """Time limit of the commit, and of the probe, while new requests wait. A commit of SGLang has

@@ -32,7 +32,7 @@ class House:
             settings=ServingSettings(drain_seconds=0.2, phase_seconds=1, barrier_seconds=0.4),
             releases_dir=pipeline_dir,
             pipeline="answers",
-            metrics=Metrics(),
+            metrics=Metrics("answers"),
         )
         self.old = echo_release(pipeline_dir, 1)
         self.new = echo_release(pipeline_dir, 2)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from serving.settings import ServingSettings
 
 HostOption = Annotated[str | None, typer.Option(help="Overrules `host` in the settings.")]
-EngineName = Literal["torch", "vllm", "sglang", "echo"]
+EngineOption = Literal["auto", "torch", "vllm", "sglang", "echo"]
 
 PortOption = Annotated[int | None, typer.Option(help="Overrules `port` in the settings.")]
 
@@ -116,7 +116,7 @@ def serve(
     ] = None,
     pipeline: PipelineOption = None,
     engine: Annotated[
-        EngineName | None, typer.Option(help="Overrules `engine` in the settings.")
+        EngineOption | None, typer.Option(help="Overrules `engine` in the settings.")
     ] = None,
     upstream: Annotated[
         str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
@@ -178,9 +178,12 @@ def serve(
 
 
 def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
-    extra = "vllm" if settings.engine == "vllm" else "torch"
+    from serving.engine_choice import choose_engine
+
+    engine = choose_engine(settings.engine).name
+    extra = "vllm" if engine == "vllm" else "torch"
     try:
-        match settings.engine:
+        match engine:
             case "echo":
                 from serving.engines.echo_engine import EchoEngine
 
@@ -201,7 +204,7 @@ def _engine(settings: "ServingSettings", *, neighbours: Path) -> "Engine":
                 )
     except ModuleNotFoundError as error:
         raise PipelineError(
-            f"--engine {settings.engine} needs {error.name}; install it with this extra: "
+            f"--engine {engine} needs {error.name}; install it with this extra: "
             f"pip install 'hotpush[{extra}]'"
         ) from None
 

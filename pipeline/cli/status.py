@@ -4,6 +4,7 @@ and running jobs."""
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ def status(
             service["url"] or "-",
         )
     console.print(services if report["services"] else "Nothing is up; start it with: pipeline up")
+    console.print(f"engine {report['engine']['name']}, because {report['engine']['reason']}")
     for notice in report["notices"]:
         console.print("!", style="bold", end=" ")
         console.print(notice)
@@ -84,6 +86,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     from pipeline.stack_record import read_stack, stale_settings
     from pipeline.tokens import load_tokens
     from pipeline.versions import installed_versions
+    from serving.engine_choice import choose_engine
     from serving.weights.release_store import pending_release
 
     record = read_stack(home)
@@ -114,6 +117,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
         ],
         "suspended_webhooks": suspended,
         "versions": installed_versions(),
+        "engine": asdict(choose_engine(settings.serving.engine)),
         "uptime_seconds": round(now - record.started_at, 1) if record else None,
         "services": [
             {

@@ -128,12 +128,15 @@ def test_who_is_queued_waits_until_the_first_token(tmp_path: Path) -> None:
             return http.post("/v1/completions", json={**BODY, "max_tokens": 2, **change})
 
         def is_waiting(number: int) -> bool:
-            return metric(url, "serving_requests_waiting") == f"serving_requests_waiting {number}.0"
+            vllm = metric(url, "vllm:num_requests_waiting{")
+            own = metric(url, "serving_requests_waiting")
+            return own == f"serving_requests_waiting {number}.0" and vllm.endswith(f" {number}.0")
 
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             assert is_waiting(0)
+            assert metric(url, "vllm:num_requests_running").endswith(" 1.0")
             queued = [pool.submit(ask), pool.submit(ask, n=2)]
             until(lambda: is_waiting(2))
             # Who ends in another way waits no longer: refused, or hung up.

@@ -30,7 +30,7 @@ def started(pipeline_dir: Path) -> LiveRelease | None:
             settings=ServingSettings(),
             releases_dir=pipeline_dir,
             pipeline="answers",
-            metrics=Metrics(),
+            metrics=Metrics("answers"),
         )
         await swapper.start()
         await swapper.close()

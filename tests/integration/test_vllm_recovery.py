@@ -55,7 +55,7 @@ class House:
             ),
             releases_dir=pipeline_dir,
             pipeline="answers",
-            metrics=Metrics(),
+            metrics=Metrics("answers"),
         )
         self.old, self.new = (echo_release(pipeline_dir, seed) for seed in (1, 2))
 

@@ -59,7 +59,7 @@ def test_the_last_live_swap_answers(
             settings=ServingSettings(drain_seconds=0.01, phase_seconds=5, barrier_seconds=5),
             releases_dir=pipeline_dir,
             pipeline="answers",
-            metrics=Metrics(),
+            metrics=Metrics("answers"),
         )
         expected: str | None = None
         open_requests: list[LiveRelease] = []

@@ -32,7 +32,7 @@ def answers_over(pipeline_dir: Path) -> Answers:
         engine=EchoEngine(step_seconds=NEVER),
         admission=admission,
         settings=ServingSettings(),
-        metrics=Metrics(),
+        metrics=Metrics("answers"),
         pipeline="answers",
     )
 

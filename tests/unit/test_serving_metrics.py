@@ -5,7 +5,7 @@ from serving.swap_schemas import SwapResult
 
 
 def test_series_of_old_releases_are_dropped() -> None:
-    metrics = Metrics()
+    metrics = Metrics("answers")
     for number in range(100):
         release = f"r{number:06d}-00000000"
         metrics.count_swap(SwapResult(result="live", release=release, phase="live"))

@@ -1,0 +1,54 @@
+"""vLLM is chosen where it can compute on a GPU, and torch everywhere else."""
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from serving import engine_choice
+from serving.engine_choice import choose_engine
+from serving.settings import ServingSettings
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of its devices; vLLM is installed on it."""
+    monkeypatch.setattr(engine_choice, "_DEVICES", tmp_path)
+    monkeypatch.setattr(engine_choice, "version", lambda name: "0.32.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def test_vllm_computes_on_a_gpu(machine: Path) -> None:
+    (machine / "nvidiactl").touch()
+    assert choose_engine("auto").name == "torch"
+    (machine / "nvidia0").touch()
+    assert choose_engine("auto").name == "vllm"
+    assert "0.32.0" in choose_engine("auto").reason
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_a_hidden_gpu_is_none(machine: Path, monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    (machine / "nvidia0").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert choose_engine("auto").name == "torch"
+
+
+def test_without_vllm_it_is_said_what_installs_it(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(engine_choice, "version", missing)
+    (machine / "nvidia0").touch()
+    choice = choose_engine("auto")
+    assert choice.name == "torch" and "hotpush[vllm]" in choice.reason
+
+
+def test_who_names_an_engine_gets_it(machine: Path) -> None:
+    (machine / "nvidia0").touch()
+    assert choose_engine("torch").name == "torch"
+    assert ServingSettings().engine == "auto"
+    assert ServingSettings().start_seconds == ServingSettings().vllm.start_seconds
+    assert ServingSettings(engine="torch").start_seconds == ServingSettings().phase_seconds
