@@ -42,14 +42,16 @@ async def until_idle(engine: TorchEngine) -> None:
             await asyncio.sleep(0.005)
 
 
-def take_2_ms_a_token(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+def take_2_ms_a_token(
+    runner: Any, monkeypatch: pytest.MonkeyPatch, *, decoding_seconds: float = 0.0
+) -> list[tuple[bool, int]]:
     """On a clock of its own. Whether each step decodes, and how many prompt tokens it reads."""
     now, sizes, forward = 0.0, [], runner.forward
 
     def slow(batch: Batch) -> Any:
         nonlocal now
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        now += 0.002 * count
+        now += 0.002 * count + (decoding_seconds if batch.slots else 0)
         sizes.append((bool(batch.token_ids), count))
         return forward(batch)
 
@@ -118,6 +120,22 @@ def test_a_step_beside_running_streams_keeps_to_its_seconds(
         *[(True, count) for count in (16, 25, 25, 25, 9)],
         (False, 100),
     ]
+
+
+def test_the_seconds_that_streams_take_themselves_are_not_the_prompts(
+    published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> list[int]:
+        async with engine_with(published, step_seconds=0.05) as engine:
+            runner = lane_of(engine, published.id)._runner
+            sizes = take_2_ms_a_token(runner, monkeypatch, decoding_seconds=0.03)
+            running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
+            for _ in range(3):
+                await anext(running)
+            await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
+            return [count for decodes, count in sizes if decodes and count]
+
+    assert asyncio.run(scenario()) == [16, 25, 25, 25, 9]
 
 
 def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serving.engine import Generation, Step
-from serving.engines.torch_engine import slots
+from serving.engines.torch_engine import rows, slots
 from serving.engines.torch_engine.runner import Batch
 from tests.torch_engine_changes import until
 from tests.torch_engine_fixtures import (
@@ -234,6 +236,43 @@ def test_the_least_recently_used_is_dropped_for_who_needs_the_room(published: Pu
     assert asyncio.run(scenario()) == [0, 0, 0, 99, 0, 99, 0]
 
 
+@pytest.mark.parametrize("span_bytes", [0, 1 << 14, 1 << 30])
+def test_lengths_and_gaps_of_a_batch_change_no_tokens(
+    span_bytes: int, published: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether each sequence attends alone, all together, or those of about one length."""
+    monkeypatch.setattr(rows, "_SPAN_BYTES", span_bytes)
+    long = greedy(prompt(400), max_tokens=40)
+    short = [greedy(prompt(5 + i, seed=i), max_tokens=10 + 7 * (i % 4)) for i in range(9)]
+
+    async def scenario() -> Any:
+        async with engine_with(published) as engine:
+            # Slots that finished sequences leave are not taken while others are empty.
+            first, answers = await asyncio.gather(
+                ask(engine, published.id, long), ask_all(engine, published.id, short[:5])
+            )
+            return tokens(first), answers + await ask_all(engine, published.id, short[5:])
+
+    first, answers = asyncio.run(scenario())
+    assert first == expected(published.network, long.prompt, 40)
+    assert answers == [expected(published.network, s.prompt, s.max_tokens) for s in short]
+
+
+@given(st.dictionaries(st.integers(0, 60), st.integers(1, 5000), min_size=1), st.integers(0, 2000))
+def test_runs_hold_every_row_and_cost_no_more_than_rows_alone(
+    lengths_by_slot: dict[int, int], span_tokens: int
+) -> None:
+    taken = sorted(lengths_by_slot)
+    lengths = [lengths_by_slot[slot] for slot in taken]
+    runs = rows.adjacent(taken, lengths, span_tokens)
+    assert [row for run in runs for row in range(run.start, run.stop)] == list(range(len(taken)))
+    cost = sum(
+        span_tokens + (taken[run.stop - 1] - taken[run.start] + 1) * max(lengths[run])
+        for run in runs
+    )
+    assert cost <= sum(span_tokens + length for length in lengths)
+
+
 def resident_bytes() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
@@ -254,10 +293,10 @@ def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
     )
     before = resident_bytes()
     count = 8192  # 4 KiB of keys and values a token: 32 MiB
-    rows = torch.ones(count, 2, 4, 64)
+    keys_values = torch.ones(count, 2, 4, 64)
     written = resident_bytes()
     for layer in range(2):
-        room.write_run(layer, 3, 0, rows)
+        room.write_run(layer, 3, 0, keys_values)
     full = resident_bytes()
     room.cut(3, 1024)
     keys, values = room.read(0, 3, 4, 1024)

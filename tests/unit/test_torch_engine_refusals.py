@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from transformers import FalconH1Config, GPT2Config, MambaConfig, PreTrainedConfig
 
 from serving.engine import StageError
-from serving.engines.torch_engine import generic, loading, staging
+from serving.engines.torch_engine import generic, loading, slots, staging
 from serving.engines.torch_engine.engine import create_engine
+from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.errors import ReleaseError, ServingError
 from serving.weights.checkpoint_folder import manifest_of_folder
 from serving.weights.publish import publish_folder
@@ -227,6 +228,23 @@ def test_too_little_memory_is_found_before_anything_is_read(
         asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
 
 
+def test_addresses_that_the_system_does_not_give_are_named(
+    first: Published, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(slots.mmap, "mmap", refuse)
+
+    async def scenario() -> None:
+        async with engine_with() as engine:
+            with pytest.raises(StageError, match=r"128 slots of 128 tokens: .*Cannot allocate"):
+                await engine.stage(first.release, first.folder)
+            assert not engine.resident_releases()
+
+    asyncio.run(scenario())
+
+
 def test_a_device_that_is_not_there_is_named() -> None:
     for device in ("gpu", "cuda:99"):
         with pytest.raises(ServingError, match=rf"\[serving.torch\] device '{device}': "):
@@ -256,3 +274,21 @@ def test_a_network_that_keeps_a_state_is_refused(config: PreTrainedConfig, tmp_p
     config.save_pretrained(tmp_path)
     with pytest.raises(StageError, match=r"keeps a state for each sequence.*vLLM may serve it"):
         generic.layer_shapes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_batch", "context", "num_slots"),
+    [
+        (100, 64, 128, 12),  # eight blocks each
+        (100, 4, 128, 8),
+        (8, 64, 128, 1),
+        (7, 64, 16, 7),  # too few for a context: a quarter of them is one
+    ],
+)
+def test_without_paging_a_slot_has_memory_for_its_whole_context(
+    num_blocks: int, max_batch: int, context: int, num_slots: int
+) -> None:
+    settings = TorchEngineSettings(kv_cache_bytes=num_blocks * 160, max_batch=max_batch)
+    room = staging._room(settings, 128, block_tokens=16, token_bytes=10, is_paged=False)
+    assert (room.context, room.num_slots) == (context, num_slots)
+    assert room.num_blocks >= room.num_slots * room.blocks(room.context)

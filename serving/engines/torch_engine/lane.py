@@ -14,6 +14,8 @@ from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
 _LEAST_PROMPT_TOKENS = 16
+_COPIED_LIKE_ONE_READ = 32
+"""Tokens whose keys and values are copied in the time in which one token is read, or less."""
 
 Event = tuple[Sequence, Step | EngineError]
 
@@ -36,6 +38,8 @@ class Lane:
         self._reading: list[Sequence] = []
         self._arrivals = count()
         self._seconds_per_prompt_token = 0.0
+        self._seconds_per_decoding = 0.0
+        """Of a step that reads no prompt."""
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -110,8 +114,11 @@ class Lane:
         unfinished."""
         chunks: list[Chunk] = []
         while budget > 0:
-            if len(chunks) == len(self._reading) and not self._admit():
-                break
+            if len(chunks) == len(self._reading):
+                if not self._admit():
+                    break
+                copied = _slot(self._reading[-1]).num_copied
+                budget = max(1, budget - copied // _COPIED_LIKE_ONE_READ)
             sequence = self._reading[len(chunks)]
             slot = _slot(sequence)
             unread = slot.tokens[slot.length : slot.length + budget]
@@ -161,9 +168,15 @@ class Lane:
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        if count >= _LEAST_PROMPT_TOKENS:
-            measured, known = seconds / count, self._seconds_per_prompt_token
-            self._seconds_per_prompt_token = measured if not known else 0.7 * known + 0.3 * measured
+        if not count:
+            self._seconds_per_decoding = _blend(self._seconds_per_decoding, seconds)
+        elif count >= _LEAST_PROMPT_TOKENS:
+            if batch.slots:
+                # Streams wait for the step's length beyond that of a step without the prompt. Their
+                # number changes, so that no more than half is believed to be theirs.
+                seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
+            measured = seconds / count
+            self._seconds_per_prompt_token = _blend(self._seconds_per_prompt_token, measured)
 
     def _finish_step(
         self,
@@ -217,6 +230,10 @@ class Lane:
     def _end(self, sequence: Sequence) -> None:
         self._decoding.remove(sequence)
         self._leave(sequence)
+
+
+def _blend(known: float, measured: float) -> float:
+    return 0.7 * known + 0.3 * measured if known else measured
 
 
 def _slot(sequence: Sequence) -> Slot:

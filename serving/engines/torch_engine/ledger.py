@@ -21,6 +21,8 @@ class Slot:
     length: int = 0
     """Tokens whose keys and values it holds: those of `tokens`, then those generated since."""
     num_blocks: int = 0
+    num_copied: int = 0
+    """Tokens that were copied from another slot when the sequence began."""
 
 
 class Ledger:
@@ -62,9 +64,10 @@ class Ledger:
             self._kept[source] = self._kept.pop(source)  # the most recently used
         self._free_blocks(size - slot.num_blocks, without=source)
         self._resize(slot, size)
+        slot.tokens, slot.length, slot.num_copied = tokens, length, 0
         if source is not None and source is not slot:
             self._runner.copy(source.number, slot.number, length)
-        slot.tokens, slot.length = tokens, length
+            slot.num_copied = length
         self._running.add(slot)
         return slot
 
@@ -110,7 +113,7 @@ class Ledger:
         self, source: Slot | None, length: int, num_blocks: int, num_kept: int
     ) -> Slot | None:
         """Where a sequence goes that begins as `source` does: into `source` itself where that is
-        kept and hardly anything of it would be lost, or where there is no room beside it."""
+        kept and at most half of it would be lost, or where there is no room beside it."""
         is_kept = source is not None and source in self._kept
         if source is not None and is_kept:
             others = num_kept - source.num_blocks

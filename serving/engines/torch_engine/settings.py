@@ -13,13 +13,15 @@ class TorchSettings(BaseModel):
     """The device, as torch names it. Unset: CUDA if there is a GPU, else the CPU."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads that compute. Unset: one per core."""
-    max_batch: int = Field(default=16, ge=1)
-    """How many sequences of one release are generated at once. More than these wait."""
+    max_batch: int = Field(default=64, ge=1)
+    """How many sequences of one release are generated at once. More than these wait, and those for
+    whose tokens `kv_cache_bytes` has no room."""
     max_context: int | None = Field(default=None, ge=1)
     """The most tokens of a sequence, prompt included. Unset: what the release allows, or less if
     `kv_cache_bytes` cannot hold one such sequence."""
     kv_cache_bytes: int = Field(default=2 << 30, ge=1)
-    """Memory for keys and values, per release. On the CPU it is taken when it is first used."""
+    """Memory for keys and values, per release. On the CPU it is taken when it is first used, and
+    finished sequences keep theirs until it is needed."""
 
 
 class TorchEngineSettings(TorchSettings):

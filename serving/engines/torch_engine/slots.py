@@ -118,13 +118,13 @@ class _Pages:
     def give_back(self, slot: int, length: int) -> None:
         if not hasattr(mmap, "MADV_DONTNEED"):  # not on Windows: the pages stay for the next one
             return
-        tensor = self.tensor
-        for kind in range(2):
-            for head in range(tensor.shape[2]):
-                freed = tensor[kind, slot, head, length:]
-                if freed.nbytes:
-                    start = int(freed.storage_offset()) * tensor.itemsize
-                    self._memory.madvise(mmap.MADV_DONTNEED, start, freed.nbytes)
+        kinds, num_slots, num_heads, num_tokens, head_dim = self.tensor.shape
+        row_bytes = head_dim * self.tensor.itemsize
+        for kind in range(kinds):
+            for head in range(num_heads):
+                row = ((kind * num_slots + slot) * num_heads + head) * num_tokens + length
+                if size := (num_tokens - length) * row_bytes:
+                    self._memory.madvise(mmap.MADV_DONTNEED, row * row_bytes, size)
 
 
 def _is_cpu(device: torch.device) -> bool:

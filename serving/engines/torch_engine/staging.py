@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 _SLOTS_PER_SEQUENCE = 2
 """A slot for each sequence that runs, and as many for finished ones, whose tokens may be shared."""
 
+_SEQUENCES_OF_LESS = 4
+"""That have room where the context is lowered and each one has memory for all of it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
@@ -167,14 +170,15 @@ def _room(
     block_bytes = block_tokens * token_bytes
     num_blocks = settings.kv_cache_bytes // block_bytes
     context = min(allowed, settings.max_context or allowed)
-    if num_blocks and num_blocks * block_tokens < context and settings.max_context is None:
+    fitting = num_blocks // (1 if is_paged else _SEQUENCES_OF_LESS) * block_tokens
+    if num_blocks * block_tokens < context and settings.max_context is None and fitting:
         # Models of a long context are served with a shorter one, rather than not at all.
         _log.warning(
             "kv_cache_bytes (%d) holds no sequence of the %d tokens that the release allows: "
             "max_context is %d",
-            *(settings.kv_cache_bytes, context, num_blocks * block_tokens),
+            *(settings.kv_cache_bytes, context, fitting),
         )
-        context = num_blocks * block_tokens
+        context = fitting
     slot_blocks = -(-context // block_tokens)
     if num_blocks < slot_blocks:
         raise StageError(
