@@ -85,8 +85,9 @@ class LlamaRunner:
             are_rounded=self._head.is_packed,
         )
         self._num_threads = torch.get_num_threads()
-        """For what is worth them in this step."""
-        with threads.on(1 if rows.count < threads.MANY_ROWS else self._num_threads):
+        """For what is worth them in this step; the rest has `_num_small`."""
+        self._num_small = 1 if rows.count < threads.MANY_ROWS else self._num_threads
+        with threads.on(self._num_small):
             x = F.embedding(rows.token_ids, self._embedding)
             rotation = self._rotations[rows.positions]
             for index, layer in enumerate(self._layers):
@@ -99,8 +100,10 @@ class LlamaRunner:
             return logits[: rows.num_wanted].float()
 
     def _multiply(self, matrix: Linear, x: Tensor) -> Tensor:
-        with threads.on(self._num_threads):
-            return matrix(x)
+        torch.set_num_threads(self._num_threads)
+        y = matrix(x)
+        torch.set_num_threads(self._num_small)
+        return y
 
     def _layer(self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, rows: Rows) -> Tensor:
         shape = self._shape
