@@ -53,7 +53,8 @@ class Counts(BaseModel):
     """Loss of the new weights on the changed rows of plain text, in nats per token. None if there
     are no such rows."""
     text_loss_before: float | None = None
-    """Loss of the served weights on the same rows, in nats per token. None if there are none."""
+    """Loss of the served weights on the same rows, in nats per token. None if there are no such
+    rows."""
 
     def __str__(self) -> str:
         """One line, such as `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""

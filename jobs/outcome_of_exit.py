@@ -31,7 +31,8 @@ def outcome_of_exit(
 ) -> JobOutcome | Lost | None:
     """The outcome of a job whose process has exited, or vanished without an exit code. None if the
     process exited with 0 and wrote no outcome: a plain command does this when it succeeds. `Lost`
-    if the job needs another attempt.
+    if the job needs another attempt. If a signal ended the process of a plain command, the job has
+    failed and gets no other attempt.
 
     `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.

@@ -1,5 +1,5 @@
-"""Distinguishes temporary failures, such as a full disk, from lasting failures. A job gets another
-attempt only after a temporary failure."""
+"""Distinguishes temporary failures, such as a full disk, from lasting failures. After a lasting
+failure, a job gets no further attempt."""
 
 import errno
 

@@ -96,7 +96,7 @@ def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
-    """The job, which the runner `owner` must hold the lease of. Raises JobNotFound or LeaseLost."""
+    """The job. Raises LeaseLost unless the runner `owner` holds its lease, and JobNotFound."""
     job = fetch_job(connection, number_of(job_id))
     if job.state != "RUNNING" or job.owner != owner:
         raise LeaseLost(job_id, owner)

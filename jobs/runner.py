@@ -33,7 +33,7 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 _SECONDS_AFTER_STORE_ERROR = 1.0
-"""How long a runner waits before it uses a store again that has failed."""
+"""How long a runner waits after the store has failed, before it tries to use the store again."""
 _ALIVE_SECONDS = 0.25
 """The shortest time between two touches of a runner's `alive_file`."""
 

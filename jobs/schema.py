@@ -74,8 +74,8 @@ JOBS = Table(
     Index("jobs_by_pipeline", "pipeline", "number"),
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_dedupe_key", "dedupe_key"),
-    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. The folder of the
-    # deleted job may still exist.
+    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. A new job with this
+    # number would get the folder of the deleted job, which may still exist.
     sqlite_autoincrement=True,
 )
 

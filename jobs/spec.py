@@ -37,12 +37,13 @@ class RevisionRange(_Record):
     """
 
     repo: str
-    """`owner/name`"""
+    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     ref: str
     """The full name of the ref, such as `refs/heads/main`."""
     old_sha: str | None = None
-    """None if the ref was new, or if the job was submitted by hand."""
+    """The commit before the range. None if the ref was new, or if the job was submitted by hand."""
     new_sha: str
+    """The last commit of the range."""
     delivery_ids: tuple[str, ...] = ()
     """The ids of all deliveries that the job answers for, oldest first."""
 

@@ -88,8 +88,8 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
 
 
 def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
-    """Serve in a thread until `server.should_exit` is set. Returns when the server answers, or when
-    it has ended because it could not start."""
+    """Serve in a thread until `server.should_exit` is set. Returns the thread as soon as the server
+    answers requests, or has ended because it could not start."""
 
     def run() -> None:
         with _closing(listening):

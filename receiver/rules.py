@@ -54,6 +54,7 @@ class RetrainRule(BaseModel):
         "-m",
         "pipeline.retrain",
     )
+    """The command of the jobs. The default is the built-in retraining."""
 
     def job_spec(self, revisions: RevisionRange) -> JobSpec:
         """The spec of the job that retrains on these commits."""

@@ -41,7 +41,7 @@ class PublicUrl:
 
 
 class Tunnel:
-    """Keeps a link open from `open` to `close`.
+    """Keeps a link open from the call of `open` to the call of `close`.
 
     Args:
         command: Returns the command of a new link. Its argument is a former URL that the link
@@ -161,7 +161,8 @@ class Tunnel:
         return link.url if link.is_alive else None
 
     def _watch(self, link: "_Link", is_accepted: bool) -> None:
-        """Wait until the link breaks, until the tunnel must be renewed, or until it is closed.
+        """Wait until the link breaks, until the tunnel must be renewed, or until the tunnel is
+        closed.
 
         `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, this
         method calls `on_url` again, after pauses that get longer.

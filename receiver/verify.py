@@ -130,7 +130,8 @@ def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChec
 
 def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
     """GitLab has two kinds of secrets. A *signing token* begins with `whsec_`, and signs deliveries
-    as in Standard Webhooks. Any other secret is a *secret token*, which is sent as it is. See https://docs.gitlab.com/user/project/integrations/webhooks.
+    as in Standard Webhooks. Any other secret is a *secret token*, which is sent as it is. See
+    https://docs.gitlab.com/user/project/integrations/webhooks.
 
     GitLab 19 sends the header `webhook-id` with both kinds, so only `webhook-signature` shows that
     a delivery is signed.

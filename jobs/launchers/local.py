@@ -6,9 +6,8 @@ waits, because a new process would have to import the same modules and would be 
 other command gets a *cold start*: it is started in a new process at once. If there is no warm
 parent, every command gets a cold start.
 
-A forked command gets its own environment variables, but too late for the modules that the warm
-parent has imported. If such a module reads variables during its import, it has read the variables
-of the warm parent.
+A forked command has its own environment variables. But a module that the warm parent has imported
+may have read variables during its import, and these were the variables of the warm parent.
 """
 
 import subprocess

@@ -157,9 +157,9 @@ def _record_process(job_dir: Path, attempt: int) -> None:
 
 
 def _die_with_leader(leader: int) -> None:
-    """Prepare the command's process, in which this runs: stop signals get their default action
-    again. If the leader is killed, the kernel kills this process too, because without the leader
-    nobody could record the exit code."""
+    """Prepare the command's process, which calls this function: stop signals get their default
+    action again, and if the leader is killed, the kernel kills this process too. Without the
+    leader, nobody could record the exit code."""
     die_with_parent(leader)
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)

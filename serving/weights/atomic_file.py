@@ -17,7 +17,7 @@ REPLACING = ".replacing-"
 """Prefix of the temporary name that a new file or link has before it is renamed over the old one.
 """
 _ABANDONED_SECONDS = 60.0
-"""A temporary file or link that is older than this is not going to be renamed any more."""
+"""A temporary file or link that is older than this counts as abandoned: its writer was killed."""
 
 
 @contextmanager

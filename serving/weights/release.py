@@ -16,6 +16,7 @@ class _Record(BaseModel):
 
 class FileEntry(_Record):
     size: int = Field(ge=0)
+    """In bytes."""
     sha256: str
 
 
@@ -75,7 +76,7 @@ class Lineage(_Record):
     base_revision: str | None = None
     """The commit of the base model. None if the base model did not come from a hub."""
     dataset: str | None = None
-    """`owner/name`"""
+    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     dataset_ref: str | None = None
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""

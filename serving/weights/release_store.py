@@ -179,8 +179,8 @@ def live_releases(pipeline_dir: Path) -> list[str]:
         previous = previous_release_id(pipeline_dir)
         is_older = previous is not None and release_number(previous) < number
         found = [previous] if previous is not None and is_older else []
-    # `current` is newer than `live` if an earlier version of hotpush moved the link, or if a server
-    # was killed between its two writes.
+    # `current` may be newer than all releases in `live`: an earlier version of hotpush moved the
+    # link, or a server was killed between the two writes of `set_current`.
     if current is not None and all(release_number(each) < number for each in found):
         found.append(current)
     return found
