@@ -66,12 +66,13 @@ class PipelineSettings(BaseModel):
     ref: str = "main"
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
-    """The model that training starts from: `preset:tiny`, a checkpoint folder, or a hub id. If the
-    path of a checkpoint folder is relative, it starts at the folder of this file."""
+    """The model that training starts from: `preset:tiny`, a checkpoint folder, or the id of a model
+    on a hub (`owner/name`). If the path of a checkpoint folder is relative, it starts at the folder
+    of this file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
-    """If `base_model` is a hub id, the hub that has this model: a URL, or `hub` for the stack's own
-    hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or the
-    token of `hf auth login`."""
+    """If `base_model` is the id of a model on a hub: the URL of this hub, or `hub` for the stack's
+    own hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or
+    the token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""

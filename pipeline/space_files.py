@@ -1,4 +1,5 @@
-"""Puts together the files of a Space that runs a receiver: the user's files, and what they lack."""
+"""Puts together the files of a Space that runs a receiver: the user's files, the packages that they
+import, and a generated file for each necessary file that the user does not have."""
 
 import ast
 import re
@@ -51,7 +52,7 @@ _ABOUT = """
 # {title}
 
 A receiver of webhooks. `pipeline receiver deploy` made this Space.
-Its secret `WEBHOOK_SECRET` proves each delivery.
+Senders prove their deliveries with its secret `WEBHOOK_SECRET`.
 """
 
 

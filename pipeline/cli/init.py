@@ -30,14 +30,14 @@ def init(
     base_model: Annotated[
         str,
         typer.Option(
-            help="The model that training starts from: preset:tiny, a checkpoint folder, or a hub "
-            "id."
+            help="The model that training starts from: preset:tiny, a checkpoint folder, or the id "
+            "of a model on a hub (OWNER/NAME)."
         ),
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder. The file lists every key. Keys that you did not set are
-    commented out, with their defaults."""
+    """Write pipeline.toml into this folder. The file lists every key. Keys that have their defaults
+    are commented out, except `base_model`."""
     from pydantic import ValidationError
 
     from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file

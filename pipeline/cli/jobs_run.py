@@ -65,7 +65,8 @@ def run(
 
     A retraining ends as `unchanged` if the rows, the base model and the training settings are the
     same as for the served release. With --mode, --set or --force it always trains. If a job of the
-    pipeline is running, the retraining waits for that job. It is never merged with a push.
+    pipeline is running, the retraining waits for that job. The retraining is never merged with a
+    push.
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;

@@ -1,4 +1,4 @@
-"""Joins all commands into the `pipeline` command. Each command imports what it needs only when it
+"""Joins all commands into the `pipeline` command. Each command imports large libraries only when it
 runs. So `pipeline --help` loads neither torch nor a database library."""
 
 import errno

@@ -110,10 +110,10 @@ def swap(
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve an older release again.
 
-    This is the release that was served before. If it does not exist any more or is newer than the
-    served release, it is the parent of the served release, that is the release from which its
-    training started. If this one does not exist either, it is the newest release that is older than
-    the served one.
+    The command chooses the release that was served before. If that release does not exist any
+    more, or is newer than the served one, the command chooses the parent of the served release
+    (the release from which its training started). If there is no such parent, it chooses the newest
+    release that is older than the served one.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (

@@ -135,7 +135,7 @@ def serve(
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
-    The server serves this release until another release is swapped in.
+    The server serves RELEASE until another release is swapped in.
     """
     from pipeline.job_store import is_token_of_running_job
     from pipeline.logs import log_to_stderr

@@ -116,9 +116,9 @@ def run(
 ) -> None:
     """Run the app of a Space on this machine, with the environment variables of a Space.
 
-    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's hub, it gets the
-    secrets and variables of the Space. With --endpoint, name a --secret-file, because other hubs
-    never send a secret to a client.
+    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's hub, the app gets
+    the secrets and variables of the Space. With --endpoint, name a --secret-file, because other
+    hubs never send a secret to a client.
     """
     from pipeline import space_run
 

@@ -1,8 +1,8 @@
 """`pipeline webhooks deliveries | replay | test`: lists deliveries, sends a delivery again, and
 sends a test event.
 
-These commands use routes that the Hugging Face Hub does not have. It shows deliveries only on its
-web pages.
+These commands use routes that the Hugging Face Hub does not have: that hub shows deliveries only on
+its web pages.
 """
 
 import json
