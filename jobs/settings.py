@@ -51,7 +51,7 @@ class JobsSettings(BaseModel):
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"lease_seconds ({self.lease_seconds:g}) must be at least twice heartbeat_seconds "
-                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses every job"
+                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses the job's lease"
             )
         return self
 

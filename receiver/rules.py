@@ -132,8 +132,11 @@ def _nobody_follows(payload: WebhookPayload, named: Sequence[RetrainRule]) -> st
     reason = f"no pipeline follows the dataset {_quoted(payload.repo.name)}"
     if not named:
         return reason
-    where = ", ".join(f"{rule.pipeline} at {rule.endpoint or 'its own hub'}" for rule in named)
-    return f"{reason} of {_quoted(payload.repo.url.web)}; followed by {where}"
+    where = ", ".join(
+        f"{rule.pipeline} (at {rule.endpoint or 'the hub of the stack'})" for rule in named
+    )
+    url = _quoted(payload.repo.url.web)
+    return f"{reason} at {url}; a dataset of the same name is followed by {where}"
 
 
 def _not_about_content(payload: WebhookPayload) -> str | None:

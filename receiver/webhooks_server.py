@@ -340,7 +340,7 @@ class WebhooksServer:
     @staticmethod
     def _refuse_unproven(host: str, unproven: Sequence[str], *, is_public: bool) -> None:
         if is_public:
-            where = " In the settings of the Space, it is a secret." if is_space() else ""
+            where = " In a Space, add it to the secrets in the settings." if is_space() else ""
             raise OpenToEveryone(
                 f"A public URL lets everyone in, and there is no secret for {', '.join(unproven)}:"
                 f" set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"

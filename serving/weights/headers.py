@@ -48,8 +48,9 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ReleaseError(
-                f"{path.name}: truncated or not a safetensors file: it has {size:,} bytes, and its "
-                f"header claims {length:,} (at most {MAX_HEADER_BYTES:,} are allowed)"
+                f"{path.name}: truncated or not a safetensors file: it has {size:,} bytes, but it "
+                f"begins with a header length of {length:,} bytes (the longest allowed header has "
+                f"{MAX_HEADER_BYTES:,})"
             )
         try:
             header = json.loads(file.read(length))
@@ -132,7 +133,9 @@ def _check_layout(file: str, entries: dict[str, HeaderEntry], start: int, size: 
                 f"but {entry.dtype} {list(entry.shape)} takes {num_bytes}"
             )
         if entry.begin != position:
-            raise ReleaseError(f"{file}: tensor {name}: starts at {entry.begin}, not {position}")
+            raise ReleaseError(
+                f"{file}: tensor {name}: starts at byte {entry.begin} instead of {position}"
+            )
         if entry.end > size:
             raise ReleaseError(
                 f"{file}: truncated: tensor {name} ends at byte {entry.end} of {size}"
