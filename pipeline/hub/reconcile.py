@@ -1,4 +1,6 @@
-"""Makes the events agree with the repositories: what a kill left between git and the database."""
+"""Compares the repositories on disk with the database, and stores the events that are missing. Such
+a difference comes from a hub that was killed, or from a person who changed a repository's folder.
+"""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,10 @@ _NUM_THREADS = 8
 
 
 def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
-    """Completes what a killed hub left half-done; returns how many ref changes had no event.
+    """Enters new folders into the database, removes the entries of missing folders, and stores the
+    changes of refs that have no event. Returns the number of these changes.
 
-    Only safe before the first request: it takes no locks.
+    It takes no locks, so it must end before the hub answers its first request.
     """
     repositories.clear_leftovers()
     with log.database.write() as connection:
@@ -34,14 +37,14 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
                 connection, repositories.adopt(connection, name, private=True), action="create"
             )
         present = repositories.all(connection)
-    # Each waits for a git process.
+    # In threads, because each repository waits for a git process.
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return sum(threads.map(partial(_record_or_complain, log=log), present))
 
 
 async def reconcile(repositories: Repositories, log: EventLog) -> None:
-    """Finds refs that moved behind the hub's back: by a git process that outlived a killed hub,
-    or by hand in the folder."""
+    """Stores the changes of refs that did not come through the hub: made by a git process that
+    lived longer than a killed hub, or by a person in the folder."""
     await repositories.for_each(
         log.database, lambda repository: _record_or_complain(repository, log)
     )
