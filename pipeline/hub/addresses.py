@@ -79,7 +79,7 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
             look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             answers = await loop.run_in_executor(_resolvers, look_up)
         except (OSError, UnicodeError) as error:
-            raise Unreachable(f"{host!r} has no address ({error}).") from None
+            raise Unreachable(f"{host!r} has no address ({error}): check the URL.") from None
         found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):

@@ -56,7 +56,7 @@ class PlannedFile(BaseModel):
     path: str
     size: int = Field(ge=0)
     sample: str = ""
-    """The first 512 bytes, in base64."""
+    """The first 512 bytes of the file, in base64."""
 
 
 class Preupload(BaseModel):

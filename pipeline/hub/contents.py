@@ -118,7 +118,8 @@ def list_tree(
         found = find_paths(repository, commit, [folder])
         if not found or found[0].type != "directory":
             raise EntryNotFound(
-                f"The {repository.name} has no folder {folder!r} at {commit}.", commit=commit
+                f"The {repository.name} has no folder {folder!r} in the commit {commit}.",
+                commit=commit,
             )
     options = ["-r", "-t"] if recursive else []
     output = git(repository.folder, "ls-tree", "-z", "-l", *options, f"{commit}:{folder}")
@@ -233,7 +234,7 @@ def list_commits(
 
 
 def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
-    """Each of the commits by its sha."""
+    """The commits of `shas`, by their shas."""
     if not shas:
         return {}
     output = git(

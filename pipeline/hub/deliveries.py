@@ -198,7 +198,9 @@ class Deliverer:
         if status == "delivered":
             self._metrics.delivery_seconds.observe(time.time() - due.queued_at)
             logger.info(
-                "delivery %s to %s: taken", due.id, webhook.target, extra={"delivery_id": due.id}
+                "delivery %s to %s: taken",
+                *(due.id, webhook.target),
+                extra={"delivery_id": due.id},
             )
         elif not attempt.refused or (status == "dead" and not due.is_probe):
             logger.warning(

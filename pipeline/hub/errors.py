@@ -90,7 +90,7 @@ class RepositoryNotFound(RequestError):
 
 
 class RepositoryMoved(RepositoryNotFound):
-    """The repository has another name now. Routes that can answer with a redirect do so."""
+    """The repository has another name now. Most routes answer this with a redirect."""
 
     def __init__(
         self, message: str, *, repository_id: str, type: str, owner: str, name: str
@@ -103,7 +103,7 @@ class RepositoryMoved(RepositoryNotFound):
 
     @property
     def id(self) -> str:
-        """`owner/name`, as it is now."""
+        """The present name, `owner/name`."""
         return f"{self.owner}/{self.name}"
 
 

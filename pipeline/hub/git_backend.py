@@ -84,7 +84,7 @@ async def serve(environment: dict[str, str], body: IO[bytes], receive: Receive, 
         except asyncio.IncompleteReadError:
             if gone.done():
                 return
-            raise HubError("git http-backend ended without an answer.") from None
+            raise HubError("git http-backend ended without an answer to a clone.") from None
         await send_start(send, *parse_head(head))
         while chunk := await process.stdout.read(_CHUNK_BYTES):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})

@@ -57,7 +57,7 @@ _SPOOL_BYTES = 1024 * 1024
 class GitRequest:
     type: RepositoryType
     owner: str | None
-    """None for a URL without an owner."""
+    """None if the URL has no owner. It then means a repository of the hub's owner."""
     name: str
     route: Literal["info/refs", "git-upload-pack", "git-receive-pack"]
 
@@ -192,8 +192,8 @@ class GitHttp:
             more = message.get("more_body", False)
             if size > self._settings.max_push_bytes:
                 raise TooLarge(
-                    f"A push may send {self._settings.max_push_bytes} bytes at most: "
-                    "push in several parts, or raise [hub] max_push_bytes."
+                    f"A push may send {self._settings.max_push_bytes} bytes at most: push fewer "
+                    "commits at once, or raise [hub] max_push_bytes."
                 )
             if waiting and (not more or len(waiting) >= _SPOOL_BYTES):
                 try:

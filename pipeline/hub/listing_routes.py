@@ -190,5 +190,5 @@ def _bytes_on_disk(folder: Path) -> int:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
             except FileNotFoundError:
-                continue  # git has just renamed it or removed it
+                continue  # git has just renamed or removed this file
     return total

@@ -81,7 +81,7 @@ def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryNam
 
 
 def segments(raw_path: bytes) -> list[str]:
-    """The decoded segments of a request's path; an encoded slash stays inside its segment."""
+    """The decoded segments of a request's path. An encoded slash (`%2F`) does not end a segment."""
     try:
         return [unquote_to_bytes(part).decode() for part in raw_path.strip(b"/").split(b"/")]
     except UnicodeDecodeError:

@@ -171,7 +171,7 @@ def settle(
     made = due.attempt if attempt.refused else due.attempt + 1
     event, next_attempt_at = _plan(due, attempt, made, settings)
     if attempt.refused and event == "given up":
-        made = 0  # `died_unheard` finds it by this
+        made = 0  # `died_unheard` finds the delivery by this number
     move_deliveries(
         connection, event, *this, **ended, attempt=made, next_attempt_at=next_attempt_at
     )
@@ -198,7 +198,7 @@ def _plan(
 
 @dataclass(frozen=True, kw_only=True)
 class OutboxDelivery:
-    """One line of a webhook's activity."""
+    """One delivery as the API lists it. Times are in seconds since the epoch."""
 
     id: str
     webhook_id: str

@@ -28,11 +28,13 @@ def reconcile_at_start(repositories: Repositories, log: EventLog) -> int:
         on_disk = set(repositories.on_disk())
         for name, repository in known.items():
             if name not in on_disk:
-                logger.warning("%s is gone from %s", name, repository.folder)
+                logger.warning(
+                    "%s is deleted, because its folder %s is missing", name, repository.folder
+                )
                 log.record(connection, repository, action="delete")
                 repositories.forget(connection, repository)
         for name in sorted(on_disk - known.keys(), key=str):
-            logger.warning("found %s, which was not entered yet", name)
+            logger.warning("%s is new: its folder was found, and no row in the database", name)
             log.record(
                 connection, repositories.adopt(connection, name, private=True), action="create"
             )
@@ -51,7 +53,7 @@ async def reconcile(repositories: Repositories, log: EventLog) -> None:
 
 
 def _record_or_complain(repository: Repository, log: EventLog) -> int:
-    # One damaged repository must not keep the hub from serving the others.
+    # Errors are only logged, because the hub must serve the other repositories.
     try:
         return len(record_ref_changes(repository, log))
     except HubError as error:

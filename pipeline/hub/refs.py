@@ -70,7 +70,7 @@ def _replace(file: Path, content: str) -> None:
             os.fsync(draft.fileno())
         lock.rename(file)
     except OSError as error:
-        raise HubError(f"{file} cannot be repaired: {error}.") from error
+        raise HubError(f"The ref in {file} cannot be repaired: {error}.") from error
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:

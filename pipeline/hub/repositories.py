@@ -107,7 +107,7 @@ class Repositories:
         with database.read() as connection:
             ids = [repository.id for repository in self.all(connection)]
         for id in ids:
-            with suppress(RepositoryNotFound):  # removed meanwhile
+            with suppress(RepositoryNotFound):  # the repository was removed meanwhile
                 async with self.locked(partial(find, id)) as repository:
                     if repository.folder.exists():
                         await asyncio.to_thread(act, repository)
@@ -312,7 +312,7 @@ class Repositories:
                 try:
                     yield repository_name(type, folder.parent.name, name)
                 except BadRequest as error:
-                    logger.warning("%s is left alone: %s", folder, error)
+                    logger.warning("the hub ignores the folder %s: %s", folder, error)
 
     def _record(self, row: Row[tuple[object, ...]]) -> Repository:
         name = RepositoryName(type=row.type, owner=row.owner, name=row.name)

@@ -85,7 +85,7 @@ def release_unneeded(
     for sha in named.intersection(lost.decode().split()):
         keep(repository, sha)
     delete_refs(repository, [f"{KEEP_PREFIX}{sha}" for sha in unneeded])
-    logger.info("%s: %d commits are kept no longer", repository.name, len(unneeded))
+    logger.info("%s: %d commits are not kept any more", repository.name, len(unneeded))
     return unneeded
 
 

@@ -130,7 +130,7 @@ discussion_events = Table(
     Column("data", JSON, nullable=False),
 )
 
-# The environment of a Space's app. A secret has no `value`, a variable no `encrypted_value`.
+# The environment of a Space's app. `value` is null for a secret, `encrypted_value` for a variable.
 space_settings = Table(
     "space_settings",
     metadata,

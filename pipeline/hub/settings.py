@@ -20,7 +20,7 @@ class HubSettings(BaseModel):
     """The user name that `whoami` answers. A repository that is named without an owner is this
     user's."""
     orgs: tuple[OwnerName, ...] = ()
-    """The organizations that `whoami` answers. Repositories can be created under their names."""
+    """The organizations that `whoami` answers. A repository may have any other owner too."""
     public_reads: bool = False
     """Whether anybody who reaches this address may read, without a token, the repositories whose
     visibility is `public`. All others always need a token."""
@@ -32,7 +32,8 @@ class HubSettings(BaseModel):
     delivery_jitter: float = Field(default=0.2, ge=0, lt=1)
     """Each wait is lengthened or shortened by up to this share, so that retries spread out."""
     delivery_timeout_seconds: float = Field(default=15, gt=0)
-    """Time limit of an attempt, from connecting to the last byte of the answer."""
+    """The time limit of an attempt. It includes the look-up of the host, and ends when the
+    beginning of the answer is read."""
     suspend_after_failures: int = Field(default=3, ge=1)
     """A webhook is suspended when this many different deliveries have failed and none has succeeded
     for `suspend_after_seconds`. How often each was tried does not count."""

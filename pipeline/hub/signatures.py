@@ -34,7 +34,7 @@ class Signer:
 
 
 class SignedUrls:
-    """URLs for one method, one path and one size each."""
+    """Makes and checks signed URLs. Each is for one method, one path and one size."""
 
     def __init__(self, secret_key: bytes) -> None:
         self._signer = Signer(secret_key, "signed URL")

@@ -100,7 +100,9 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
                 connection.execute(used)
         except OperationalError as error:
             # A request that only reads must work even if the disk is full or read-only.
-            logger.warning("the use of the token %r is not stored: %s", row.name, error.orig)
+            logger.warning(
+                "the hub cannot store that the token %r was used: %s", row.name, error.orig
+            )
     stored = _record(row)
     return Identity(
         user=user,

@@ -254,7 +254,9 @@ def jobs_of_webhooks(path: Path) -> set[str]:
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
     row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
     if row is None:
-        raise WebhookNotFound(f"No webhook {id!r} here; list them with `hf webhooks ls`.")
+        raise WebhookNotFound(
+            f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
+        )
     return _record(row)
 
 

@@ -87,7 +87,9 @@ def list_chunks(xorb: BinaryIO) -> list[Chunk]:
         if header[:7] == _FOOTER:
             break
         if len(header) < 8:
-            raise BadRequest(f"The xorb ends within the header of chunk {len(chunks)}.")
+            raise BadRequest(
+                f"The xorb ends within the header of chunk {len(chunks)}: send it again."
+            )
         packed = int.from_bytes(header[1:4], "little")
         num_bytes = int.from_bytes(header[5:8], "little")
         chunk = Chunk(offset=offset + 8, packed_bytes=packed, num_bytes=num_bytes, scheme=header[4])
@@ -109,7 +111,7 @@ def list_chunks(xorb: BinaryIO) -> list[Chunk]:
             )
         chunks.append(chunk)
     if not chunks:
-        raise BadRequest("The xorb has no chunk.")
+        raise BadRequest("The xorb has no chunk: send at least one.")
     return chunks
 
 
@@ -122,7 +124,10 @@ def read_chunk(xorb: BinaryIO, chunk: Chunk) -> bytes:
     if chunk.scheme == _GROUPED_LZ4:
         content = _ungroup(content)
     if len(content) != chunk.num_bytes:
-        raise BadRequest(f"A chunk has {len(content)} bytes instead of {chunk.num_bytes}.")
+        raise BadRequest(
+            f"A chunk of the xorb has {len(content)} bytes instead of {chunk.num_bytes}: send the "
+            "xorb again."
+        )
     return content
 
 
@@ -171,7 +176,7 @@ def read_terms(shard: BinaryIO, file: XetFile) -> Iterator[Term]:
 def _record(shard: BinaryIO) -> tuple[bytes, int, int, int, int]:
     data = shard.read(_RECORD.size)
     if len(data) < _RECORD.size:
-        raise BadRequest("The shard ends early.")
+        raise BadRequest("The shard ends early: send it again.")
     record: tuple[bytes, int, int, int, int] = _RECORD.unpack(data)
     return record
 
@@ -183,7 +188,9 @@ def _unpack(content: bytes, num_bytes: int) -> bytes:
         # With a limit, because a few packed bytes can become any number of unpacked ones.
         unpacked: bytes = lz4.frame.LZ4FrameDecompressor().decompress(content, num_bytes + 1)
     except RuntimeError as error:
-        raise BadRequest(f"A chunk cannot be unpacked ({error}).") from None
+        raise BadRequest(
+            f"A chunk of the xorb cannot be unpacked ({error}): send the xorb again."
+        ) from None
     return unpacked
 
 

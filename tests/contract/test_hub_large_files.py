@@ -264,7 +264,7 @@ def test_a_url_is_good_for_what_was_signed_and_nothing_else(hub: RunningHub, nam
     ]
     for each in forged:
         answer = put(each)
-        assert (answer.status_code, "signature of this URL is wrong" in answer.text) == (403, True), each
+        assert (answer.status_code, "signature of this URL" in answer.text) == (403, True), each
         # Nor does the hub's token open what is not signed.
         with_token = {"Authorization": f"Bearer {hub.token}"}
         assert httpx.put(each, headers=with_token, verify=False).status_code == 403
