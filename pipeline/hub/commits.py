@@ -57,8 +57,8 @@ class NewCommit:
 
 
 def make_commit(repository: Repository, ref: str, head: str | None, new: NewCommit) -> str:
-    """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the changes
-    change nothing, this makes no commit and returns `head`.
+    """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
+    as they are in `head`, this makes no commit and returns `head`.
 
     A client that lost the answer to a commit sends the commit again. If `head` already is this
     commit, it is returned.

@@ -311,7 +311,7 @@ async def _merge(
             found = discussions.find_discussion(connection, repository, num)
         if found.base is None:
             raise BadRequest(
-                f"Discussion {num} is not a pull request, so there is nothing to merge."
+                f"Discussion {num} has no commits to merge: give the number of a pull request."
             )
         if found.status not in discussions.OPEN:
             raise Conflict(f"Pull request {num} is {found.status} already.")

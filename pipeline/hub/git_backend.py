@@ -23,8 +23,8 @@ from pipeline.hub.repositories import Repository
 _CHUNK_BYTES = 64 * 1024
 
 _SETTINGS = (
-    # `git push origin :main` deletes the default branch, without a warning. Git would refuse and
-    # name a setting on the server, which the user cannot change.
+    # `git push origin :main` may delete the default branch. By default, git refuses this and names
+    # a setting of the server, which the user cannot change.
     ("receive.denyDeleteCurrent", "ignore"),
     # No client sees or moves a hidden ref. `!` means "not hidden"; the last setting that matches a
     # ref decides.

@@ -32,8 +32,8 @@ def collect_garbage(
     """Removes the git objects that no ref leads to, and the large files that no commit names.
 
     A large file may come before its commit, so it stays for at least `grace_seconds`. The chunks
-    that `hf_xet` has sent are removed if no upload began within `grace_seconds`; the client sends
-    them again when it needs them.
+    that `hf_xet` has sent are removed if no upload began in this time; the client sends them again
+    when it needs them.
 
     The caller holds the repository's lock, because objects of a push that is under way have no ref
     yet.

@@ -51,8 +51,8 @@ class Due:
     id: str
     payload: str
     attempt: int
-    """The number of attempts so far. Probes, and attempts whose connection was refused, do not
-    count."""
+    """The number of attempts so far. Failed probes, and attempts whose connection was refused, do
+    not count."""
     queued_at: float
     next_attempt_at: float
     replay_of: str | None = None

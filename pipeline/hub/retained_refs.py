@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 def retain_unreachable(repository: Repository, database: Database, refs: Mapping[str, str]) -> None:
-    """Keeps the commit that each ref had at the last event, if the ref, as it is now in `refs`,
-    does not contain this commit.
+    """Keeps the commit that a ref had at the last event, if the same ref does not lead to it any
+    more. `refs` has the present sha of each ref.
 
     Called before the event is stored. If the hub is killed in between, the next comparison finds
     the same change and keeps the commit.

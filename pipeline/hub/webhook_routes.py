@@ -60,10 +60,7 @@ async def create(request: Request) -> Response:
     if body.url is None and body.jobSourceId is None:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     if body.secrets is not None and body.jobSourceId is None:
-        raise BadRequest(
-            "secrets: only a webhook that starts a job has them. Set `jobSourceId`, or leave "
-            "`secrets` out."
-        )
+        raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
 
     def act() -> WebhookJson:
         _check_job(hub, body)
@@ -140,7 +137,7 @@ def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
     if body.jobSourceId is None:
         return
     if body.url is not None:
-        raise BadRequest("Set `url` or `jobSourceId` but not both.")
+        raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
     if hub.launcher is None:
         raise BadRequest(
             "This hub was started without a job store, so a webhook cannot start jobs: give the "

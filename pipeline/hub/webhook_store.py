@@ -205,8 +205,7 @@ class SecretCipher:
         return self._fernet.encrypt(value.encode())
 
     def unseal(self, sealed: bytes, what: str) -> str:
-        """Decrypts a value. `what` names it in the message. Raises HubError if it was encrypted
-        with another key."""
+        """Decrypts a value. `what` names it in the message. Raises HubError if the key is wrong."""
         try:
             return self._fernet.decrypt(sealed).decode()
         except InvalidToken:
@@ -285,9 +284,7 @@ def update_webhook(
 ) -> StoredWebhook:
     """Changes the fields that the request names, as `UpdateWebhook` describes. If the stored
     `secrets` were encrypted with another key, they are lost, and only those in the request stay.
-
-    Raises BadRequest for `secrets` of a webhook that calls a URL.
-    """
+    Raises BadRequest for `secrets` of a webhook that calls a URL."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
@@ -296,10 +293,7 @@ def update_webhook(
         changes |= {"url": "", "job_id": request.jobSourceId}
     if request.secrets is not None:
         if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
-            raise BadRequest(
-                "secrets: only a webhook that starts a job has them. Set `jobSourceId`, or leave "
-                "`secrets` out."
-            )
+            raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
         try:
             known = cipher.decrypt_variables(webhook)
         except HubError:

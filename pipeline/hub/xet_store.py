@@ -57,7 +57,7 @@ class XetStore:
             found = sorted(_stores(folder).glob("*"))
             store = found[0] if found else _stores(folder) / secrets.token_hex(8)
             store.mkdir(exist_ok=True)
-            os.utime(store)  # it is in use: see `empty`
+            os.utime(store)  # `empty` removes a store only if this time is old
         return cls(folder, store.name)
 
     def check_is_there(self) -> None:
@@ -147,15 +147,18 @@ class XetStore:
                     with to_disk():
                         await run_in_threadpool(file.write, piece)
                     if file.tell() > max_bytes:
-                        raise TooLarge(f"A xorb or shard may have {max_bytes} bytes at most.")
+                        raise TooLarge(
+                            f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
+                        )
                 yield file  # type: ignore[misc]
         finally:
             Path(file.name).unlink(missing_ok=True)
 
 
 def empty(folder: Path, *, grace_seconds: float) -> None:
-    """Removes all xorbs of the repository, unless a client began an upload within `grace_seconds`,
-    because this client would have to begin again. The files that were made of xorbs stay."""
+    """Removes all xorbs of the repository, unless a client began an upload in the last
+    `grace_seconds` seconds: this client would have to begin again. The files that were made of
+    xorbs stay."""
     for store in _stores(folder).glob("*"):
         with contextlib.suppress(FileNotFoundError):
             if store.stat().st_mtime <= time.time() - grace_seconds:
