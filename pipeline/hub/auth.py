@@ -85,8 +85,8 @@ class Signature:
 
 
 def signature(identity: Identity) -> Signature:
-    """The author of commits that this client makes through the API. If the client is a job, it is
-    the job, as for commits that the job makes with git."""
+    """The author of commits that this client makes through the API. For the token of a job, the
+    author is the job, as in the commits that the job makes with git."""
     if identity.job_id is None:
         return Signature(name=identity.user, email=f"{identity.user}@localhost")
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")

@@ -1,5 +1,5 @@
 """Reads the metadata of a repository, which is YAML at the beginning of its README. Finds errors in
-it, and the tags for which repositories are listed."""
+it, and the tags by which lists of repositories can be filtered."""
 
 import math
 import re
