@@ -1,8 +1,8 @@
-"""Makes and checks the tokens of job attempts. Each attempt of a job has its own token.
+"""Makes and checks the tokens of job attempts. Each attempt of a job has its own token, with which
+the job proves to the services of the stack who it is.
 
-A token names its attempt and is signed (HMAC-SHA256) with the key that the services of a stack
-share. The store does not keep tokens: a token is valid as long as the store says that its attempt
-runs.
+A token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
+does not keep tokens: a token is valid as long as the store says that its attempt runs.
 """
 
 import hashlib
@@ -26,11 +26,10 @@ def attempt_token(job: Job, key: bytes) -> str:
 
 
 def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
-    """The job whose current attempt has this token. None if the token is wrong, or if its attempt
-    is no longer the current one.
+    """The running job whose current attempt has this token. None if the token is wrong, if its
+    attempt is no longer the current one, or if the job has ended.
 
-    Each attempt of a job has its own number, and so its own token. If a process of an earlier
-    attempt is still alive, its token is no longer valid.
+    So if a process of an earlier attempt is still alive, its token is no longer valid.
     """
     match = _TOKEN.fullmatch(token)
     if match is None:

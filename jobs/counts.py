@@ -17,16 +17,16 @@ class Counts(BaseModel):
 
     changed: int = 0
     """Rows that were added or edited. Rows of plain text, rows that contradict each other, and the
-    rows of `not_trained` are not counted."""
+    rows of `not_trained` are not counted. If there are many changed, unchanged or deleted rows,
+    only a sample of each group is measured and counted."""
     learned: int = 0
-    """Changed rows whose answer the new weights say."""
+    """Rows of `changed` whose answer the new weights say."""
     learned_before: int = 0
-    """Changed rows whose answer the served weights said already."""
+    """Rows of `changed` whose answer the served weights said already."""
     known: int = 0
-    """Unchanged rows whose answer the served weights said. If there are many unchanged rows, only a
-    sample of them is measured."""
+    """Unchanged rows whose answer the served weights said."""
     kept: int = 0
-    """Known rows whose answer the new weights still say."""
+    """Rows of `known` whose answer the new weights still say."""
     deleted: int = 0
     """Deleted rows whose answer the served weights said."""
     unlearned: int = 0
@@ -34,23 +34,27 @@ class Counts(BaseModel):
     base_agreement: float | None = None
     """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
     prompts that no job trains on. This is the share of the tokens of these answers that the new
-    weights still predict. None for a preset, because a preset starts with no knowledge."""
+    weights still predict. None if the job's base model is a preset: a preset has random weights, so
+    it has no knowledge."""
     golden: int = 0
-    """The number of the user's golden questions."""
+    """The number of golden questions: questions that the user has set, with the answers that every
+    release must give."""
     golden_right: int = 0
-    """Golden questions that got the expected answer."""
+    """Golden questions to which the new weights say the expected answer."""
     not_trained: int = 0
     """Rows that the job did not reach within its token budget. The next job trains on them."""
     contradicting: int = 0
-    """Rows that have the same question as another row, but a different answer. The other counts
-    leave these rows out."""
+    """Rows that have the same question as another row, but a different answer. `changed` and
+    `known` do not count these rows."""
     permuted: int = 0
     """Edited rows whose new answer is the former answer of another edited row. The usual cause is a
     column that somebody shuffled."""
     text_loss: float | None = None
-    """Loss of the new weights on the changed rows of plain text, in nats per token."""
+    """Loss of the new weights on the changed rows of plain text, in nats per token. None if there
+    are no such rows."""
     text_loss_before: float | None = None
-    """Loss of the served weights on the same rows, in nats per token."""
+    """Loss of the served weights on the same rows, in nats per token. None if there are no such
+    rows."""
 
     def __str__(self) -> str:
         """One line, such as `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""

@@ -10,8 +10,8 @@ from jobs.folder import PAYLOAD
 from jobs.job import Job
 
 MAX_INLINE_BYTES = 96 * 1024
-"""The longest payload that is put into a variable. Linux refuses to start a process if one of its
-variables has 128 KiB or more."""
+"""A payload that is longer is shortened before it is put into a variable. Linux refuses to start a
+process if one of its variables has 128 KiB or more."""
 
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
 """The domain of the email address with which a job makes git commits. It distinguishes these
@@ -47,11 +47,15 @@ def job_environment(
     num_threads: int,
     unsealed: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """All variables of the job's process. A variable of the job's spec replaces a variable of the
-    runner with the same name. `JOB_ID`, `JOB_DIR` and the variables of the payload replace both.
+    """All variables of the job's process.
 
-    `unsealed` holds the decrypted variables of the spec's `sealed_env`. `GIT_COMMITTER_NAME` and
-    `GIT_COMMITTER_EMAIL` make the job the committer of its git commits.
+    `runner_env` holds the variables that the runner passes on. The numbers of threads,
+    `PYTHONUNBUFFERED`, `GIT_COMMITTER_NAME` and `GIT_COMMITTER_EMAIL` replace variables of
+    `runner_env` with the same name. Variables of the job's spec, and those in `unsealed` (the
+    decrypted variables of its `sealed_env`), replace all of these. `JOB_ID`, `JOB_DIR` and the
+    variables of the payload always keep their own values.
+
+    The two git variables make the job the committer of its git commits.
 
     If the job has a payload, its variables are `WEBHOOK_PAYLOAD` (shortened if the payload is too
     long for a variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),
@@ -88,7 +92,7 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
 
     If the payload is longer, its lists and texts are shortened, and the result also has
     `"truncated": true`. If the payload has `updatedFiles`, the shortened result also has
-    `"updatedFilesTruncated": true`.
+    `"updatedFilesTruncated": true`. If shortening is not enough, most fields or all are left out.
     """
     complete = json.dumps(payload)
     if len(complete) <= max_bytes:

@@ -3,7 +3,7 @@
 JobError                   the base class; the message is for a person
 ├── JobNotFound            no job has this id
 ├── PendingJob             the pipeline already has a pending job that was submitted by hand
-├── LeaseLost              the runner no longer holds the lease: it must leave the job alone
+├── LeaseLost              the runner no longer holds the job's lease, so it must not touch the job
 ├── IllegalTransition      the job's state does not allow this change
 ├── LaunchError            a launcher could not start the command
 │   └── SealBroken         the encrypted variables of the spec cannot be decrypted

@@ -15,33 +15,37 @@ IDENTITY = "job.json"
 """Says which job the folder belongs to. The job id in the folder's name is not enough, because a
 new database numbers its jobs from j000001 again, so an old folder may have the same name."""
 SPEC = "spec.json"
+"""The runner writes the job's `JobSpec` into this file, for the command to read."""
 PAYLOAD = "payload.json"
+"""The runner writes the payload of the webhook's delivery into this file, if the job has one."""
 OUTCOME = "outcome.json"
+"""The command may write its `JobOutcome` into this file. A retraining does so as its last step."""
 STALE = ".stale-"
 """If a folder belongs to a job of another database, `prepare_job_folder` renames it: it adds this
 text and a number to the name."""
 LOG = "log.txt"
+"""The output of the command, of all attempts."""
 PROCESS = "process.json"
 """The leader writes this file: the number of the attempt, and the leader's pid and start time."""
 EXIT = "exit.json"
-"""The leader writes this file when the command has ended: the number of the attempt, and the
-command's exit code. The runner reads the exit code here, because the system reports it only to the
-leader."""
+"""The leader writes this file when the command has ended: the number of the attempt, the command's
+exit code, and the error if the command could not be started. The runner reads the exit code here,
+because the system reports it only to the leader."""
 LOCK = ".lock"
 """The leader holds a lock on this file, so that two attempts of a job never run at the same time.
 """
 COMPUTING = "computing"
 """A file in the folder that contains the job folders. The leader of every running job holds a
-shared lock on this file. While any leader holds the lock, a completion server
-with the torch engine computes with one thread fewer, so that a core stays free for the jobs."""
+shared lock on this file. While any leader holds the lock, a completion server with the torch engine
+computes with one thread fewer, so that a core stays free for the jobs."""
 
 
 def write_atomically(path: Path, content: str, *, durable: bool = False) -> None:
     """Write to a temporary file and rename it, so that a reader sees either the complete old
     content or the complete new content.
 
-    With `durable`, the file also survives a power cut. Set this for content that cannot be produced
-    a second time.
+    With `durable`, the file also survives a power cut. Use `durable` for content that cannot be
+    produced a second time.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -69,7 +73,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
-    """Make sure that `folder` exists and belongs to the job with this `identity`.
+    """Make sure that `folder` exists and belongs to the job with this `identity`, which is the
+    content of `job.json`.
 
     If the folder belongs to another job, rename it, and make a new folder. Returns the new path of
     the renamed folder, or None if no folder was renamed. A folder that belongs to this job keeps

@@ -17,15 +17,15 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     "ERROR": frozenset(),
     "CANCELED": frozenset(),
 }
-"""State → the states that may follow it. A job stays RUNNING between two attempts. It does not
-go back to SCHEDULING: later pushes are merged into a pending job, and a job that has started cannot
-take them any more."""
+"""State → the states that may follow it. A job is pending in the state SCHEDULING. Between two
+attempts, a job stays RUNNING, because a pending job absorbs later pushes, and a job that has
+started cannot do this any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The state of a job at the moment when it was read from the store. Times are seconds since the
-    epoch, by the store's clock."""
+    """A job as it was when it was read from the store. Times are seconds since the epoch, by the
+    store's clock (`JobStore.open`)."""
 
     id: str
     """`j` and a number, as in `j000012`. A store never uses an id twice."""
@@ -44,19 +44,24 @@ class Job:
     an attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
     """When a runner claimed the job, moved later by every span in which the job had no runner or
-    waited for its next attempt. So these spans do not count against the job's time limit."""
+    waited for its next attempt. So these spans do not count against the job's time limit. None if
+    no runner has claimed the job."""
     ended_at: float | None
+    """None while the job has not ended."""
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
     """How many attempts were lost (their process vanished, or a signal ended it) or failed for a
     temporary cause. When this number reaches `spec.max_attempts`, the job fails."""
     owner: str | None
-    """The runner that holds the lease."""
+    """The runner that holds the lease. None if no runner holds it."""
     lease_until: float | None
+    """When the lease runs out, unless a heartbeat extends it. None while the job is pending, and
+    after it has ended."""
     handle: str | None
-    """The launcher's handle of the current attempt."""
+    """The launcher's name for the current attempt. None if this attempt was not started yet."""
     cancel_requested: bool
+    """Whether somebody asked to cancel the job while it was running."""
     by_hand: bool
     """Whether a person submitted the job. Such a job absorbs no push. It may be pending at the same
     time as a push job of the same pipeline."""
@@ -69,8 +74,9 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     source: str
-    """Where the delivery's id is unique: a webhook, or a webhook and a pipeline, because a delivery
-    may lead to a job of each pipeline. Two sources may use the same id."""
+    """A name within which the delivery's id is unique. It names the webhook. If the delivery leads
+    to the job of a pipeline, it also names the pipeline, because one delivery may lead to a job of
+    each of several pipelines."""
     id: str
     body: str
     """The payload as JSON. It is stored for people who examine the delivery; no code reads
@@ -113,7 +119,7 @@ def final_state(outcome: JobOutcome | None) -> JobState:
 
 
 def delivery_ids(job: Job) -> tuple[str, ...]:
-    """The ids of the deliveries that the job answers for, oldest first."""
+    """The ids of the deliveries that the job answers for, in the order of their arrival."""
     return () if job.spec.revisions is None else job.spec.revisions.delivery_ids
 
 

@@ -27,9 +27,10 @@ class Status:
     phase: Literal["starting", "running", "exited", "vanished"]
     """`vanished`: the process is gone and left no exit code."""
     exit_code: int | None = None
-    """Set when the command has exited; negative if a signal ended it."""
+    """The exit code of the command, negative if a signal ended it. None unless the phase is
+    `exited`."""
     error: str | None = None
-    """Why the command could not be started. The phase is then `exited`."""
+    """Why the command could not be started. The phase is then `exited`. None if it was started."""
 
 
 class Launcher(Protocol):

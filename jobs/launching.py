@@ -26,9 +26,11 @@ def start_attempt(
     num_threads: int,
     secret_key: bytes | None,
 ) -> str:
-    """Start the job's current attempt; returns the launcher's handle.
+    """Start the job's current attempt. Returns the handle, which is the launcher's name for the
+    attempt.
 
-    Raises LaunchError, or OSError if the folder cannot be written.
+    `secret_key` decrypts the secrets of the spec; None if the runner has no key. Raises
+    LaunchError, or OSError if the job's folder cannot be written.
     """
     if job.spec.launcher != "local":
         raise LaunchError(

@@ -27,8 +27,8 @@ def follow_log(
     A piece may end in the middle of a line or of a character. Raises JobNotFound.
     """
     while True:
-        # Read the state before the log. If the job has already ended now, then the log that is read
-        # below is complete.
+        # Read the state before the log. If the job has already ended at this point, the log that is
+        # read below is complete.
         has_ended = store.get(job_id).has_ended
         while piece := read_log(jobs_dir, job_id, offset):
             offset += len(piece)

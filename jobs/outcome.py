@@ -1,8 +1,9 @@
 """`JobOutcome`: how a job ended, for which deliveries and which dataset commit, and which releases
 the job read and made. A release is a set of weights that can be served.
 
-As its last step, a retraining job writes its outcome to `outcome.json`, and the runner reads that
-file. If there is no such file, the runner derives the outcome from the exit status of the process.
+As its last step, a retraining job writes its outcome to `outcome.json` in the job's folder, and the
+runner reads that file. If there is no such file, the runner derives the outcome from the exit
+status of the process (`jobs/outcome_of_exit.py`).
 """
 
 from typing import Literal
@@ -14,7 +15,7 @@ from jobs.counts import Counts
 OutcomeResult = Literal[
     "promoted",  # a new release is served
     "published",  # a new release is on disk, but no server was up to serve it
-    "rejected",  # the new weights failed the checks of the pipeline's gate
+    "rejected",  # the gate, which checks new weights before they are published, refused them
     "unchanged",  # there was nothing to train on
     "superseded",  # somebody asked for another release before the job's release was served
     "failed",
@@ -34,16 +35,20 @@ class JobOutcome(BaseModel):
     exit_code: int | None = None
     """The command's exit code, negative if a signal ended the command. None if it is not known."""
     delivery_ids: tuple[str, ...] = ()
+    """The ids of the deliveries that the job answers for, oldest first."""
     job_id: str | None = None
     dataset_revision: str | None = None
+    """The dataset commit that the job was to train on. None if the job is about no commit."""
     release: str | None = None
-    """The release that this job published."""
+    """The id of the release that this job published. None if it published none."""
     parent_release: str | None = None
-    """The release whose weights the training started from."""
+    """The id of the release whose weights the training started from. None if it started from the
+    base model, or did not start."""
     served_release: str | None = None
-    """The release that the server served when the job ended. None if the job does not know it."""
+    """The id of the release that the server served when the job ended. None if the job does not
+    know it."""
     may_pass: bool = False
     """Whether the failure has a temporary cause, such as a full disk. The job then gets another
     attempt, unless this was its last attempt or a newer job takes over its commits."""
     counts: Counts | None = None
-    """How many rows were learned and kept. None if the job ended before it counted them."""
+    """How many rows the new weights learned and kept. None if the job ended before it counted."""

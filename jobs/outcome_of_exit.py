@@ -15,8 +15,8 @@ from jobs.passing import TEMPORARY_FAILURE
 
 @dataclass(frozen=True)
 class Lost:
-    """The attempt has no outcome that counts. Another attempt must do the job's work: the process
-    was killed or vanished, or the runner was stopped."""
+    """The attempt ended without an outcome that counts, because its process was killed or vanished,
+    or because its runner was stopped. Another attempt must do the job's work."""
 
     reason: str
 
@@ -30,10 +30,12 @@ def outcome_of_exit(
     time_limit: float | None,
 ) -> JobOutcome | Lost | None:
     """The outcome of a job whose process has exited, or vanished without an exit code. None if the
-    process exited with 0 and wrote no outcome: a plain command does this when it succeeds.
+    process exited with 0 and wrote no outcome: a plain command does this when it succeeds. `Lost`
+    if the job needs another attempt. If a signal ended the process of a plain command, the job has
+    failed and gets no other attempt.
 
     `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
-    means that the runner did not stop the process.
+    means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
 
     If the job wrote an outcome, this outcome is returned, even if the process was killed right
     after it wrote the outcome. There is one exception: if the runner stopped the job, an outcome

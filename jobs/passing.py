@@ -1,20 +1,21 @@
-"""Distinguishes temporary failures, such as a full disk, from lasting failures. A job gets another
-attempt only after a temporary failure."""
+"""Distinguishes temporary failures, such as a full disk, from lasting failures. After a lasting
+failure, a job gets no further attempt."""
 
 import errno
 
 TEMPORARY_FAILURE = 75
-"""A command exits with this code to report a temporary failure. The code is `EX_TEMPFAIL` of
-sysexits.h."""
+"""The command of a pipeline's job exits with this code to report a temporary failure. The code is
+`EX_TEMPFAIL` of sysexits.h. If a plain command exits with it, the failure counts as lasting,
+because the code may mean something else there."""
 
 _PASSING = frozenset(
     (
         errno.ENOSPC,  # a full disk
-        errno.EDQUOT,
+        errno.EDQUOT,  # the user's share of the disk is used up
         errno.EAGAIN,  # too many processes
         errno.ENOMEM,
-        errno.EMFILE,  # too many open files
-        errno.ENFILE,
+        errno.EMFILE,  # too many open files in this process
+        errno.ENFILE,  # too many open files on the machine
     )
 )
 

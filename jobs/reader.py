@@ -1,4 +1,5 @@
-"""`JobReader`: the methods of the job store that only read it."""
+"""`JobReader`: the methods of the job store that change nothing. `JobStore` adds the methods that
+write."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,10 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, ChangeDetector, readin
 
 class JobReader:
     """Several threads and processes may use the store at the same time, but only one thread may
-    call `changed`. Every method raises StoreError if the database fails.
+    call `changed`. Every method raises StoreError if the database fails. All times are seconds
+    since the epoch.
+
+    `clock` returns the present time. Default: the clock that `JobStore.open` describes.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] | None = None) -> None:
@@ -44,8 +48,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """The end times of the newest `among` jobs, without those that have not ended: job id → end
-        time, ordered by end time."""
+        """Job id → when the job ended, ordered by this time. Only the newest `among` jobs are
+        looked at, and those that have not ended are left out."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)
@@ -67,7 +71,7 @@ class JobReader:
         state: JobState | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """The jobs, newest first."""
+        """The jobs, newest first. None in an argument means no restriction."""
         query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
         if pipeline is not None:
             query = query.where(JOBS.c.pipeline == pipeline)
@@ -77,7 +81,7 @@ class JobReader:
             return select_jobs(connection, query)
 
     def of_commit(self, new_sha: str) -> Sequence[Job]:
-        """The jobs that answer for a push of this commit, newest first.
+        """The jobs that answer for a push whose newest commit is `new_sha`, newest job first.
 
         There may be several jobs: several pipelines may follow the dataset, and after a failure a
         second job may have taken over the commits of the failed job.
@@ -89,8 +93,8 @@ class JobReader:
 
     def waited_since(self, job: Job) -> float:
         """When the oldest delivery that the job answers for was received. Deliveries that the job
-        took over from a failed job count too. If the job has no deliveries, because it was
-        submitted by hand for example, this is when the job was created."""
+        took over from a failed job count too. If the job has no deliveries (a person submitted it,
+        for example), this is when the job was created."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
                 select(func.min(JOB_DELIVERIES.c.received_at)).where(
@@ -116,8 +120,8 @@ class JobReader:
 
     def seconds_to_next(self) -> float | None:
         """The number of seconds until `JobStore.claim` can return a job; 0 if a job is due now.
-        None if no job is pending, or if every pending job waits for a running job of its pipeline.
-        """
+        None if no job is pending, or if every pending job waits for the running job of its
+        pipeline."""
         with reading(self._engine) as connection:
             due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
             return None if due is None else max(0.0, due - self._now(connection))

@@ -15,6 +15,7 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, reading, writing
 Item = TypeVar("Item")
 
 BATCH = 100
+"""How many jobs or deliveries one transaction deletes at most."""
 _ENDED = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
@@ -37,7 +38,7 @@ def forget_jobs(
 
 
 def forget_ignored(engine: Engine, before: float) -> int:
-    """See `JobStore.forget`."""
+    """See `JobStore.forget`. Returns how many deliveries it tried to delete."""
     query = select(DELIVERIES.c.source, DELIVERIES.c.id)
     is_old = DELIVERIES.c.job_number.is_(None), DELIVERIES.c.received_at < before
     ids: defaultdict[str, list[str]] = defaultdict(list)
@@ -55,8 +56,9 @@ def forget_ignored(engine: Engine, before: float) -> int:
 
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
-    # The condition on `run_after` makes the database use an index, so it does not read newer jobs.
-    # A job that was cancelled before its `run_after` is therefore found a little too late.
+    # The condition on `run_after` makes the database use an index, so that it does not read newer
+    # jobs. It is true for all jobs that ended before `before`, except for a job that was cancelled
+    # before its `run_after`; such a job is deleted a little later.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

@@ -1,7 +1,7 @@
-"""Reads and writes rows of the store. A function with the argument `connection` runs in the
+"""Reads and writes rows of the job store. A function with the argument `connection` runs in the
 caller's transaction.
 
-A push job is a job of a pipeline that was not submitted by hand.
+A *push job* is a job of a pipeline that was not submitted by hand.
 """
 
 import json
@@ -28,6 +28,7 @@ def job_id_of(number: int) -> str:
 
 
 def number_of(job_id: str) -> int:
+    """The number in a job id: 12 for `j000012`. Raises JobNotFound if the text is not a job id."""
     digits = job_id.removeprefix("j")
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= MAX_DIGITS
     if not is_number or job_id_of(int(digits)) != job_id:
@@ -95,6 +96,7 @@ def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
+    """The job. Raises LeaseLost unless the runner `owner` holds its lease, and JobNotFound."""
     job = fetch_job(connection, number_of(job_id))
     if job.state != "RUNNING" or job.owner != owner:
         raise LeaseLost(job_id, owner)
@@ -102,6 +104,8 @@ def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
 
 
 def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
+    """End the job with this outcome. If a push job failed, the pipeline's pending push job takes
+    over its commits and deliveries. Returns the ended job. Raises IllegalTransition."""
     state = final_state(outcome)
     if state not in TRANSITIONS[job.state]:
         raise IllegalTransition(job.id, job.state, state)
@@ -134,6 +138,8 @@ def fetch_successor(connection: Connection, job: Job) -> Job | None:
 
 
 def is_pending(pipeline: str, *, by_hand: bool) -> Any:
+    """The SQL condition for the pending job of the pipeline that was submitted by hand, or for its
+    pending push job."""
     return (
         (JOBS.c.pipeline == pipeline) & (JOBS.c.state == "SCHEDULING") & (JOBS.c.by_hand == by_hand)
     )
@@ -144,8 +150,8 @@ def merge_specs(older: JobSpec, newer: JobSpec, *, may_be_older: bool = True) ->
 
     `newer` arrived later than `older`, so the result is `newer` with a longer range of commits. But
     deliveries may overtake each other. If the commits of `newer` end where the commits of `older`
-    begin, the result is `older` with a longer range. With `may_be_older=False`, the commits of
-    `newer` always count as the newer ones.
+    begin, the result is `older` with a longer range. With `may_be_older=False`, the result is
+    always `newer` with a longer range.
     """
     if older.revisions is None:
         return newer
@@ -157,6 +163,7 @@ def merge_specs(older: JobSpec, newer: JobSpec, *, may_be_older: bool = True) ->
 
 
 def newest_commit(spec: JobSpec) -> str | None:
+    """The last commit of the spec's range. None if the spec has no range of commits."""
     return None if spec.revisions is None else spec.revisions.new_sha
 
 
@@ -173,7 +180,8 @@ class DeliveryLink:
 def link_deliveries(
     connection: Connection, links: Sequence[DeliveryLink], received_at: float
 ) -> None:
-    """Store the links that are not in the table yet."""
+    """Store the links that are not in the table yet, each with the next arrival number.
+    `received_at` is in seconds since the epoch."""
     if not links:
         return
     arrived = connection.scalar(select(func.max(JOB_DELIVERIES.c.arrival))) or 0
@@ -197,6 +205,8 @@ def _copy_links(connection: Connection, successor: Job, failed: Job) -> None:
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
+    """When a pending job may start, if its newest commit has arrived `now` and its first commit
+    arrived at `first_seen`. All times are seconds since the epoch."""
     return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
 
 
@@ -221,6 +231,8 @@ def insert_ignored(connection: Connection, delivery: Delivery, now: float, reaso
 
 
 def is_claimable() -> Any:
+    """The SQL condition for the pending jobs whose pipeline has no running job. It does not compare
+    `run_after` with the present time."""
     running = JOBS.alias("running")
     blocked = (
         select(running.c.number)

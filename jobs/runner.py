@@ -1,9 +1,9 @@
 """`Runner`: takes jobs from the store and runs them. For each job, the runner takes the lease,
 launches the command, extends the lease by heartbeats, and records the outcome.
 
-A lease gives one runner the job for some seconds. Several runners may share one store. If a runner
-dies, its leases run out, and another runner adopts its jobs and the processes that still run. A
-runner that has lost the lease of a job leaves the job alone.
+A lease gives one runner the job for some seconds, so several runners may share one store. If a
+runner dies, its leases run out, and another runner adopts its jobs, with the processes that still
+run. A runner that has lost the lease of a job no longer touches the job.
 """
 
 import logging
@@ -33,36 +33,39 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 _SECONDS_AFTER_STORE_ERROR = 1.0
+"""How long a runner waits after the store has failed, before it tries to use the store again."""
 _ALIVE_SECONDS = 0.25
-"""How often a runner touches its `alive_file`."""
+"""The shortest time between two touches of a runner's `alive_file`."""
 
 _RETRY_FACTOR = 4
-"""Each attempt that was lost or failed before makes the wait for the next attempt this many times
-longer."""
+"""The wait for the next attempt gets this many times longer with each earlier attempt of the job
+that was lost or failed."""
 
 Stopping = Literal["cancel", "timeout", "shutdown"]
 
 
 @dataclass
 class _LeasedJob:
-    """A job whose lease this runner holds."""
+    """A job whose lease this runner holds. All times are by the monotonic clock."""
 
     job: Job
     handle: str | None
+    """The launcher's name for the current attempt. None if the attempt was not launched yet."""
     next_heartbeat: float
     deadline: float
-    """When the job's time limit ends, by the monotonic clock; infinite if the job has no limit."""
+    """When the job's time limit ends; infinite if the job has no limit."""
     failed: JobOutcome | None = None
-    """How the last attempt failed. Set only while the job waits for its next attempt."""
+    """How the last attempt failed. None unless the job waits for its next attempt."""
     launch_at: float = 0.0
-    """When the next attempt may be launched, by the monotonic clock. It is launched later if
-    `max_running` jobs run at that time."""
+    """When the next attempt may be launched. It is launched later if `max_running` jobs run at that
+    time."""
     waits_since: float = 0.0
-    """When the job began to wait for its next attempt, by the monotonic clock."""
+    """When the job began to wait for its next attempt."""
     stopping: Stopping | None = None
-    """Why this runner has asked the job's processes to end. None if it has not."""
+    """Why this runner has asked the job's processes to end. None if it has not asked them."""
     kill_at: float | None = None
-    """When the job's processes are killed if they have not ended, by the monotonic clock."""
+    """When this runner kills the job's processes if they still run. None if it has not asked them
+    to end."""
 
 
 class Runner:
@@ -72,7 +75,8 @@ class Runner:
         jobs_dir: The folder that contains one folder per job, with the job's id as its name.
         environment: The variables that every job gets. A job gets no other variables of the
             runner's own process.
-        of_attempt: Returns the variables that only one attempt gets, such as its tokens.
+        of_attempt: Returns the variables that only the current attempt of a job gets, such as its
+            tokens.
         launcher: Starts the commands. Default: a `LocalLauncher`.
         secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
             secrets fails to start.
@@ -117,8 +121,8 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. A
-        pending job that waits for the job of another runner does not count as pending."""
+        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. But
+        do not wait for a pending job if another runner runs a job of the same pipeline."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -131,7 +135,7 @@ class Runner:
                 except StoreError as error:
                     if stop.is_set():
                         raise  # do not wait for the store: the next runner adopts the running jobs
-                    # A step that has failed can be repeated, so try again until the store works.
+                    # A step can be repeated after it has failed, so try again.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)
                     idle = False
@@ -236,8 +240,8 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # An earlier runner saw the last attempt fail, and logged the cause. The store does not
-            # have the cause.
+            # An earlier runner saw the last attempt fail, and logged the cause. This runner cannot
+            # name the cause, because the store does not record it.
             reason = f"Attempt {job.attempt - 1} of {job.id} failed."
             self._wait(leased, failure(job, stage="lost", reason=reason), wait)
 
@@ -279,9 +283,9 @@ class Runner:
         seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
         job = self._store.retry(job.id, self.owner, failed, seconds)
         if not job.has_ended:
-            # Delete the outcome after the store has recorded the retry, never before. If this
-            # runner died between the two, the next runner would see an attempt without an outcome,
-            # and would end the job as failed.
+            # Delete the outcome after the store has recorded the retry, never before. Otherwise, if
+            # this runner died between the two steps, the next runner would find a process that has
+            # exited without an outcome, and would end the job as failed.
             (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
             logger.warning(
                 "Job %s is tried again in %g s: %s",
@@ -294,7 +298,8 @@ class Runner:
         return job
 
     def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
-        """Whether the next attempt of a waiting job must be launched now.
+        """Whether the next attempt of a waiting job must be launched now. `failed` is the outcome
+        of the last attempt, and `changed` says whether the store may have changed.
 
         If the job was cancelled, or if a newer job takes over its commits, this method ends the job
         and returns False.
@@ -344,7 +349,7 @@ class Runner:
             if reason is not None:
                 self._stop(leased, launcher, reason)
         elif status.phase == "starting":
-            # Ask again, because at the last call the process may not have existed yet.
+            # Stop the attempt again, because at the last `stop` its process may not have existed.
             launcher.stop(leased.handle, force=False)
         elif leased.kill_at is not None and now >= leased.kill_at:
             # Kill again every second until the processes are gone: a process that was forked during
@@ -412,7 +417,7 @@ class Runner:
             "Job %s is %s%s", job.id, job.state, _describe_end(job.outcome), extra=log_fields(job)
         )
         del self._leased[job.id]
-        self._next_claim = 0.0  # claim at once, because a job that waited for this one may be due
+        self._next_claim = 0.0  # claim at once, because a job may have waited for the end of `job`
 
     def _release(self, leased: _LeasedJob) -> None:
         self._store.release(leased.job.id, self.owner)

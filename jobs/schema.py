@@ -1,4 +1,5 @@
-"""The tables of the store, and the connections to the database: SQLite by default, Postgres by URL.
+"""The tables of the job store, and the connections to its database, which is a SQLite file or a
+Postgres server.
 
 A pipeline may have one running job and two pending jobs: one that pushes created, and one that a
 person submitted (`by_hand`). Two partial unique indexes enforce this, so even a bug cannot create
@@ -73,8 +74,8 @@ JOBS = Table(
     Index("jobs_by_pipeline", "pipeline", "number"),
     Index("jobs_by_state", "state", "run_after"),
     Index("jobs_by_dedupe_key", "dedupe_key"),
-    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. The folder of the
-    # deleted job may still exist.
+    # With AUTOINCREMENT, SQLite never uses the number of a deleted job again. A new job with this
+    # number would get the folder of the deleted job, which may still exist.
     sqlite_autoincrement=True,
 )
 
@@ -98,19 +99,21 @@ JOB_DELIVERIES = Table(
     METADATA,
     Column("job_number", Integer, primary_key=True),
     Column("delivery_id", String, primary_key=True),
-    # The number of the delivery in the order of arrival. All jobs share one count.
+    # The number of the delivery in the order of arrival. The deliveries of all jobs are counted
+    # together.
     Column("arrival", Integer, nullable=False),
     Column("received_at", Float, nullable=False),
-    # The commit that the delivery announced. NULL in most rows that schema 0002 wrote, because it
-    # did not record the commit.
+    # The commit that the delivery announced. NULL in most rows that are older than this column
+    # (schema 0003).
     Column("new_sha", String),
     Index("job_deliveries_by_arrival", "arrival"),
     Index("job_deliveries_by_commit", "new_sha"),
 )
 """The deliveries that each job answers for, including those that it took over from a failed job.
 
-The deliveries have their own table because a job may have thousands. If they were part of the job's
-row, the row would get long, and the store writes it again whenever the job absorbs a push.
+The deliveries have their own table, because a job may have thousands of them. If they were part of
+the job's row, the row would get long, and the store writes this row again whenever the job absorbs
+a push.
 """
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
@@ -192,8 +195,8 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # Take the write lock at BEGIN. If a transaction read first and took the lock later, it would
-    # fail whenever another transaction had written in between.
+    # A transaction that writes takes the write lock at BEGIN. If it read first and took the lock
+    # later, it would fail whenever another transaction had written in between.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -234,14 +237,14 @@ def insert_missing(connection: Connection, table: Table) -> sqlite.Insert | post
 
 
 class ChangeDetector:
-    """Detects whether anybody has written to the database since the last call. Only one thread may
-    use a detector.
+    """Detects whether anybody has written to the database since the last call of `changed`. Only
+    one thread may use a detector.
 
-    The detector has its own connection, and compares a number with its value at the last call. On
-    SQLite, this is `PRAGMA data_version`, which changes when any other connection commits. On
-    Postgres, it is the upper bound of the ended transactions (`pg_snapshot_xmax`). Writes to other
-    databases of the same Postgres server change this bound too, so the caller sometimes looks for
-    changes in vain.
+    The detector has its own connection, over which it reads a number and compares it with the
+    number of the last call. On SQLite, the number is `PRAGMA data_version`, which changes when any
+    other connection commits. On Postgres, it is `pg_snapshot_xmax`, which grows when a transaction
+    that has written ends. It also grows for transactions in other databases of the same server, so
+    `changed` sometimes returns True although this database has not changed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -277,8 +280,8 @@ class ChangeDetector:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-            # SQLite counts anew for each connection, so the next one may show the same number
-            # although somebody has written meanwhile.
+            # SQLite counts anew for each connection. So the next connection may return the number
+            # that was seen last, although somebody has written meanwhile.
             self._seen = None
 
 

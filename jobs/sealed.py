@@ -1,4 +1,6 @@
-"""Encrypts the secret environment variables of a job with the runner's Fernet key.
+"""Encrypts the secret environment variables of a job with a Fernet key, which the hub and the
+runner share. The hub encrypts the variables when it submits the job, and the runner decrypts them
+when it starts the job.
 
 The spec holds the variables only in encrypted form. So the database, `spec.json` and lists of jobs
 show no secret. Only the job's process gets the decrypted variables.

@@ -15,20 +15,22 @@ class JobsSettings(BaseModel):
     """How many jobs may run at the same time. A pipeline never runs two jobs at once, so with one
     pipeline a higher number has an effect only on plain commands."""
     preload: tuple[str, ...] | None = None
-    """Modules that one process imports in advance. Commands of the form `python -m …` are forked
-    from this process, so they need not import these modules. With an empty list, every command
-    imports its modules itself. If unset, the modules of the built-in retraining are imported."""
+    """Modules that one process imports in advance. On Linux, commands of the form `python -m …` are
+    forked from this process, so they need not import these modules. With an empty list, every
+    command imports its modules itself. If unset, the modules of the built-in retraining are
+    imported."""
     num_threads: int | None = Field(default=None, ge=1)
     """Threads of a job, unless the job's spec sets them. If unset, as many threads as the runner
-    may use cores. While the server answers requests, it leaves one core to the jobs, and has
-    priority over them on the other cores."""
+    may use cores. While a job runs, a server with the torch engine uses one thread fewer, and the
+    kernel gives the server's threads priority over the job's."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """How long a job may run, unless the job's spec sets a limit. The time in which the stack was
-    down does not count. If unset, there is no limit."""
+    down, or in which the job waited for its next attempt, does not count. If unset, there is no
+    limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
     """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
     the next attempt starts after this time. Each earlier attempt that failed or was killed makes
-    the wait four times longer."""
+    this time four times longer. After an attempt that was killed, the next one starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """If a runner has sent no heartbeat for a job for this long, another runner adopts the job."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
@@ -38,8 +40,8 @@ class JobsSettings(BaseModel):
     poll_seconds: float = Field(default=0.02, gt=0)
     """The pause between two checks of a runner for new jobs and for processes that have ended."""
     keep_days: float = Field(default=30.0, gt=0)
-    """How long the folder of an ended job is kept, with the job's log, metrics and records. While
-    the job's release exists, the folder is not deleted."""
+    """How long the folder of an ended job is kept, with the job's log, metrics and records. The
+    folder is kept longer while the release that the job published exists."""
     metrics_port: int = Field(default=8071, ge=0, le=65535)
     """Port of the runner's Prometheus metrics, which only this machine can reach. 0 turns the
     metrics off."""
@@ -49,12 +51,13 @@ class JobsSettings(BaseModel):
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"lease_seconds ({self.lease_seconds:g}) must be at least twice heartbeat_seconds "
-                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses every job"
+                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses the job's lease"
             )
         return self
 
     def threads(self) -> int:
-        """The number of threads of a job whose spec does not set this number."""
+        """The number of threads of a job whose spec does not set one: the setting `num_threads` or,
+        if it is unset, the number of cores that this process may use."""
         if self.num_threads is not None:
             return self.num_threads
         return len(_usable_cores())

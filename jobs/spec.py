@@ -16,28 +16,34 @@ class _Record(BaseModel):
 
 class Resources(_Record):
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default."""
+    """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default, see
+    `JobsSettings.threads`."""
     niceness: int = Field(default=10, ge=0, le=19)
+    """The nice value of the job's processes. With a higher value, other programs get more of the
+    processor time."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """How long the job may run, all attempts together. The time in which the job has no runner, or
     waits for its next attempt, does not count. When the time is over, the runner stops the job's
-    processes, and the job fails. None means the runner's default."""
+    processes, and the job fails. None means the runner's default,
+    `JobsSettings.timeout_seconds`."""
 
 
 class RevisionRange(_Record):
-    """The commits of one ref that a job answers for: `old_sha..new_sha`.
+    """The commits of one ref that a job answers for: those after `old_sha`, up to `new_sha`.
 
-    A retraining trains towards `new_sha`, from the dataset commit of the served release. So
-    `old_sha` does not decide what the job trains on; it only records which pushes led to the job.
+    A retraining compares the rows of `new_sha` with those of the dataset commit of the served
+    release. So `old_sha` does not decide what the job trains on; it only records which pushes led
+    to the job.
     """
 
     repo: str
-    """`owner/name`"""
+    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     ref: str
     """The full name of the ref, such as `refs/heads/main`."""
     old_sha: str | None = None
-    """None if the ref was new, or if the job was submitted by hand."""
+    """The commit before the range. None if the ref was new, or if the job was submitted by hand."""
     new_sha: str
+    """The last commit of the range."""
     delivery_ids: tuple[str, ...] = ()
     """The ids of all deliveries that the job answers for, oldest first."""
 
@@ -46,11 +52,13 @@ class RevisionRange(_Record):
         return self.old_sha is not None and self.old_sha == other.new_sha
 
     def absorb(self, arrived: "RevisionRange", *, may_be_older: bool = True) -> "RevisionRange":
-        """One range that covers both ranges. It keeps the delivery ids of this range.
+        """One range that covers both ranges. Its delivery ids are only those of this range; the
+        store records the others separately (`jobs/submissions.py`).
 
         `arrived` came later, so its commits count as the newer ones. But deliveries may overtake
         each other: if `arrived` ends where this range begins, its commits count as the older ones.
-        With `may_be_older=False`, the commits of `arrived` always count as the newer ones.
+        With `may_be_older=False`, the commits of `arrived` always count as the newer ones. They do
+        so too if each range begins where the other one ends, because a push then reset the ref.
         """
         first, last = self, arrived
         if may_be_older and self.follows(arrived) and not arrived.follows(self):
@@ -62,28 +70,35 @@ class JobSpec(_Record):
     command: tuple[str, ...] = Field(min_length=1)
     """The program and its arguments; never a shell line."""
     pipeline: str | None = None
-    """The pipeline that the job belongs to. None for a plain command, which never waits for another
-    job to end. A pipeline has at most one running job, and at most two pending jobs: one that
-    pushes created, and one that a person submitted by hand."""
+    """The pipeline that the job belongs to. None for a plain command. A pipeline has at most one
+    running job, and at most two pending jobs: one that pushes created, and one that a person
+    submitted by hand. There is no such limit for plain commands."""
     env: dict[str, str] = {}
+    """Environment variables that the command gets in addition to the runner's."""
     sealed_env: str | None = None
-    """More environment variables, encrypted by `jobs.sealed`."""
+    """More environment variables, encrypted by `jobs.sealed`. None if the job has no secrets."""
     settings: dict[str, Any] = {}
     """Settings for the command, which reads them from `spec.json`. The job store does not interpret
     them."""
     revisions: RevisionRange | None = None
+    """The commits that the job answers for. None if no commit led to the job."""
     dedupe_key: str | None = None
     """A submission with the same key as an earlier job returns that job instead of a new one,
     unless that job failed or was cancelled. For a pipeline, only one earlier job is compared: the
-    pending job that pushes created, or else the newest job."""
+    pending job that pushes created, or else the newest job. A submission without a key is compared
+    with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
+    """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
     max_attempts: int = Field(default=3, ge=1)
-    """How many attempts the job gets. The job gets another attempt only after an attempt failed for
-    a temporary cause, or after its process was lost without an outcome."""
+    """The job fails when this many of its attempts were lost or failed for a temporary cause. After
+    any other failure, it fails at once. An attempt that ended because its runner was stopped does
+    not count."""
     debounce_seconds: float = Field(default=0.0, ge=0)
-    """A pending job starts once no newer commit has arrived for this long."""
+    """A pending job may start once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A pending job starts at the latest this long after its first commit, even if newer commits
+    """A pending job may start at the latest this long after its first commit, even if newer commits
     keep arriving."""
     labels: dict[str, str] = {}
+    """Names and values for people, such as the webhook that the job was started for. The job store
+    does not interpret them."""

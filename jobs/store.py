@@ -2,8 +2,8 @@
 
 The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
 
-A *push job* is a job of a pipeline that was not submitted by hand. While it is pending, it
-*absorbs* later pushes: it then answers for their commits too.
+A *push job* is a job of a pipeline that was not submitted by hand. While a push job is pending, it
+*absorbs* later pushes: it answers for their commits too.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -41,16 +41,18 @@ class JobStore(JobReader):
     call `changed`. Every method raises StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
-    exceptions: `forget` and `replace_reasons` use several transactions.
+    exceptions: `forget` and `replace_reasons` use several transactions. So if one of them fails, it
+    may have done a part of its work.
     """
 
     @classmethod
     def open(cls, url_or_path: str | Path, *, clock: Callable[[], float] | None = None) -> Self:
-        """Open the store. First create or upgrade its tables if necessary. Raises NewerSchema if a
-        newer version of hotpush wrote the store.
+        """Open the store. Create or upgrade its tables if necessary. Raises NewerSchema if a newer
+        version of hotpush wrote the store.
 
-        Without a `clock`, the times of a SQLite store come from this machine. The times of a
-        Postgres store come from the Postgres server, because the clocks of its clients may differ.
+        `clock` returns seconds since the epoch. Without a `clock`, a SQLite store uses the clock of
+        this machine, and a Postgres store uses the clock of the Postgres server, because the clocks
+        of its clients may differ.
         """
         engine = connect(url_or_path)
         try:
@@ -98,16 +100,18 @@ class JobStore(JobReader):
         """Submit `spec` and record `delivery`; the store does both or neither. Returns the job that
         now answers for the submission. The first of these rules that applies decides:
 
-        1. The store has recorded a job for `delivery`: that job. If that job failed or was
-           cancelled: the newest later push job of the pipeline that did not fail and was not
-           cancelled. If there is no such job, this rule does not apply.
-        2. The pipeline's pending push job has the same `dedupe_key`: that job. If no push job is
-           pending, the newest job of the pipeline is compared instead, unless it failed or was
-           cancelled. A plain command is compared with the newest plain command with the same key.
-        3. The pipeline has a pending push job: that job absorbs `spec`. It takes the command,
-           settings and payload of `spec`, and its range of commits then covers both. If the commits
-           of `spec` are older, the pending job keeps its command, settings and payload.
-        4. Otherwise: a new pending job.
+        1. If the store has recorded a job for `delivery`, return that job. If that job failed or
+           was cancelled, return the newest later push job of the pipeline that did not fail and was
+           not cancelled. If there is no such push job, go on with rule 2.
+        2. Compare `spec` with one earlier job: with the pipeline's pending push job or, if no push
+           job is pending, with the pipeline's newest job. If the earlier job has the same
+           `dedupe_key`, and did not fail and was not cancelled, return it. A plain command is
+           compared with the newest plain command that has the same `dedupe_key`.
+        3. If the pipeline has a pending push job, this job absorbs `spec`; return it. It takes the
+           command, settings and payload of `spec`, and its range of commits then covers both. But
+           if the commits of `spec` are older, the pending job keeps its command, settings and
+           payload.
+        4. Otherwise create a pending job, and return it.
 
         For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
         and no other job absorbs it. Raises PendingJob if the pipeline already has a pending job
@@ -130,8 +134,8 @@ class JobStore(JobReader):
     # What a runner does
 
     def claim(self, owner: str, lease_seconds: float) -> Job | None:
-        """Lease the pending job that has been due longest to the runner `owner`. The job is then
-        RUNNING.
+        """Give the runner `owner` the lease of the pending job that has been due longest. The job
+        is then RUNNING.
 
         Returns None if no pending job is due, or if every due job waits for the running job of its
         pipeline.
@@ -157,8 +161,9 @@ class JobStore(JobReader):
             )
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
-        """Record the launcher's handle of a started attempt. The job waited `waited_seconds` for
-        this attempt; this time does not count against its time limit. Raises LeaseLost."""
+        """Record that the attempt was started, with the launcher's handle. The job waited for this
+        attempt for `waited_seconds`, which do not count against its time limit. Raises LeaseLost.
+        """
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
             started_at = JOBS.c.started_at + waited_seconds
@@ -186,10 +191,11 @@ class JobStore(JobReader):
 
     def retry(self, job_id: str, owner: str, failed: JobOutcome, wait_seconds: float = 0.0) -> Job:
         """Plan the next attempt of a job whose attempt was lost or failed for a temporary cause.
+        The next attempt may start after `wait_seconds`. `failed` is the outcome of the attempt.
 
-        If the job gets no further attempt, end it with the outcome `failed`. There are two reasons:
-        this was the last of its `max_attempts`, or a push job is pending that takes over its
-        commits. Returns the job, which is RUNNING or has ended. Raises LeaseLost.
+        The job gets no further attempt if this was the last of its `max_attempts`, or if a push job
+        is pending that takes over its commits. The job then ends with the outcome `failed`. Returns
+        the job, which is RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -210,17 +216,15 @@ class JobStore(JobReader):
 
     def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
         """End a job that waits for its next attempt, if a pending push job can take over its
-        commits. Returns the job, which is RUNNING or has ended. Raises LeaseLost."""
+        commits. Its outcome is then `failed`, the outcome of its last attempt. Returns the job,
+        which is RUNNING or has ended. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             return _give_way(connection, job, failed, self._now(connection)) or job
 
     def release(self, job_id: str, owner: str) -> None:
-        """Give up the lease of a job. Call this only when the job has no process: this runner has
-        stopped the process, or has not started it.
-
-        Another runner can then adopt the job and start a new attempt. Raises LeaseLost.
-        """
+        """Give up the lease of a job, so that another runner can adopt the job at once and start a
+        new attempt. Call this only when no process of the job runs. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             update_job(
@@ -233,8 +237,8 @@ class JobStore(JobReader):
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Lease the RUNNING jobs of other runners whose lease has run out to the runner `owner`.
-        Returns these jobs."""
+        """Take over the RUNNING jobs of other runners whose lease has run out: the runner `owner`
+        gets their leases. Returns these jobs."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -252,8 +256,8 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
-                    # The job had no runner since its lease ran out. Add this time to its start
-                    # time, so that it does not count against the job's time limit.
+                    # The job had no runner since its lease ran out. Move its start time by the same
+                    # number of seconds, so that they do not count against the job's time limit.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
@@ -265,16 +269,17 @@ class JobStore(JobReader):
         """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
         ids of the deleted jobs.
 
-        The `newest` jobs of each pipeline and the jobs in `kept` are not deleted. This method also
-        deletes the deliveries that led to no job and were received before `before`. A deleted
-        delivery that is repeated counts as a new delivery.
+        The jobs in `kept` stay, and so do the `newest` jobs of each pipeline and the `newest` plain
+        commands. This method also deletes the deliveries that led to no job and were received
+        before `before`. A deleted delivery that is repeated counts as a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
-        """Replace the reason in the outcomes of these jobs. Call this when rows must be deleted
-        everywhere, because a reason may quote them. An outcome without a reason does not change."""
+        """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must
+        be deleted everywhere, because a reason may quote rows. An outcome without a reason stays as
+        it is, and an unknown id is skipped."""
         for job_id in job_ids:
             with writing(self._engine) as connection:
                 try:

@@ -1,7 +1,7 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
 A *push job* is a job of a pipeline that was not submitted by hand. A pending push job may absorb
-many submissions of one transaction. Its row is then written only once, at the end.
+many submissions of one transaction. To save time, its row is written only once, at the end.
 """
 
 import json
@@ -34,8 +34,8 @@ DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
 _FAILED_OR_CANCELLED: tuple[JobState, ...] = ("ERROR", "CANCELED")
-"""A job in one of these states has not done its work, so a repeated delivery may lead to another
-job."""
+"""A job in one of these states has not done its work. So if its delivery is repeated, the repeat
+may lead to another job."""
 
 
 def submit_all(
@@ -71,8 +71,8 @@ def submit_all(
 def _known_deliveries(
     connection: Connection, requests: Sequence[JobRequest]
 ) -> Mapping[DeliveryKey, int | None]:
-    """The deliveries of these requests that the store has already recorded, each with the number of
-    its job. The number is None for a delivery that was ignored."""
+    """Which deliveries of these requests the store has already recorded: key of the delivery →
+    number of its job. The number is None for a delivery that was ignored."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for request in requests:
         if request.delivery is not None:
@@ -107,8 +107,8 @@ def _write_answers(
     ]
     if new:
         connection.execute(insert(DELIVERIES), new)
-    # These deliveries were recorded with another answer: they were ignored, or their job failed or
-    # was cancelled.
+    # The other deliveries are already recorded, but with an answer that is no longer right: they
+    # were ignored, or their job failed or was cancelled.
     for key in answered.keys() & known.keys():
         answer = update(DELIVERIES).where(*matches_delivery(*key))
         connection.execute(answer.values(job_number=answered[key][1], ignored_reason=None))
@@ -117,7 +117,7 @@ def _write_answers(
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
     """The job with which the next submission is compared. The submission is a duplicate of this
-    job, or this job absorbs it, or it gets a new job.
+    job, or this job absorbs the submission, or the submission gets a new job.
 
     For a pipeline, this is the pending push job or, if no push job is pending, the newest job. For
     a plain command, it is the newest plain command with the same dedupe key.
@@ -164,9 +164,9 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # A pipeline's older jobs are not compared. After pushes of the commits A, B and A
-            # again, the third push must lead to another training, although the job of the first
-            # push has the same key.
+            # The pipeline's jobs before the candidate are not compared. After pushes of the commits
+            # A, B and A again, the third push must lead to another training, although the job of
+            # the first push has the same key.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
@@ -194,8 +194,8 @@ class _Batch:
             if number is not None:
                 raise PendingJob(job_id_of(number), pipeline)
             # The next push must be compared with the new job, unless a push job is pending. So if
-            # the remembered candidate is not pending, forget it. The next push of this batch then
-            # reads the new job from the database.
+            # the remembered candidate is not pending, forget it. `_candidate_of` then reads the new
+            # job from the database when the next push of this batch is submitted.
             candidate = self._candidates.get(pipeline)
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
@@ -205,11 +205,11 @@ class _Batch:
         """The job for a repeated delivery whose recorded answer is the job `number`. None if the
         delivery must be submitted like a new one.
 
-        This is the job `number`, unless that job failed or was cancelled. In that case it is the
-        newest later push job of the pipeline that did not fail and was not cancelled. That job
-        trains on a newer commit, and a new training on the commit of the repeated delivery would
-        replace the newer weights by older ones. For a plain command that failed or was
-        cancelled, this is None, because no other job does the work of the command.
+        Returns the job `number`, unless this job failed or was cancelled. In that case, returns the
+        newest later push job of the pipeline that did not fail and was not cancelled. This later
+        job trains on a newer commit, so a new training on the commit of the repeated delivery would
+        replace the newer weights by older ones. For a plain command that failed or was cancelled,
+        returns None, because no other job does the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -286,24 +286,25 @@ class _Batch:
         run_after = due_at(merged, pending.job.created_at, self._now)
         job = replace(pending.job, spec=merged, run_after=run_after)
         if newest_commit(merged) != newest_commit(spec):
-            # The commits of `spec` are older and arrived late. Keep the payload and the key of the
-            # newest commit.
+            # The commits of `spec` are older and arrived late. So keep the payload and the dedupe
+            # key of the pending job, which belong to the newest commit.
             return replace(pending, job=job)
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
     def _repeats_an_event(self, pending: Job) -> bool:
-        """Whether the pending job answers for a delivery that an earlier job of the pipeline
-        already answered for: the delivery was repeated, or the pending job took it over from a
-        failed job.
+        """Whether the pending job answers for an old delivery: one that an earlier job of the
+        pipeline already answered for, because the delivery was repeated, or because the pending job
+        took it over from a failed job.
 
-        Such a delivery is old, and a push that arrives now is newer. The commit of this push may
-        even be the `old_sha` of that delivery: then somebody has force-pushed the branch back.
+        A push that arrives now is newer than an old delivery. If the commit of this push is the
+        commit before the old delivery, somebody has force-pushed the branch back.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
         own = select(links.delivery_id).where(links.job_number == number)
         not_written = [link.delivery_id for link in self._links if link.job_number == number]
-        # Another pipeline of the same dataset has the same deliveries.
+        # Compare only jobs of this pipeline, because another pipeline that follows the same dataset
+        # answers for the same deliveries.
         same_pipeline = JOBS.c.pipeline == pending.spec.pipeline
         earlier_jobs = JOB_DELIVERIES.join(JOBS, JOBS.c.number == links.job_number)
         earlier = select(links.job_number).select_from(earlier_jobs)
@@ -345,9 +346,9 @@ class _Batch:
 
 
 def _failed_or_cancelled(job: Job) -> bool:
-    """Whether the job failed, was cancelled, or is running but will be cancelled. A repeated
-    delivery may then lead to another job. A job that completed before it could be cancelled has
-    done its work."""
+    """Whether the job failed, was cancelled, or still runs but will be cancelled. If its delivery
+    is repeated, the repeat may then lead to another job. A job that completed before it could be
+    cancelled does not count as cancelled, because it has done its work."""
     return job.state in _FAILED_OR_CANCELLED or (job.cancel_requested and not job.has_ended)
 
 

@@ -1,7 +1,8 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
-One thread counts the outcome, sends it to `on_outcome` and cleans up the job's folder. The other
-removes old job folders and old jobs once an hour.
+When a job ends, one thread counts the outcome in the metrics, removes files that only a running job
+needs, and sends the outcome to `on_outcome`. Once an hour, another thread removes the folders of
+old jobs, and deletes very old jobs from the job store.
 """
 
 import logging
@@ -28,8 +29,12 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Handle the outcome of every job that ends before the `with` block ends, including the last
-    job."""
+    """Handle the outcome of every job that ends before the `with` block ends, including a job that
+    ends just before.
+
+    With `serves_metrics`, also serve the runner's metrics, unless `metrics_port` is 0. Raises
+    StoreError.
+    """
     stop = threading.Event()
     with open_job_store(settings, home) as store:
         metrics = RunnerMetrics(store)
@@ -53,8 +58,9 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        # Call `start` before the runner's first job ends. Without a progress file, `start` marks
-        # every job that has ended so far as handled, so the outcome of this job would be lost.
+        # Call `start` before the runner's first job ends. If there is no progress file yet, `start`
+        # marks all jobs that have ended so far as handled. If the runner's first job were among
+        # them, nobody would handle its outcome.
         outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),

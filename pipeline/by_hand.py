@@ -1,5 +1,5 @@
-"""Runs the runner of a stack, and provides a hub and a runner for a job that a person submits. If a
-stack is up, the job uses the hub and the runner of this stack. Otherwise both are started."""
+"""Runs the runner of a stack (`run_jobs`). Also provides a hub and a runner for a job that a person
+submits (`with_runner`): those of the stack if a stack is up, and otherwise new ones."""
 
 import os
 import signal
@@ -34,7 +34,8 @@ PRELOAD = (
     "pipeline.retrain.learning",
 )
 """Modules that a retraining job imports. On Linux, the runner keeps a process that has already
-imported them, and forks each job from this process. That saves every job some seconds."""
+imported them, and forks each retraining from this process. This saves each retraining some
+seconds."""
 
 
 @contextmanager
@@ -44,8 +45,9 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     If a stack is up, its hub and runner are used. Otherwise this starts a hub on a free port and a
     runner, and stops both when the `with` block ends.
 
-    With `detach`, this starts only the hub. When the `with` block ends, it stops this hub and
-    starts a runner, which starts the hub again. That runner ends by itself when no job is left.
+    With `detach`, this starts only the hub. When the `with` block ends, this stops the hub again
+    and starts a detached runner, which runs a hub of its own. The detached runner ends when no job
+    is left.
     """
     if read_stack(home) is not None:
         # The stack may be a detached runner, whose hub uses another port than the settings say.
@@ -67,8 +69,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     finally:
         stack.stop()
     if detach:
-        # Start this runner only after the job was submitted, because it ends as soon as it finds no
-        # job.
+        # Start the detached runner only now, after the job was submitted, because the runner ends
+        # as soon as it finds no job.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
             stdin=subprocess.DEVNULL,
@@ -79,8 +81,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
-    """Run the jobs of this state folder until SIGTERM or SIGINT. With `until_idle`, stop as soon as
-    no job is left. With `with_hub`, also run a hub."""
+    """Run the jobs of this state folder until this process gets SIGTERM or SIGINT. With
+    `until_idle`, stop as soon as no job is left. With `with_hub`, also run a hub."""
     from jobs.runner import Runner
 
     settings = load_settings()
@@ -137,8 +139,9 @@ def _of_attempt(job: Job, tokens: Tokens) -> dict[str, str]:
 
 
 def _own_token(tokens: Tokens) -> dict[str, str]:
-    """The variable with the user's token for other hubs, which comes from `HF_TOKEN`. No variable
-    if `HF_TOKEN` is not set or is the token of the stack's own hub."""
+    """The variable with the user's token for other hubs, whose value is `HF_TOKEN` of the shell
+    that started this process. Empty if `HF_TOKEN` is not set, or is the token of the stack's own
+    hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 
@@ -150,8 +153,8 @@ def _with_preload(settings: JobsSettings) -> JobsSettings:
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:
-    """Wait until every job has ended, not only the one that was submitted here: another command may
-    have found this runner and submitted a job to it."""
+    """Wait until every job has ended, not only the job that was submitted here. Another `pipeline
+    jobs run` may have found this runner and submitted a second job."""
     with open_job_store(settings, home) as store:
         while any(not job.has_ended for job in store.list(limit=NUM_WATCHED)):
             time.sleep(0.1)

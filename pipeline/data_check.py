@@ -1,4 +1,4 @@
-"""Reports what a push would train on. Trains nothing."""
+"""Reports which rows a job would train on if the user pushed a folder. Trains nothing."""
 
 import json
 import os
@@ -36,15 +36,15 @@ tokens are counted."""
 def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
     """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
-    If `folder` is None and the working folder is in a git clone of the pipeline's dataset, this
-    reads the clone. Otherwise it reads the newest commit of the dataset.
+    If `folder` is None, this reads the git clone of the pipeline's dataset that contains the
+    working folder. If there is no such clone, it reads the newest commit of the dataset.
     """
     settings = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []
     with _files(folder, home, pipeline) as (root, files):
         dataset = read_dataset(root, files, settings, bad.append)
-    # If there are bad rows, they may be the only reason why no row is left, and they are reported
-    # anyway.
+    # If there are bad rows, do not report that no row is left: the bad rows may be the only cause,
+    # and they are reported already.
     if not bad:
         try:
             check_not_empty(dataset)
@@ -72,7 +72,7 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 def _files(
     folder: Path | None, home: Home, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yields a folder, and the files in it that belong to the dataset. For a folder of the user,
+    """Yields a folder, and the files in it that belong to the dataset. In a folder of the user,
     these are the files that a commit of the complete folder would contain."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
@@ -122,8 +122,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
 
 
 def _clone_of(dataset: str) -> Path | None:
-    """The top folder of the git clone that the working folder belongs to. None if the working
-    folder is in no git clone, or in a clone of another repository."""
+    """The top folder of the clone of `dataset` that contains the working folder. None if the
+    working folder is in no git clone, or in a clone of another repository."""
     top, remotes = _git("rev-parse", "--show-toplevel"), _git("remote", "-v")
     if not top or not remotes:
         return None
@@ -157,13 +157,15 @@ class _Tokens:
     count: int | None = 0
     """The number of tokens in all rows; None if the tokenizer cannot encode rows of this kind."""
     cut: list[Row] = field(default_factory=list)
-    """The rows with an answer that have more than `max_length` tokens."""
+    """The rows with an answer that have more than `max_length` tokens, so that training cuts
+    them."""
     refused: list[PipelineError] = field(default_factory=list)
     """An error for each row that the tokenizer refuses."""
 
 
 def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -> _Tokens | None:
-    """Counts the tokens of the rows. None if no tokenizer is on this disk."""
+    """Counts the tokens of the rows. Returns None if no tokenizer for this pipeline is on this
+    disk."""
     found = _tokenizer(home, pipeline)
     if found is None:
         return None
@@ -195,11 +197,9 @@ def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -
 
 
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
-    """A tokenizer, and the folder that it was read from. None if no tokenizer is on this disk.
-
-    This is the tokenizer of the release that a job would start from. If there is no such release,
-    it is the tokenizer of the base model.
-    """
+    """A tokenizer, and the folder that it was read from: the tokenizer of the release that a job
+    would start from or, if there is no such release, of the base model. None if neither is on this
+    disk, or if `transformers` is not installed."""
     folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])

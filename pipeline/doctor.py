@@ -42,7 +42,8 @@ Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
-    """Run every check. A check comes before the checks whose faults it may explain."""
+    """Run every check, in the order of `CHECKS`. If a fault that one check finds may be the cause
+    of faults that other checks find, that check comes first."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
@@ -180,7 +181,8 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Asks the hub for its webhooks. If the hub is down, `_services` has already reported that."""
+    """Checks the webhooks of the stack's own hub. Yields nothing if the hub does not answer,
+    because `_services` has already reported this."""
     if read_stack(home) is None or health(settings.hub_url) is None:
         return
     from receiver.webhooks import list_webhooks
@@ -217,7 +219,7 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "webhook",
                 f"{webhook.id} is suspended, because {webhook.url or 'its job'} failed again and "
-                "again; its deliveries wait until you enable it",
+                "again; its deliveries wait until a trial delivery succeeds or you enable it",
                 f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:

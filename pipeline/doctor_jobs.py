@@ -29,7 +29,8 @@ def base_models(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def trainers(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks whether the program that the jobs of each pipeline run can be started."""
+    """Checks for each pipeline whether its jobs can start: whether the program of `command` exists
+    or, without `command`, whether the modules of the built-in training are installed."""
     for pipeline in settings.pipelines:
         faults = list(_command(pipeline) if pipeline.command else _training(pipeline))
         yield from faults
@@ -69,8 +70,8 @@ def _training(pipeline: PipelineSettings) -> Iterator[Finding]:
 
 
 def metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks whether the runner serves its metrics. If no stack is up, checks whether their port is
-    free."""
+    """Checks whether the runner serves its metrics. If no stack is up, checks whether the port for
+    the metrics is free."""
     port = settings.jobs.metrics_port
     step = "free the port, or set metrics_port under [jobs] to another one; 0 turns the metrics off"
     record = read_stack(home)

@@ -1,2 +1,2 @@
 class PipelineError(Exception):
-    """A command or service cannot go on. The message is for the person at the terminal."""
+    """A command or service cannot continue. The message tells the user why, and what to do."""

@@ -9,6 +9,7 @@ class Finding(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     check: str
+    """What was checked, in one or two words, such as `git` or `hub database`."""
     level: Literal["ok", "wrong"]
     message: str
     """What was found."""

@@ -14,8 +14,8 @@ from pipeline.tokens import Tokens
 
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
-    """Open the store at `database_url`. Without that setting, open the store in the state folder;
-    create that store if it does not exist. Raises StoreError."""
+    """Open the store at `database_url` under `[jobs]`. If this setting is missing, open the store
+    in the state folder, and create it if it does not exist. Raises StoreError."""
     if settings.jobs.database_url is not None:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
 def is_token_of_running_job(
     token: str, settings: Settings, home: Home, tokens: Tokens, *, pipeline: str
 ) -> bool:
-    """Whether `token` belongs to the running attempt of a job of this pipeline. Raises
+    """Whether `token` is the token of a running attempt of a job of this pipeline. Raises
     StoreError."""
     if not token.startswith(PREFIX):
         return False
@@ -68,7 +68,7 @@ def check_schemas(settings: Settings, home: Home) -> None:
     job store.
 
     Call this before any service starts, because a service upgrades its database when it starts. If
-    one of the two databases is too new for this version, the other one must not be upgraded.
+    one database is too new for this version, the other must not be upgraded either.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

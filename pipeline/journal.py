@@ -4,11 +4,12 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""Only this many of the newest jobs are read. Between two reads, far fewer jobs change."""
+"""Only this many of the newest jobs are looked at. Between two looks, far fewer jobs change."""
 
 
 class Journal:
-    """Finds the jobs whose state has changed since the last call of `news`."""
+    """Finds the jobs whose state has changed since the last call of `news`, or since this object
+    was created."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -27,7 +28,7 @@ class Journal:
 
 
 def subject(job: Job) -> str:
-    """What the job is about: for a retraining job the dataset and its commit, for any other job the
+    """What the job is about: the dataset and the commit of a retraining, or else the job's
     command."""
     revisions = job.spec.revisions
     if revisions is None:

@@ -1,4 +1,5 @@
-"""Finds the lineage of a release that the user's own trainer publishes."""
+"""Finds the lineage of a release that the user's own trainer publishes: from which release, dataset
+commit and job it comes."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ from serving.weights.release import Lineage
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """The job, the pipeline and the commit for which the publishing process runs. All fields are
-    empty if this process is not part of a job."""
+    """The job, the pipeline and the commit for which the publishing process runs. All fields have
+    their defaults if this process is not part of a job."""
 
     job_id: str | None = None
     pipeline: str | None = None
@@ -27,11 +28,13 @@ class JobContext:
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit."""
+    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit,
+    because this commit then counts."""
 
     def following(self, ref: str) -> "JobContext":
-        """The same context, but with one of `updated_refs` and its new commit: with `ref` (such as
-        `refs/heads/main`) if the push moved it, or else with the first ref that the push moved."""
+        """The same context, with `ref` and its new commit if the push moved `ref` (such as
+        `refs/heads/main`). Otherwise with the first ref that the push moved. Unchanged if
+        `updated_refs` is empty."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]
@@ -80,8 +83,9 @@ def lineage(
 ) -> Lineage:
     """The lineage of a release that is published now.
 
-    `parent` and `revision` are what the trainer gave as options. In a job, None as `parent` means
-    the served release, and None as `revision` means the job's commit.
+    `parent` and `revision` are the options of `pipeline releases publish`; None if the trainer gave
+    no such option. In a job, `served` then takes the place of `parent`, and the job's commit takes
+    the place of `revision`. `served` is the id of the served release.
     """
     return Lineage(
         parent=parent or (served if context.job_id is not None else None),

@@ -1,5 +1,5 @@
 """Finds out whether a child process of the stack works or hangs. For each child, a thread asks
-again and again whether it works; one such question is a probe."""
+again and again whether the child works. One such question is called a probe."""
 
 import threading
 import time
@@ -18,15 +18,17 @@ Probe = Callable[[float], Answer]
 PROBE_SECONDS = 5.0
 PROBES_OF_A_HANG = 6
 """A child counts as hung after `hang_seconds` without an answer. The interval between two probes is
-so short that the child gets this many probes in that time."""
+PROBE_SECONDS, or shorter, so that the child gets at least this many probes in `hang_seconds`."""
 
 
 class Pulse:
     """Watches one child process until `stop` is called.
 
-    Adds up the seconds since the last answer. Each probe without an answer adds the time that it
-    took, but at most two intervals. This limit is needed because our own process may not run for a
-    while, for example while the machine sleeps; the child must not look hung after that.
+    Before its first answer, the child may be silent for `start_seconds`; after it, for
+    `hang_seconds`. To measure the silence, each probe without an answer adds the time until the
+    next probe, but at most two intervals. This limit is needed because this process itself may not
+    run for a while, for example while the machine sleeps, and the child must not count as hung for
+    that reason.
     """
 
     def __init__(self, probe: Probe, *, start_seconds: float, hang_seconds: float) -> None:
@@ -70,7 +72,8 @@ class Pulse:
 
 
 def http_probe(url: str) -> Probe:
-    """The probe for a service that has a port. It sends `GET /live`."""
+    """The probe for a service that has a port. It sends `GET /live`. The status 503 means `dead`,
+    and any other status means `works`."""
 
     def probe(seconds: float) -> Answer:
         response = liveness(url, seconds)
@@ -83,7 +86,7 @@ def http_probe(url: str) -> Probe:
 
 def file_probe(file: Path) -> Probe:
     """The probe for a service that has no port, but touches `file` again and again while it works.
-    The service is silent if nobody has touched the file since the last probe."""
+    The answer is `silent` if the file's time has not changed since the last probe."""
 
     def touched_at() -> int | None:
         try:

@@ -8,18 +8,19 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 NUM_KEPT = 3
-"""How many older parts of a log are kept in the same folder. For `hub.log`, the newest of them is
-`hub.log.1`."""
+"""How many older parts of a log are kept, in the same folder as the log. The newest older part of
+`hub.log` is `hub.log.1`."""
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
     """If the log is larger than `max_bytes`, move its content to a file with the suffix `.1`.
-    Before that, rename the older parts: `.1` becomes `.2`, and so on.
+    Before that, rename the older parts: `.1` becomes `.2`, and so on. The oldest part is
+    overwritten.
 
-    The service keeps the log open, so the log is not renamed: its content is copied, and then the
-    log is emptied. The service must have opened the log for appending; it then writes on at the
-    start of the empty file. Lines that it writes between the end of the copying and the emptying
-    are lost.
+    The service keeps the log open, so renaming the log would not stop the service from writing to
+    the same file. Instead, the content is copied, and then the log is emptied. The service must
+    have opened the log for appending, so that it continues at the start of the empty file. Lines
+    that the service writes after the copying and before the emptying are lost.
     """
     try:
         if log.stat().st_size <= max_bytes:

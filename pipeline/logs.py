@@ -16,8 +16,8 @@ IDS = ("pipeline", "job_id", "delivery_id", "delivery_ids", "release")
 """The keys of `extra` that are copied into a line of JSON."""
 
 _QUIET = ("httpx", "httpcore", "huggingface_hub", "alembic", "filelock")
-"""Libraries that log too much at `info`, such as every request. Only their warnings and errors are
-written."""
+"""Libraries that log too much at the level `info`, for example each request. Only their warnings
+and errors are written."""
 
 
 class LogSettings(BaseModel):

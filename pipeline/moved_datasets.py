@@ -1,4 +1,5 @@
-"""Datasets of the stack's own hub that were moved, while the settings still have the old name."""
+"""Finds datasets of the stack's own hub that were renamed or given to another owner (moved), while
+`pipeline.toml` still has the old name. A pipeline then gets no pushes."""
 
 from http import HTTPStatus
 
@@ -11,8 +12,8 @@ _ROUTE = "/api/datasets/"
 
 
 def moved_datasets(settings: Settings, tokens: Tokens) -> dict[str, str]:
-    """The present name of each followed dataset that was moved, by its name in the settings. Empty
-    if the hub does not answer."""
+    """Name in the settings → present name, for each followed dataset that was moved. Empty if the
+    hub does not answer."""
     moved = {}
     for dataset in settings.datasets_on_hub:
         try:

@@ -22,7 +22,8 @@ WAITS_SECONDS = (0.0, 1.0, 5.0)
 
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Send the job's outcome. Returns whether the URL or the command accepted it.
+    """Send the job's outcome. Returns whether the URL or the command accepted it; also False if
+    there is nothing to send, because `on_outcome` is not set or the job has no outcome.
 
     An error is logged and not raised, because it cannot change the outcome of the job.
     """

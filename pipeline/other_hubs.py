@@ -1,5 +1,5 @@
-"""Creates webhooks on other hubs, such as huggingface.co, so that these hubs report pushes to the
-datasets that pipelines follow."""
+"""Creates webhooks on other hubs, such as huggingface.co, so that these hubs tell the stack's
+receiver about pushes to the datasets that pipelines follow."""
 
 import ipaddress
 import json
@@ -31,8 +31,8 @@ _ASK_AGAIN = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The other hubs on which the receiver must correct its webhooks when its public URL changes;
-    none if the user has no token."""
+    """The other hubs on which the receiver must correct its webhooks when its public URL changes,
+    each with the user's token. Empty if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
@@ -41,8 +41,8 @@ def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCre
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
     """Create or correct the webhook on each other hub. Yields one line for each hub, which says
-    what the hub does now or what the user must do. A hub that cannot be reached raises no error,
-    because the stack must start without it."""
+    what the hub does now or what the user must do. If a hub cannot be reached, this raises no
+    error, because the stack must start without this hub."""
     token = own_token(os.environ, tokens.hub)
     for hub, datasets in _followed(settings).items():
         names = ", ".join(datasets)
@@ -75,7 +75,8 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
 
 
 def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
-    """For `pipeline doctor`: whether each other hub still tells of pushes, while a stack is up."""
+    """For `pipeline doctor`: checks whether each other hub still has its webhook. Yields nothing if
+    no stack is up."""
     if not _followed(settings) or read_stack(home) is None:
         return
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)
@@ -98,7 +99,7 @@ def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
             continue
         if ours is None or set(datasets) - {item.name for item in ours.watched}:
             names = ", ".join(datasets)
-            yield wrong(_CHECK, f"no webhook at {hub} tells of pushes to {names}", _ASK_AGAIN)
+            yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _ASK_AGAIN)
         elif ours.status != "enabled":
             yield wrong(
                 _CHECK,
@@ -144,7 +145,7 @@ def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
     if own.public_url is not None:
         return own.public_url.rstrip("/")
     if own.tunnel is not None:
-        # The receiver writes the URL of its tunnel before it answers.
+        # The receiver writes the URL of its tunnel to this file before it answers requests.
         try:
             urls = json.loads(remembered_urls(own, own.port).read_text())
         except (OSError, ValueError):

@@ -28,16 +28,16 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Handled job's id → its end time. The time is needed because a new database begins with the
-    same ids again."""
+    """Id of a handled job → the job's end time (Unix time). The time is needed because a new
+    database begins with the same ids again."""
 
 
 class Outcomes:
     """Calls every handler for each job that ends.
 
-    Records the id of each handled job. To record only the end time of the newest handled job would
-    not be enough: a clock may be set back, and a job may become visible in the store after another
-    job with a later end time.
+    Records the id of each handled job. It would not be enough to record only the end time of the
+    last handled job, for two reasons: a clock may be set back, and a job may become visible in the
+    store after another job with a later end time.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Outcomes:
         self._handled()
 
     def poll(self) -> int:
-        """Handle the jobs that have ended since the last call; returns the number of these jobs.
+        """Handle each ended job that the progress file does not list; returns the number of these
+        jobs.
 
         If a handler raises an exception, this method logs the exception and counts the outcome as
         handled. Raises StoreError.

@@ -12,7 +12,7 @@ from pipeline.settings import PipelineSettings, explain
 
 
 def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
-    """The pipeline's settings with these assignments applied.
+    """The pipeline's settings, changed by these assignments.
 
     An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
     is written as in TOML, but a text may be written without quotes. Raises PipelineError; its

@@ -26,9 +26,9 @@ class Home:
 
     @property
     def jobs_database(self) -> Path:
-        """The database of the job store, unless `database_url` names another one. It also stores
-        the deliveries that the receiver has turned into jobs, so that a delivery and its job are
-        stored in one transaction."""
+        """The database of the job store, unless `database_url` under `[jobs]` names another one. It
+        also stores the deliveries that the receiver has turned into jobs, so that one transaction
+        stores a delivery and its job."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property
@@ -39,8 +39,8 @@ class Home:
     @property
     def bases_dir(self) -> Path:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
-        pipeline's name. A model from a hub is downloaded once for all pipelines, into `hub`. The
-        folder `answers` holds the base models' own answers to everyday prompts."""
+        pipeline's name. A model from a hub is downloaded once for all pipelines, into the folder
+        `hub`. The folder `answers` holds the base models' own answers to everyday prompts."""
         return self.root / "bases"
 
     @property
@@ -51,6 +51,7 @@ class Home:
 
     @property
     def tokens_file(self) -> Path:
+        """Holds the secrets that the services share (`pipeline/tokens.py`)."""
         return self.root / "tokens.json"
 
     @property
@@ -60,11 +61,12 @@ class Home:
 
     @property
     def runner_alive(self) -> Path:
-        """The runner touches this file again and again while it works."""
+        """The runner touches this file several times a second while it works."""
         return self.root / "runner.alive"
 
     @property
     def stack_lock(self) -> Path:
+        """A running stack holds the lock on this file."""
         return self.root / "stack.lock"
 
     def log_file(self, service: str) -> Path:

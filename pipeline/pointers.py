@@ -28,8 +28,8 @@ class Pointer:
 
     @classmethod
     def parse(cls, content: bytes) -> "Pointer | None":
-        """The pointer that a file with this content is; None if the file deviates from the format
-        in any way."""
+        """Read the content of a file. Returns None if the content deviates from the format of a
+        pointer in any way."""
         if len(content) > MAX_POINTER_BYTES:
             return None
         found = _POINTER.fullmatch(content)
@@ -37,7 +37,7 @@ class Pointer:
 
     def render(self) -> bytes:
         """The content of the pointer file, in exactly the form that `git lfs` writes. So git stores
-        the same blob whether a file came by the API or by `git push`."""
+        the same blob for a large file, whether it came by the API or by `git push`."""
         return (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.oid}\nsize {self.size}\n"
         ).encode()

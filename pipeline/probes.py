@@ -30,16 +30,17 @@ def server_state(url: str) -> dict[str, Any]:
 
 
 def health(url: str) -> httpx.Response | None:
-    """The service's answer to `GET /health`, whatever its status; None if the service gives no
-    answer.
+    """The service's answer to `GET /health`, whatever its status; None if no answer comes in 5 s.
 
-    So a completion server that answers 503 because it has no release yet counts as up.
+    The status does not matter, because a completion server without a release answers 503, but is
+    up.
     """
     return _get(f"{url}/health", 5)
 
 
 def liveness(url: str, seconds: float = 5) -> httpx.Response | None:
-    """The service's answer to `GET /live`, whatever its status; None if no answer comes in time."""
+    """The service's answer to `GET /live`, whatever its status; None if no answer comes within
+    `seconds`."""
     return _get(f"{url}/live", seconds)
 
 

@@ -1,6 +1,7 @@
-"""Checks a push and writes remarks for the person who pushed: no pipeline follows the branch, a
-pipeline follows a former name of the dataset, or a row cannot be read. Git and the Hugging Face
-clients show these remarks, so the person need not look into the job's log to learn of a bad row."""
+"""Checks a push and writes remarks for the person who pushed, for example: no pipeline follows the
+branch, a pipeline follows a former name of the dataset, a file is not read, or a row cannot be
+read. Git and the Hugging Face clients show these remarks, so the person sees a mistake without
+looking into the job's log."""
 
 import logging
 import tempfile
@@ -28,7 +29,8 @@ MAX_BYTES = 4 * 1024 * 1024
 """If the changed files are larger than this together, their rows are not checked, because the
 client waits for its answer during the check."""
 PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""The hub opens no other files, because a small compressed file may fill its memory."""
+"""Only rows of files with these suffixes are checked. The hub opens no compressed file, because a
+small one may fill the hub's memory."""
 MAX_NAMED = 5
 """At most this many bad rows, and this many missing files, are named."""
 
@@ -43,7 +45,8 @@ class PushRemarks:
         self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
     ) -> list[str]:
         """The remarks on a push that made these changes, one line each. `former` are the names that
-        the repository had before it was moved, in lower case."""
+        the repository had before it was moved, in lower case. Empty if there is nothing to
+        remark, or if the push could not be checked."""
         try:
             return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
@@ -58,7 +61,7 @@ class PushRemarks:
         if repository.name.type != "dataset":
             return
         present = repository.name.id
-        # The hub finds a name in any case, and so does the receiver.
+        # Compare in lower case, because the hub and the receiver accept a name in any case.
         following = [one for one in self._pipelines if one.dataset.lower() == present.lower()]
         for pipeline in self._pipelines:
             if pipeline.dataset.lower() in former:
@@ -67,7 +70,7 @@ class PushRemarks:
             if change.new_sha is None or not following:
                 continue
             if change.ref.startswith(PULL_REQUEST_PREFIX):
-                # Nothing is trained before the merge.
+                # Nobody trains on a pull request before its merge. But warn of unreadable rows now.
                 yield from _unreadable(repository, change, following[0])
             if not change.ref.startswith("refs/heads/"):
                 continue
@@ -84,9 +87,9 @@ class PushRemarks:
 def _left_out(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
-    """A remark on files that look like data and that the pipeline does not read. For example, the
-    README that `Dataset.push_to_hub` writes names the files of the dataset, and leaves out others.
-    """
+    """A remark on files that look like data, but that the pipeline does not read. For example,
+    `Dataset.push_to_hub` writes a README that lists the files of the dataset; the pipeline then
+    reads no other files."""
     assert change.new_sha is not None
     changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
     now = _sorted(repository, change.new_sha, pipeline)
@@ -117,7 +120,7 @@ def _unreadable(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
     """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
-    whose content is missing."""
+    whose content is missing. None if the changed files are larger than MAX_BYTES together."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
     wanted = [file for file in files if file.path.lower().endswith(PLAIN)]

@@ -1,5 +1,5 @@
-"""Cleans up after jobs that have ended. Removes checkpoints at once, job folders after `keep_days`,
-and the jobs themselves much later."""
+"""Cleans up after jobs that have ended. Removes the checkpoints of a job at once, its folder after
+`keep_days`, and its row in the job store after at least KEEP_JOBS_DAYS."""
 
 import logging
 import shutil
@@ -22,13 +22,13 @@ KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are."""
 RETRAINING = "pipeline.retrain"
-"""The command of a retraining job names this module. The checkpoints of other jobs are not
-removed."""
+"""The module that the command of the built-in retraining runs. Only such a job has checkpoints that
+may be removed."""
 
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
-    """Remove the checkpoints of a job that has ended, because only another attempt would need them.
-    Also remove temporary files of writers that were killed.
+    """Remove the checkpoints of a retraining that has ended, because only another attempt would
+    need them. Also remove temporary files that killed processes have left in the job's folder.
 
     If the user's own trainer wrote a folder `checkpoints`, this folder stays.
     """
@@ -44,9 +44,10 @@ def prune_job_folders(
     """Remove the folders of jobs that ended more than `keep_days` ago; returns the names of the
     removed folders.
 
-    The jobs and their outcomes stay in the store. The folders of jobs in `kept` stay too. A folder
-    may belong to a job of an earlier database with the same id; `prepare_job_folder` has renamed
-    it. This also removes such folders when they are old.
+    The jobs and their outcomes stay in the store. The folders of jobs in `kept` (job ids) stay
+    too. After a database was lost, a new job may get the id of an old one. `prepare_job_folder`
+    (`jobs/folder.py`) then renames the folder of the old job. This function also removes renamed
+    folders when they are old.
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -68,8 +69,8 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    A job stays if its folder exists, if it is in `kept`, or if a webhook starts copies of it.
-    Raises HubError if the hub's webhooks cannot be read.
+    A job stays if it is one of the newest KEEP_JOBS jobs of its pipeline, if its id is in `kept`,
+    or if a webhook starts copies of it. Raises HubError if the hub's webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),
@@ -89,7 +90,7 @@ def forget_jobs(
 def remembered_days(settings: Settings) -> float:
     """How many days jobs and deliveries stay in the store.
 
-    The receiver recognises a repeated delivery only while the first delivery is in the store. So
+    The receiver recognises a repeated delivery only while its first arrival is in the store. So
     deliveries stay for as long as the hub may retry them or a person may replay them.
     """
     schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)

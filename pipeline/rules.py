@@ -1,5 +1,5 @@
-"""Makes the rule of a pipeline from its settings. The receiver uses the rule to make a job from a
-push."""
+"""Makes a `RetrainRule` from the settings of a pipeline. The receiver uses this rule to make a job
+from a push."""
 
 from pathlib import Path
 
@@ -22,7 +22,10 @@ def retrain_rule(
     force_reason: str | None = None,
     skip_if: SkipIf = "no_row_changed",
 ) -> RetrainRule:
-    """The rule of one pipeline. If the settings change later, this rule does not change."""
+    """The rule of one pipeline. If the settings change later, this rule does not change.
+
+    A job by hand passes `force_reason` and `skip_if`, which `RetrainSettings` explains.
+    """
     ref = branch_ref(pipeline)
     retrain = RetrainSettings(
         pipeline=pipeline.name,
@@ -53,7 +56,8 @@ def retrain_rule(
         env={
             "PIPELINE_NAME": pipeline.name,
             "PIPELINE_SERVER_URL": settings.server_url(pipeline),
-            # For a trainer of the user's own: HF_ENDPOINT is always the stack's hub.
+            # The user's own trainer needs this variable, because HF_ENDPOINT is always the stack's
+            # own hub.
             "DATASET_ENDPOINT": settings.other_hub(pipeline) or settings.hub_url,
         },
         resources=Resources(

@@ -1,5 +1,5 @@
-"""The runner's Prometheus metrics: the waiting and running jobs, the outcomes, and the seconds from
-the arrival of a commit until its release is served."""
+"""The runner's Prometheus metrics: the waiting and running jobs, the outcomes, how many rows were
+learned and kept, and the seconds from the arrival of a commit until its release is served."""
 
 from collections import Counter as Counts
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "no
 
 
 class RunnerMetrics:
-    """The metrics, in their own registry. The counters start at 0 whenever a runner starts;
-    Prometheus allows for such resets."""
+    """The metrics, in their own registry. The counters begin at 0 each time a runner starts;
+    Prometheus recognises this."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -62,7 +62,8 @@ class RunnerMetrics:
         )
 
     def count(self, job: Job) -> None:
-        """Count the outcome of a job that has ended. Raises StoreError."""
+        """Count the outcome of a job that has ended. Does nothing for a plain command, and for a
+        job without an outcome. Raises StoreError."""
         if job.outcome is None or job.spec.pipeline is None or job.ended_at is None:
             return
         name = job.spec.pipeline
@@ -85,8 +86,8 @@ class RunnerMetrics:
 
 
 class _Queue(Collector):
-    """Counts the waiting and running jobs in the job store whenever Prometheus asks. A counter in
-    the runner's memory would be wrong after the runner was killed."""
+    """Counts the waiting and running jobs in the job store each time Prometheus asks for the
+    metrics. A count in the runner's memory would be wrong after the runner was killed."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store

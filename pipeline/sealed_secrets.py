@@ -1,5 +1,6 @@
-"""Finds secrets of webhooks and of waiting jobs that the key in `tokens.json` cannot decrypt. These
-secrets are lost, unless somebody restores the old `tokens.json` from a backup."""
+"""Finds secrets of webhooks and of waiting jobs that the key in `tokens.json` (or in
+`PIPELINE_SECRET_KEY`) cannot decrypt. Such a secret is lost, unless somebody restores the old
+key."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -25,8 +26,8 @@ class LostSecret:
 
 
 def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
-    """The lost secrets in the hub's database and in the job store. Changes neither of them. If one
-    cannot be read, it is left out."""
+    """The lost secrets in the hub's database and in the job store. Changes neither of the two. If
+    one of the two cannot be read, its secrets are left out."""
     try:
         fernet = Fernet(key)
     except ValueError:

@@ -1,5 +1,6 @@
 """Lists the services of a stack: the hub, the completion servers, the runner and the receiver. Each
-service is a `pipeline` command. Each except the runner answers requests on a port."""
+service is a process that runs a `pipeline` command. Each except the runner answers requests on a
+port of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ class Service:
     arguments: tuple[str, ...]
     """The arguments after `pipeline` on the command line."""
     url: str | None = None
+    """Where the service answers; None for the runner."""
     pipeline: str | None = None
     """The pipeline that a completion server serves; None for any other service."""
     metrics_port: int | None = None
@@ -29,8 +31,8 @@ class Service:
     port_setting: str | None = None
     """Text for the user: where to set another port."""
     start_seconds: float = START_SECONDS
-    """The service must answer within this time. Otherwise `pipeline up` ends with an error, or, if
-    the stack was up before, kills the service and starts it again."""
+    """The service must answer within this time after its start. If it does not, `pipeline up` ends
+    with an error; a stack that is already up kills the service and starts it again."""
 
     @property
     def port(self) -> int | None:
@@ -43,8 +45,8 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
     `pipeline down` stops them in reverse order. The receiver ends first, so that no new event comes
     in. The hub ends last, so that a running job can still read from the hub.
 
-    Raises PipelineError if two services have the same port, or if a port is 0. The services find
-    each other by their ports, so the system cannot choose a port.
+    Raises PipelineError if two services have the same port. Also raises it if a port is 0, which
+    would let the operating system choose a port: the services could then not find each other.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:

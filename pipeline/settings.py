@@ -56,40 +56,42 @@ class PipelineSettings(BaseModel):
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
-    """The dataset to follow: `owner/name`, or the git URL of a repository elsewhere. A repository
-    elsewhere must send its pushes to `/webhooks/retrain/github`, `/webhooks/retrain/gitea` or
-    `/webhooks/retrain/gitlab`."""
+    """The dataset to follow: `owner/name` on a hub, or the git URL of a repository elsewhere. The
+    server of a git URL must post pushes to the receiver's route `/webhooks/retrain/github`,
+    `/webhooks/retrain/gitea` or `/webhooks/retrain/gitlab`."""
     dataset_endpoint: HubEndpoint = "hub"
     """The hub that has the dataset `owner/name`: `hub` for the stack's own hub, or the URL of
-    another hub, such as `https://huggingface.co`. Another hub gets your own token, as for
-    `base_model_endpoint`, and sends its pushes to `/webhooks/retrain`."""
+    another hub, such as `https://huggingface.co`. `pipeline up` creates a webhook on the other hub,
+    with your own token. `base_model_endpoint` says where this token comes from."""
     ref: str = "main"
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
-    """The model that training starts from: `preset:tiny`, a checkpoint folder, or a hub id. If the
-    path of a checkpoint folder is relative, it starts at the folder of this file."""
+    """The model that training starts from: `preset:tiny`, a checkpoint folder, or the id of a model
+    on a hub (`owner/name`). If the path of a checkpoint folder is relative, it starts at the folder
+    of this file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
-    """If `base_model` is a hub id, the hub that has this model: a URL, or `hub` for the stack's own
-    hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or the
-    token of `hf auth login`."""
+    """If `base_model` is the id of a model on a hub: the URL of this hub, or `hub` for the stack's
+    own hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or
+    the token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
-    """A job starts when no further commit has arrived for this long."""
+    """Seconds. A job starts when no further commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A job waits for further commits for at most this long after its first commit."""
+    """Seconds. A job waits for further commits for at most this long after its first commit."""
     keep: int = Field(default=5, ge=2)
     """How many releases to keep. Older releases are removed, unless they are served, pending or
     pinned."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Your own trainer: a program and its arguments. Each job then runs this program instead of the
     built-in retraining. If the path of the program is relative, it starts at the folder of this
-    file. The program runs in the job's folder. As its last step, the program must call
-    `pipeline releases publish`."""
+    file. The program runs in the job's folder. At its end, the program must call
+    `pipeline releases publish`, and then `pipeline releases swap` to serve the new release."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
-    a command with its arguments, which gets the same JSON on standard input."""
+    a command with its arguments, which gets the same JSON on standard input. The success of your
+    own trainer (`command`) is not reported, unless it writes an `outcome.json`."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -121,7 +123,7 @@ class PipelineSettings(BaseModel):
 
     def missing_base(self) -> str | None:
         """Why training cannot start from `base_model`; None if it can. Also None if `base_model` is
-        on a hub, because this method does not ask the hub."""
+        the id of a model on a hub, because this method does not ask the hub."""
         folder = self.base_folder()
         if folder is None or (folder / "config.json").is_file():
             return None
@@ -141,7 +143,8 @@ class StackSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     hang_seconds: float = Field(default=HANG_SECONDS, gt=0)
-    """If a service does not answer for this long, `pipeline up` kills it and starts it again."""
+    """If a service does not answer for this many seconds, `pipeline up` kills the service and
+    starts it again."""
 
 
 class Settings(BaseSettings):
@@ -209,7 +212,8 @@ class Settings(BaseSettings):
         return not is_git_url(pipeline.dataset) and self.other_hub(pipeline) is None
 
     def other_hub(self, pipeline: PipelineSettings) -> str | None:
-        """The URL of the other hub that has the dataset; None if no other hub has it."""
+        """The URL of the other hub that has the dataset. None if the stack's own hub has it, or if
+        the dataset is a git URL."""
         endpoint = pipeline.dataset_endpoint.rstrip("/")
         return None if endpoint in ("hub", self.hub_url) else endpoint
 
@@ -237,8 +241,8 @@ def settings_file() -> Path:
 
 
 def settings_digest() -> str | None:
-    """A digest of the values in the settings file, but not of its comments. None if the file cannot
-    be read."""
+    """A digest of the values in the settings file; comments do not change it. None if the file does
+    not exist or is not TOML."""
     try:
         values = tomllib.loads(settings_file().read_text())
     except (OSError, ValueError):
@@ -301,12 +305,13 @@ _SPELLING = {
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
-"""Key → a sentence that explains the regular expression for the key's value."""
+"""Key → a sentence that says how to write the key's value. A regular expression checks the
+value."""
 
 
 def in_words(key: str, kind: str, message: str) -> str:
-    """Pydantic's error message about a value. If the message would show a regular expression, this
-    is a sentence from `_SPELLING` instead."""
+    """Pydantic's error message about the value of `key`. If the message would show a regular
+    expression, the sentence in `_SPELLING` replaces it."""
     if kind == "string_pattern_mismatch" and key in _SPELLING:
         return _SPELLING[key]
     words = message.removeprefix("Value error, ")

@@ -1,4 +1,5 @@
-"""Creates or updates a Space that runs a receiver, by the calls of the Hub's own client."""
+"""Creates or updates a Space that runs a receiver, and downloads the files of a Space. Uses the
+Hub's own client (`huggingface_hub`)."""
 
 import tempfile
 from collections.abc import Iterator
@@ -17,10 +18,11 @@ class Deployed:
     url: str
     """The page of the Space."""
     routes: tuple[str, ...]
-    """The paths of its handlers."""
+    """The paths of the handlers in `app.py`, such as `/webhooks/on_push`."""
     files: tuple[str, ...]
+    """The paths of the files that were sent, or that would be sent without `dry_run`."""
     commit: str | None
-    """The head of the Space; None if nothing was uploaded."""
+    """The newest commit of the Space; None if nothing was sent."""
 
 
 def deploy(
@@ -32,8 +34,12 @@ def deploy(
     token: str | None,
     dry_run: bool = False,
 ) -> Deployed:
-    """Create the Space, or update the one that is there. With `dry_run`, nothing is sent. Raises
-    PipelineError."""
+    """Create the Space, or update it if it exists. With `dry_run`, send nothing. Raises
+    PipelineError.
+
+    `folder` has the user's files; None means an `app.py` that shows how to begin. `secret` becomes
+    the Space's secret `WEBHOOK_SECRET`.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint, token=token or False)
@@ -47,14 +53,14 @@ def deploy(
         if not dry_run:
             with _translated(space, endpoint):
                 api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
-                # Before the files, because the app refuses to start without the secret.
+                # Set the secret before the upload, because the app refuses to start without it.
                 api.add_space_secret(space, SECRET, secret, description="Proves each delivery")
                 commit = api.upload_folder(
                     repo_id=space,
                     repo_type="space",
                     folder_path=made,
                     commit_message="Deploy the receiver",
-                    # Files of an older version of the packages.
+                    # Delete the files of an older version of the packages that are not sent again.
                     delete_patterns=list(PACKAGES) if uses_receiver(made / APP) else None,
                 ).oid
         return Deployed(
@@ -66,7 +72,8 @@ def deploy(
 
 
 def download(space: str, into: Path, *, endpoint: str, token: str | None) -> Path:
-    """The files of the Space, in a folder under `into`. Raises PipelineError."""
+    """Download the files of the Space to a folder under `into`; returns this folder. Raises
+    PipelineError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -84,26 +91,27 @@ def download(space: str, into: Path, *, endpoint: str, token: str | None) -> Pat
             )
         except RepositoryNotFoundError:
             raise PipelineError(
-                f"there is no Space {space} on {endpoint}, or the token may not read it; make one "
-                f"with: pipeline receiver deploy {space}"
+                f"there is no Space {space} on {endpoint}, or the token may not read it; create "
+                f"the Space with: pipeline receiver deploy {space}"
             ) from None
     return Path(found)
 
 
 def public_address(space: str) -> str:
-    """Where the Hugging Face Hub serves the app of a Space."""
+    """The URL at which the Hugging Face Hub serves the app of a Space."""
     return f"https://{subdomain(space)}.hf.space"
 
 
 @contextmanager
 def _translated(space: str, endpoint: str) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into PipelineError."""
     import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     try:
         yield
     except HFValidationError as error:
-        raise PipelineError(f"{space!r} is no name of a Space: {error}") from None
+        raise PipelineError(f"{space!r} is not a name of a Space: {error}") from None
     except LocalTokenNotFoundError:
         raise PipelineError(
             f"there is no token for {endpoint}: set HF_TOKEN, or run `hf auth login`"

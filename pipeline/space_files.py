@@ -1,4 +1,5 @@
-"""The files of a Space that runs a receiver: the user's, and those that are missing."""
+"""Puts together the files of a Space that runs a receiver: the user's files, the packages that they
+import, and a generated file for each necessary file that the user does not have."""
 
 import ast
 import re
@@ -16,11 +17,14 @@ APP = "app.py"
 README = "README.md"
 REQUIREMENTS = "requirements.txt"
 PACKAGES = ("receiver/**", "jobs/**", "serving/**")
-"""Patterns of the files that `import receiver` needs. No package index has them."""
+"""Patterns of the files that `import receiver` needs. They are sent with the app, because no
+package index has them."""
 NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
-"""Names of files and folders that stay here. `.env` holds secrets."""
+"""Names of files and folders that are not sent. Because of the first pattern, `.env` is not sent,
+which often holds secrets."""
 
 _DECORATORS = ("webhook_endpoint", "add_webhook")
+"""The decorators of `receiver` that turn a function into a handler."""
 
 GENERATED_APP = '''\
 """Receives webhooks. Each function is a route: POST /webhooks/<its name>."""
@@ -48,21 +52,22 @@ _ABOUT = """
 # {title}
 
 A receiver of webhooks. `pipeline receiver deploy` made this Space.
-Its secret `WEBHOOK_SECRET` proves each delivery.
+Senders prove their deliveries with its secret `WEBHOOK_SECRET`.
 """
 
 
 def write_space(into: Path, title: str, folder: Path | None) -> None:
-    """Write all files of the Space to the empty folder `into`. `folder` has the user's files; None
-    for an app that shows how to begin. Raises PipelineError."""
+    """Write all files of the Space to the empty folder `into`. `folder` has the user's files. If it
+    is None, write an `app.py` that shows how to begin. `title` is the Space's title in a README
+    that this writes. Raises PipelineError."""
     if folder is not None:
         _copy(folder, into)
     app = into / APP
     if not app.exists():
         if folder is not None:
             raise PipelineError(
-                f"there is no {APP} in {folder}; a Space runs that file. Rename your script, or "
-                "leave FOLDER out for one that is made for you"
+                f"there is no {APP} in {folder}; a Space runs that file. Rename your script to "
+                f"{APP}, or leave FOLDER out to get an {APP} that shows how to begin"
             )
         app.write_text(GENERATED_APP)
     if uses_receiver(app):
@@ -78,14 +83,14 @@ def write_space(into: Path, title: str, folder: Path | None) -> None:
 
 
 def uses_receiver(app: Path) -> bool:
-    """Whether the script imports the package `receiver`. Raises PipelineError for a script that
-    Python cannot read."""
+    """Whether the script imports the package `receiver`. Raises PipelineError if the script is not
+    valid Python."""
     return any(name.partition(".")[0] == "receiver" for name in _imported(app))
 
 
 def routes_of(app: Path) -> list[str]:
-    """The paths of the functions that the script decorates as handlers, as far as they can be read
-    from its text."""
+    """The paths of the handlers in the script. The script is not run, so a path that the script
+    computes is not found; the handler's function name takes its place."""
     routes = []
     for node in ast.walk(_parsed(app)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -101,7 +106,8 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _path_in(call: ast.Call | None) -> str | None:
-    """The name that a decorator gives the route, if it is a plain text."""
+    """The name that the decorator's call gives the route. None if the call gives none, or computes
+    the name."""
     if call is None:
         return None
     given = [*call.args, *(each.value for each in call.keywords if each.arg == "path")]
@@ -111,7 +117,8 @@ def _path_in(call: ast.Call | None) -> str | None:
 
 
 def subdomain(space: str) -> str:
-    """The name under which a Space is reached: `owner-name`, without other characters."""
+    """The first part of the host name of a Space: `owner-name` for the Space `owner/name`. All
+    characters except letters and digits become hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", space.lower()).strip("-")
 
 
@@ -127,7 +134,7 @@ def _parsed(app: Path) -> ast.Module:
     try:
         return ast.parse(app.read_bytes(), str(app))
     except (SyntaxError, ValueError) as error:
-        raise PipelineError(f"{app} is no Python script: {error}") from None
+        raise PipelineError(f"{app} is not a Python script: {error}") from None
 
 
 def _copy(folder: Path, into: Path) -> None:
@@ -137,7 +144,7 @@ def _copy(folder: Path, into: Path) -> None:
 
 
 def _copy_packages(into: Path) -> None:
-    """`receiver`, and what it imports of this project: `jobs` and `serving.http`."""
+    """Copies the packages `receiver` and `jobs`, and `serving.http`, which `receiver` imports."""
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "engines", "weights")
     for package in (receiver, jobs):
         assert package.__file__ is not None
@@ -150,12 +157,12 @@ def _copy_packages(into: Path) -> None:
 
 
 def _requirements() -> list[str]:
-    """What this project needs of package indexes, without its extras."""
+    """The packages from package indexes that hotpush needs, without those of its extras."""
     try:
         needed = requires("hotpush") or []
     except PackageNotFoundError:
         raise PipelineError(
-            "hotpush is not installed here, so what it needs is not known; install it, or put a "
-            f"{REQUIREMENTS} into FOLDER"
+            "hotpush is not installed here, so the packages that it needs are not known; install "
+            f"hotpush, or put a {REQUIREMENTS} into FOLDER"
         ) from None
     return sorted(each for each in needed if "extra ==" not in each)

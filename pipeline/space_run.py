@@ -16,12 +16,13 @@ from pipeline.stack import end_with_parent
 
 HOST = "127.0.0.1"
 _KEPT_FROM_THE_SPACE = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")
-"""Variables of this shell that the app of a Space would not see."""
+"""Variables of this shell that the app does not get, because it would not have them in a Space. It
+may get a variable of the same name from the settings of the Space."""
 
 
 def app_file(folder: Path) -> Path:
-    """The script that the Space runs: `app_file` of its README, else `app.py`. Raises
-    PipelineError."""
+    """The script that the Space runs: the file that `app_file` in the head of its README names, or
+    else `app.py`. Raises PipelineError."""
     from huggingface_hub import metadata_load
 
     readme = folder / README
@@ -38,7 +39,8 @@ def app_file(folder: Path) -> Path:
 def environment(
     space: str, port: int, settings: Mapping[str, str], shell: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables of the app. `settings` are the Space's secrets and variables."""
+    """The environment variables of the app. `settings` are the Space's secrets and variables;
+    `shell` are the variables of this process."""
     inherited = {
         name: value
         for name, value in shell.items()
@@ -54,7 +56,7 @@ def environment(
         "SYSTEM": "spaces",
         "PYTHONUNBUFFERED": "1",
         **settings,
-        # A Space listens on every address. Here, other machines must not reach the app.
+        # In a Space, the app listens on every address. Here, other machines must not reach it.
         "GRADIO_SERVER_NAME": HOST,
         "GRADIO_SERVER_PORT": str(port),
     }
@@ -63,8 +65,9 @@ def environment(
 def run_app(
     file: Path, variables: Mapping[str, str], port: int, on_ready: Callable[[], None]
 ) -> int:
-    """Run the script until it ends or this process gets SIGINT or SIGTERM; the exit code. Calls
-    `on_ready` once the app listens. Raises PipelineError if the port is in use."""
+    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. Returns the exit
+    code of the script, or 0 if a signal ended it. Calls `on_ready` once, when the app listens.
+    Raises PipelineError if the port is in use."""
     if _listens(port):
         raise PipelineError(f"port {port} on {HOST} is in use; choose another one with --port")
     stopped_by: list[int] = []
@@ -72,7 +75,8 @@ def run_app(
         [sys.executable, str(file.resolve())],
         cwd=file.parent,
         env=dict(variables),
-        # In a session of its own, so that Ctrl-C reaches the app once, from here.
+        # Give the app its own session. Otherwise Ctrl-C would reach it twice: from the terminal and
+        # from `stop` below.
         start_new_session=True,
         preexec_fn=end_with_parent(os.getpid()) if sys.platform == "linux" else None,
     )

@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
-"""While `start` waits for a service, it calls `on_wait` at this interval."""
+"""While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
 ROTATE_SECONDS = 10.0
 """The sizes of the logs are checked this often."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The stack waits this long before each restart of a child that ends again and again. The last
-value repeats."""
+"""If a child ends again and again, the stack waits this long before its first restart, its second
+restart, and so on. The last value repeats."""
 STEADY_SECONDS = 60.0
 """When a child has run for this long, its next restart comes after the shortest wait again."""
 
@@ -54,7 +54,7 @@ class Stack:
         self._pulses: dict[str, Pulse] = {}
         self._rotate_at = 0.0
         self._verdicts: dict[str, str] = {}
-        """Child → why it was killed. The entry exists until the child has ended."""
+        """Child → why this stack has killed it. The entry exists until the child has ended."""
         self._services = services
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
@@ -75,8 +75,8 @@ class Stack:
     ) -> None:
         """Start every service, and return when all services answer.
 
-        Calls `on_ready` for each service that answers. While a service has not answered, calls
-        `on_wait` from time to time with the seconds that it has waited.
+        Calls `on_ready` for each service when it answers. While this method waits for a service, it
+        calls `on_wait` from time to time with the service and the seconds since its start.
 
         Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
         child ends or does not answer in time. The children that were started are then stopped.
@@ -103,16 +103,16 @@ class Stack:
             raise
 
     def mark_ready(self) -> None:
-        """Write to `stack.json` that the stack can be used. `pipeline up --detach` waits for
-        this."""
+        """Write into `stack.json` that the stack can be used. `pipeline up --detach` waits for this
+        mark."""
         self._is_ready = True
         self._write_record()
 
     def tend(self) -> list[str]:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
-        Call this again and again. Returns a line of text for each child that hangs, has ended or is
-        up again.
+        Call this again and again. Returns a line of text for each child that was killed because it
+        hangs, that has ended, or that was started again.
         """
         events = []
         for service in self._services:
@@ -249,7 +249,7 @@ class Stack:
 
     def _record_change(self) -> None:
         """Write the record. If this fails, for example because the disk is full, a stack that is
-        starting ends, but a stack that is already up goes on."""
+        starting raises OSError, but a stack that is already up continues."""
         try:
             self._write_record()
         except OSError as error:
@@ -289,8 +289,9 @@ def _end(process: ProcessIdentity) -> None:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """Returns a function for the child process to call first. The kernel then sends SIGTERM to the
-    child when its parent ends, so that no child goes on without the stack and keeps its port."""
+    """Returns a function that the child process must call first (Linux only). Because of this call,
+    the kernel sends SIGTERM to the child when its parent ends. Otherwise the child would continue
+    without the stack, and keep its port."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

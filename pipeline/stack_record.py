@@ -1,5 +1,5 @@
-"""Reads `stack.json`, in which a running stack records its processes and their addresses, for the
-other commands."""
+"""Reads `stack.json`. In this file, a running stack records its processes and their addresses, so
+that other commands find them."""
 
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,12 +18,13 @@ class Child(BaseModel):
     process: ProcessIdentity | None
     """None while the child is down and waits for its restart."""
     url: str | None = None
+    """Where the service answers; None for the runner."""
     pipeline: str | None = None
     """The pipeline that a completion server serves; None for any other service."""
     metrics_port: int | None = None
-    """The port of the runner's metrics; None for any other service."""
+    """The port of the runner's metrics; None if it serves none, and for any other service."""
     started_at: float | None = None
-    """Seconds since the epoch."""
+    """Seconds since the epoch; None while the child is down."""
     num_restarts: int = 0
     is_silent: bool = False
     """Whether the child has stopped answering. If it gives no answer for `hang_seconds`, the stack
@@ -39,10 +40,11 @@ class StackRecord(BaseModel):
     started_at: float
     """Seconds since the epoch."""
     is_ready: bool
-    """Whether every child has answered and `pipeline up` has set up the webhooks. A stack that was
-    started for a job by hand never sets this."""
+    """Whether every child has answered, and `pipeline up` has set up the webhooks. Always False for
+    a stack that `pipeline jobs run` started for one job."""
     settings_digest: str | None = None
-    """The digest of the settings file when the children were started."""
+    """The digest that the settings file had when the stack was started; None if it could not be
+    read."""
     children: tuple[Child, ...] = ()
 
 
@@ -62,8 +64,8 @@ def last_record(home: Home) -> StackRecord | None:
 
 
 def stale_settings(home: Home) -> str | None:
-    """A warning if the settings file has changed since the stack was started; None if it has
-    not."""
+    """A warning if the settings file has changed since the stack was started. None if it has not
+    changed, if it cannot be read, or if no stack runs."""
     record = read_stack(home)
     if record is None or settings_digest() in (None, record.settings_digest):
         return None

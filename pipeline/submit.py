@@ -45,10 +45,15 @@ def submit_retraining(
     runs.
 
     The commit is `revision`. Without `revision`, it is the commit that `payload` names for the
-    pipeline's ref. If there is no such commit either, it is the head of this ref.
+    branch that the pipeline follows. If there is no such commit either, it is the newest commit of
+    this branch.
 
-    Raises PipelineError for an unknown commit or an invalid payload. Raises PendingJob if the
-    pipeline already has a pending job that was submitted by hand.
+    `hub_url` is the URL of the stack's own hub. `force_reason` and `skip_if` are explained at
+    `RetrainSettings`.
+
+    Raises PipelineError for an unknown commit or an invalid payload. (If the dataset is a git URL,
+    only the job finds out whether `revision` exists.) Raises PendingJob if the pipeline already has
+    a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -57,8 +62,9 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # Set no dedupe key, because a person may want to train again on the same commit. Do not wait
-    # for further commits, because later commits are never merged into this job.
+    # Set no dedupe key, because a person may want to train again on the same commit. Set
+    # `debounce_seconds` to 0, because later commits are never merged into this job, so it need not
+    # wait for them.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
@@ -79,8 +85,9 @@ def submit_command(
     pipeline's jobs.
 
     With a `pipeline` but without a `payload`, this makes the payload that a push of `revision`
-    would have. Without `revision`, it makes the payload of a push of the newest commit; if there is
-    no commit yet, the command gets no payload. Raises PipelineError for an unknown `revision`.
+    would have. Without `revision`, it makes the payload of a push of the newest commit; if the hub
+    cannot name this commit, for example because there is none yet, the command gets no payload.
+    Raises PipelineError for an unknown `revision`.
     """
     env = {}
     if pipeline is not None:
@@ -121,7 +128,7 @@ class _Hub:
     token: str | Literal[False] = field(repr=False)
     """False: the user has no token for this hub."""
     if_missing: str
-    """What to do if the hub shows no such dataset; the end of an error message."""
+    """The end of the error message for a dataset that the hub does not show."""
 
 
 def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
@@ -178,9 +185,8 @@ def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str
 def _push_payload(
     hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
 ) -> dict[str, Any]:
-    """The payload that the hub would send for a push of this commit. A job that a person submits
-    gets this payload, so that it has the same environment variables as a job that a push
-    started."""
+    """The payload that the hub would send for a push of this commit. With this payload, a job that
+    a person submits has the same environment variables as a job that a push started."""
     if is_git_url(pipeline.dataset):
         owner, url, api = pipeline.dataset, pipeline.dataset, None
     else:

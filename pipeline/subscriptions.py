@@ -1,5 +1,5 @@
-"""Makes the stack's own hub deliver events to the receiver. For this, the hub gets one webhook,
-which watches every dataset on this hub that a pipeline follows."""
+"""Makes the stack's own hub deliver events to the stack's receiver. For this, the hub gets one
+webhook, which watches every dataset on this hub that a pipeline follows."""
 
 from http import HTTPStatus
 from urllib.parse import urlsplit
@@ -17,20 +17,22 @@ from receiver.webhooks import (
 )
 
 ROUTE = "/webhooks/retrain"
+"""The receiver's route for pushes. The hub's webhook whose URL has this path is the stack's own."""
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
-    """Create the datasets and the webhook that do not exist yet. If the webhook exists, correct it;
-    if no pipeline follows a dataset on this hub, delete it. A dataset that was moved is watched
-    under its present name.
+    """Create each followed dataset and the webhook, if they do not exist yet. If the webhook
+    exists, correct it; if no pipeline follows a dataset on this hub, delete it. A dataset that was
+    moved is watched under its present name.
 
-    An existing webhook gets the receiver's address and secret in any case. The hub does not tell
-    which secret it has stored, and if `tokens.json` was replaced, it cannot decrypt that secret.
-    After the correction, the hub sends the events that waited because of a wrong address or secret.
-    A webhook that a person disabled stays disabled.
+    An existing webhook gets the receiver's address and secret in any case, because nobody can tell
+    whether it has the right secret: the hub does not show a stored secret, and cannot even decrypt
+    it if `tokens.json` was replaced. After the correction, the hub sends the events that waited
+    because of a wrong address or secret. A webhook that a person disabled stays disabled.
     """
     moved = moved_datasets(settings, tokens)
-    # A new dataset of the old name would end the redirect, and clones would push into it.
+    # Do not create a dataset under the old name of a moved one. It would end the redirect from the
+    # old name to the new one, and old clones would then push into the wrong dataset.
     datasets = tuple(moved.get(each, each) for each in settings.datasets_on_hub)
     for dataset in datasets:
         _create(dataset, settings, tokens)

@@ -1,5 +1,5 @@
-"""`tokens.json`: the secrets that the services of one stack share. Only the file's owner can read
-it."""
+"""Reads and creates `tokens.json`, which has the secrets that the services of one stack share. Only
+the file's owner can read it."""
 
 import json
 import os
@@ -20,10 +20,11 @@ class Tokens(BaseModel):
     admin: str
     """The token for the routes `/admin/*` of the completion server."""
     webhook: str
-    """The webhook secret: the hub sends it with each delivery, and the receiver checks it."""
+    """The secret of the stack's webhook: the hub sends it with each delivery, and the receiver
+    checks it."""
     key: str
-    """The Fernet key that encrypts stored secrets. The tokens of jobs and the hub's signed URLs are
-    signed with it too."""
+    """The Fernet key that encrypts the secrets in the databases. It also signs the tokens of jobs
+    and the hub's URLs for large files."""
 
 
 def load_tokens(file: Path) -> Tokens:
@@ -55,8 +56,8 @@ def load_tokens(file: Path) -> Tokens:
 
 
 def secret_in_shell(file: Path) -> str:
-    """A shell expression that reads the webhook secret from the file. With it, a command line for
-    the user can be printed that does not show the secret."""
+    """A shell expression that reads the webhook secret from the file. A command that is printed for
+    the user contains this expression instead of the secret, so that nobody sees the secret."""
     code = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
     return f"\"$(python3 -c '{code}' {file.parent.name}/{file.name})\""
 

@@ -1,6 +1,6 @@
-"""Finds and removes what commits of a dataset have left in the state folder outside of the hub:
-downloads, token caches and job folders. Also finds the releases that were trained on these
-commits."""
+"""Finds and removes everything that some commits of a dataset have left in the state folder outside
+of the hub: downloads, token caches and job folders. Also finds the releases that were trained on
+these commits. A purge (`pipeline hub purge`) uses this module."""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -20,8 +20,8 @@ from serving.weights.release import Release
 from serving.weights.release_store import list_releases
 
 TOKENS = "tokens.npz"
-"""Repeated from `pipeline/retrain/token_cache.py`, which this module does not import because it
-imports numpy."""
+"""The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
+not imported from there, because that module imports numpy."""
 PURGED = "The commit was purged, so the reason was removed: it could quote rows of the commit."
 
 
@@ -30,16 +30,19 @@ class Traces:
     """What some commits of a dataset have left."""
 
     caches: tuple[Path, ...]
-    """Files and folders, to be removed in this order. In each folder the downloads come last,
-    because `find_traces` finds the other files by the downloads. So if a removal is interrupted, a
-    second one finds the rest."""
+    """Downloads and token caches: files and folders, to be removed in this order. The downloads of
+    a pipeline come last, because `find_traces` looks for the other files only if there are
+    downloads. So if a removal is interrupted, a second `find_traces` finds the rest."""
     job_folders: tuple[Path, ...]
+    """The folders of the jobs in `job_ids` that still exist, and renamed folders of such jobs of an
+    earlier database."""
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, and the jobs that read its rows."""
     releases: tuple[Release, ...]
     """The releases that were trained on one of the commits."""
     later_releases: tuple[Release, ...]
-    """The releases that were trained from one of `releases`, directly or through other releases."""
+    """The releases whose training started from one of `releases`, directly or through other
+    releases."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
@@ -67,6 +70,7 @@ def jobs_in_the_way(store: JobStore, dataset: str, commits: Collection[str]) -> 
 
 
 def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[str]) -> Traces:
+    """What these commits of `dataset` (`owner/name`) have left. Changes nothing."""
     folders = tuple(_job_folders(home, commits))
     ids = {folder.name for folder in folders if "." not in folder.name}
     ids |= {job.id for sha in commits for job in store.of_commit(sha)}
@@ -81,8 +85,8 @@ def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[s
 
 
 def clear(traces: Traces, store: JobStore) -> None:
-    """Remove the caches and the job folders, and overwrite the reasons of the jobs. Removes no
-    release. If this was interrupted, call it again."""
+    """Remove the caches and the job folders, and overwrite the reasons in the outcomes of the jobs.
+    Removes no release. If this function is interrupted, call it again."""
     for path in (*traces.caches, *traces.job_folders):
         if path.is_dir():
             shutil.rmtree(path)
@@ -148,8 +152,9 @@ def _shas(job_folder: Path) -> set[str | None]:
 def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
-    """The releases that were trained on one of the commits, and the later releases that were
-    trained from them. Both lists begin with the oldest release."""
+    """The releases that were trained on one of the commits, and the later releases whose training
+    started from them. Both lists begin with the oldest release. `releases` must be in the order of
+    their creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
     for release in releases:  # a parent is older than its children

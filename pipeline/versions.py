@@ -1,4 +1,4 @@
-"""The installed versions of Python and of some packages, found without importing them."""
+"""Finds the installed versions of Python and of some packages, without importing the packages."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

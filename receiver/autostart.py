@@ -1,9 +1,9 @@
 """Starts the server when the script that defines its handlers ends.
 
-An `atexit` handler would start the server too late: thread pools are closed by then, so
+An `atexit` handler would start the server too late: Python has closed the thread pools by then, so
 `asyncio.to_thread`, name resolution and async clients would fail with "cannot schedule new futures
-after interpreter shutdown". On Python 3.12 and newer, the server starts when the script's module
-code is about to return. On Python 3.11, it starts before the thread pools are closed.
+after interpreter shutdown". On Python 3.12 and newer, the server starts when the last line of the
+script has run. On Python 3.11, it starts when Python is about to close the thread pools.
 """
 
 import atexit
@@ -19,9 +19,9 @@ from receiver.errors import ReceiverError
 
 def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     """Arrange that `start` is called when the main script ends normally or with `sys.exit()`. If
-    `start` raises a `ReceiverError`, its message is printed, and the exit code is 1.
+    `start` raises a `ReceiverError`, the message of the error is printed, and the exit code is 1.
 
-    `start` is not called if the script ends with an exception, or with an error code such as in
+    `start` is not called if the script ends with an exception, or with an error code as in
     `sys.exit(1)`. On Python 3.11, `start` is called even after `sys.exit(1)`, because the exit code
     is not known at that point. In a notebook or at a prompt there is no script, so `start` is never
     called.
@@ -36,7 +36,7 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
 
 
 def is_interactive() -> bool:
-    """Whether Python runs a notebook or a prompt instead of a script."""
+    """Whether Python runs a notebook or an interactive prompt instead of a script."""
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
@@ -117,15 +117,16 @@ else:
             try:
                 start()
             except ReceiverError as error:
-                # Only `os._exit` can set the exit code at this point. It skips the `atexit`
-                # handlers, so run them first.
+                # At this point, only `os._exit` can set the exit code. `os._exit` skips the
+                # `atexit` handlers, so run them first.
                 print(error, file=sys.stderr)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
                 os._exit(1)
 
-        # Python calls these functions in reverse order of registration, so `on_exit` runs before
-        # concurrent.futures closes its executors. `_register_atexit` is private, but it will not
-        # change, because Python 3.11 gets only security fixes.
+        # Python calls the functions that are registered here in reverse order, so `on_exit` runs
+        # before the function with which concurrent.futures closes its thread pools.
+        # `_register_atexit` is private, but it will not change, because Python 3.11 gets only
+        # security fixes.
         threading._register_atexit(on_exit)  # type: ignore[attr-defined]
         return cancel

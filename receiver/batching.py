@@ -1,5 +1,5 @@
-"""Writes items in batches: items that arrive while a write is running share the next write, and so
-share its wait for the disk."""
+"""Writes items in batches: items that arrive while a write is running are written together by the
+next write. So they wait for the disk only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -56,8 +56,8 @@ class Batches(Generic[Item, Result]):
             try:
                 results = await self._write([item for item, _ in batch])
             except Exception as error:
-                # Some items may have been written, but it is not known which. So every `add` of
-                # this batch raises the error.
+                # Some items may have been written, but it is not known which ones. So raise the
+                # error in every `add` that waits for this batch.
                 for _, future in batch:
                     if not future.done():
                         future.set_exception(error)

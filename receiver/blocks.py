@@ -1,6 +1,6 @@
-"""Serves a `gradio.Blocks` as the page of a receiver. A script may read attributes of the blocks
-that gradio's own `launch` sets, such as `ui.server`, `ui.local_url`, `ui.share_url` and
-`ui.is_running`. This module sets them too."""
+"""Serves a `gradio.Blocks`, a user interface of the library gradio, as the page of a receiver. A
+script may read attributes of the blocks that gradio's own `launch` sets, such as `ui.server`,
+`ui.local_url`, `ui.share_url` and `ui.is_running`. So this module sets these attributes too."""
 
 import signal
 import threading
@@ -39,7 +39,8 @@ class ServerOfBlocks:
 def show_as_running(
     blocks: Any, *, app: FastAPI, local_url: str, share_url: str | None, close: Callable[[], None]
 ) -> None:
-    """Set the attributes that a script may read after `launch`. `close` must stop the server."""
+    """Set the attributes that a script may read after `launch`. `close` must stop the server.
+    `share_url` is the public URL; None if there is none."""
 
     def close_and_tell() -> None:
         blocks.is_running = False
@@ -53,8 +54,9 @@ def show_as_running(
 
 
 def block_until_interrupted(blocks: Any) -> None:
-    """Call `blocks.block_thread()`, which waits until Ctrl-C and then closes the server (a script
-    may replace this method). On SIGTERM, close the server first, and then end the process."""
+    """Wait until Ctrl-C, and then close the server. On SIGTERM, close the server, and then end the
+    process. The waiting is done by `blocks.block_thread()`, because a script may have replaced this
+    method by its own."""
     if threading.current_thread() is not threading.main_thread():
         blocks.block_thread()  # only the main thread can set signal handlers
         return

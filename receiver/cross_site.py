@@ -1,10 +1,13 @@
 """Recognises, by its headers, a request that a page of another site caused.
 
 A page of another site can make the user's browser send requests to a server that only the user's
-machine can reach, and the browser adds the user's login. There are two cases. Either the page names
-this server, and the browser says in `Origin` or `Sec-Fetch-Site` that the page is of another site.
-Or the owner of the page makes the page's own host name resolve to 127.0.0.1 (DNS rebinding). The
-browser then takes this server for the page's own, but it sends the page's host name as `Host`.
+machine can reach, and the browser adds the user's login. There are two cases:
+
+- The page sends requests to the address of this server. The browser says in `Origin` or
+  `Sec-Fetch-Site` that the page belongs to another site. `other_site` recognises such requests.
+- The owner of the page makes the page's own host name resolve to 127.0.0.1 (DNS rebinding). The
+  browser then takes this server for the page's server, but it sends the page's host name as `Host`.
+  `other_host` recognises such requests.
 """
 
 import ipaddress
@@ -13,7 +16,7 @@ from urllib.parse import urlsplit
 
 
 def other_site(headers: Mapping[str, str]) -> str | None:
-    """The other site whose page made a browser send this request, for an error message.
+    """A text for an error message that names the site whose page made a browser send this request.
 
     None if the request comes from a page of this server, or from a client that is not a browser.
     The names in `headers` must be lower case.
@@ -33,7 +36,8 @@ def other_host(
     """The `Host` header of a request over loopback, if this header names neither loopback nor one
     of `names`. None for any other request.
 
-    `server` is the local address of the connection, as in an ASGI scope.
+    `server` is the local address of the connection (host and port), as in an ASGI scope. `names`
+    are the other host names of this server, in lower case.
     """
     if server is None or not _is_loopback(server[0]):
         return None

@@ -21,12 +21,19 @@ BUSY_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class DeadLetter:
+    """Times are seconds since the epoch."""
+
     path: str
+    """The path of the handler."""
     id: str
+    """The id of the delivery."""
     repository: str | None
+    """The repository of the event. None if the delivery was stored without one."""
     received_at: float
     died_at: float
+    """When the receiver gave the delivery up."""
     attempts: int
+    """How many calls of the handler have failed."""
     failure: str | None
     """How the last call of the handler failed."""
     body: str
@@ -57,7 +64,7 @@ def list_dead_letters(file: Path) -> list[DeadLetter]:
 
 def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> list[str]:
     """Queue the dead letters with these ids to be handled again, or all dead letters if `ids` is
-    None. Returns the ids of the queued dead letters.
+    None. Returns the ids of the queued dead letters. `now` is in seconds since the epoch.
 
     Raises ReceiverError and changes nothing if an id is not the id of a dead letter.
     """

@@ -1,5 +1,6 @@
-"""Stores deliveries in one SQLite file until their durable handler has succeeded. If every call of
-the handler fails, the delivery is given up: it stays in the file as a *dead letter*.
+"""Stores deliveries in one SQLite file until the durable handler to which they were sent has
+succeeded. If all calls of the handler fail (`MAX_ATTEMPTS` in `receiver/durable.py`), the delivery
+is given up: it stays in the file as a *dead letter*.
 
 A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
 written.
@@ -18,8 +19,8 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""A delivery that is repeated within this time is recognised as a repeat. The stack's hub keeps its
-deliveries for 30 days by default, so it cannot repeat a delivery that is older than this time."""
+"""A delivery that is repeated within this time is recognised as a repeat. The stack's hub keeps a
+delivery for 30 days by default, so it cannot repeat a delivery that is older than KEPT_SECONDS."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -63,19 +64,20 @@ REVIVED = (
     "due_at = iif(died_at IS NULL, due_at, {now}), attempts = iif(died_at IS NULL, attempts, 0),"
     " died_at = NULL"
 )
-"""The SET part of an UPDATE. It queues a dead letter to be handled again, with a new count of
-failed calls. It does not change a row that is no dead letter."""
+"""The SET part of an UPDATE, in which `{now}` stands for the present time. It queues a dead letter
+to be handled again, and counts its failed calls from 0. It does not change other rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewDelivery:
     path: str
+    """The path of the handler. The path and the id together identify a delivery."""
     id: str
     headers: dict[str, str]
     body: bytes
     repository: str | None = None
-    """Deliveries of one repository to the same path are handled one after another. A delivery
-    without a repository waits for no other delivery."""
+    """Deliveries of one repository to the same path are handled one after another. If this is None,
+    the delivery waits for no other delivery."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +94,11 @@ class HandlerResult:
     path: str
     id: str
     due_at: float | None = None
-    """When to call the handler again."""
+    """When to call the handler again. None if it is not called again."""
     died_at: float | None = None
-    """When the delivery was given up. None if it was not."""
+    """When the delivery was given up. None if it was not given up."""
     failure: str | None = None
-    """How the call failed, in a few words."""
+    """How the call failed, in a few words. None if the call succeeded."""
 
     @property
     def succeeded(self) -> bool:
@@ -145,7 +147,8 @@ class DeliveryLog:
         self._lock.release()
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
-        """Store all deliveries or none. Returns for each delivery whether it is new.
+        """Store all deliveries or none. Returns for each delivery whether it is new. A dead letter
+        that is repeated is not new, but its handler is called again.
 
         When this method returns, all these deliveries are on disk.
         """
@@ -157,7 +160,7 @@ class DeliveryLog:
         self._synced.execute(
             "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
             f" VALUES {rows}"
-            # The sender may repeat the delivery once more, so KEPT_SECONDS must begin again.
+            # The sender may repeat the delivery once more, so KEPT_SECONDS begins again.
             " ON CONFLICT DO UPDATE SET received_at = excluded.received_at,"
             # If the sender repeats a dead letter, handle it again.
             f" {REVIVED.format(now='excluded.due_at')}",
@@ -192,9 +195,9 @@ class DeliveryLog:
     ) -> list[StoredDelivery]:
         """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
 
-        Left out are deliveries that must wait for an earlier delivery of the same path and
-        repository, because the earlier one waits for its next call. Also left out are deliveries
-        whose path and repository are in `busy`.
+        Two kinds of deliveries are left out. A delivery must wait if an earlier delivery of the
+        same path and repository waits for its next call. It must also wait if its path and
+        repository are in `busy`.
         """
         if not paths:
             return []

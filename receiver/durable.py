@@ -1,5 +1,5 @@
-"""Stores the deliveries of durable handlers, and calls the handlers after the sender was answered.
-If a call fails, the handler is called again after a pause.
+"""Stores the deliveries of durable handlers, and calls the handlers after the senders were
+answered. If a call fails, the handler is called again after a pause.
 
 The handler may be called several times for one delivery: if the process dies while a handler runs,
 the next process calls the handler again. A handler gets the deliveries of one repository in the
@@ -39,15 +39,16 @@ MAX_ATTEMPTS = 20
 """A delivery is given up after this many failed calls. With the pauses between them, the calls take
 almost two hours."""
 LOOK_SECONDS = 5.0
-"""When no delivery waits in memory, the worker reads the log this often. In this way it finds dead
-letters that another process has queued."""
+"""When no delivery waits in memory, the worker reads the delivery log at least this often. In this
+way it finds dead letters that another process has queued."""
 FAILURE_CHARACTERS = 500
 """The description of a failure is cut to this length before it is stored."""
 FORGET_EVERY_SECONDS = 3600.0
 """How often old deliveries are deleted from the log."""
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
-"""Senders that wait for an answer have priority over handlers. So before it calls handlers, the
-worker waits until no delivery has arrived for QUIET_SECONDS, but at most YIELD_SECONDS."""
+"""A sender that waits for an answer has priority over the calls of handlers. So before the worker
+calls handlers, it waits until no delivery has arrived for QUIET_SECONDS, but at most
+YIELD_SECONDS."""
 
 
 class DurableDeliveries:
@@ -99,7 +100,8 @@ class DurableDeliveries:
         self, path: str, id: str, headers: dict[str, str], body: bytes, repository: str
     ) -> bool:
         """Store the delivery. Returns True if the delivery is new, and False if it is a repeat.
-        Raises `WorkerNotRunning` if the context `worker` is not open."""
+        Deliveries of one `repository` are handled in the order of their arrival. Raises
+        `WorkerNotRunning` if the context `worker` is not open."""
         if self._loop is None:
             raise WorkerNotRunning(
                 "This server cannot call its durable handlers, because its lifespan was not"
@@ -137,8 +139,8 @@ class DurableDeliveries:
         try:
             yield
         finally:
-            # Ask the worker to end, and do not cancel it: its thread may be executing an SQL
-            # statement.
+            # Ask the worker to end instead of cancelling it, because its thread may be executing an
+            # SQL statement.
             self._is_stopping = True
             self._wake.set()
             await worker
@@ -206,8 +208,9 @@ class DurableDeliveries:
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
             # `_wake` is set when a delivery was stored, when a handler was added or has ended, and
-            # when the worker must stop. Nothing sets it when a pause ends, when old deliveries must
-            # be deleted, or when another process queues a dead letter. So wake up at `look_at`.
+            # when the worker must stop. Nothing sets `_wake` when a pause ends, when old deliveries
+            # must be deleted, or when another process queues a dead letter. So wait only until
+            # `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
@@ -237,9 +240,10 @@ class DurableDeliveries:
         return found
 
     async def _handle_queue(self, first: StoredDelivery) -> None:
-        """Call the handler for the first delivery, and then for those that wait in its queue.
+        """Call the handler for the first delivery, and then for the deliveries that wait in the
+        same queue.
 
-        The worker stores the results meanwhile, those of several calls in one transaction.
+        Meanwhile the worker stores the results of these calls, several in one transaction.
         """
         queue, delivery = queue_of(first), first
         while await self._handle(delivery, queue):
@@ -249,7 +253,8 @@ class DurableDeliveries:
             delivery = following
 
     async def _handle(self, delivery: StoredDelivery, queue: QueueKey) -> bool:
-        """Call the handler once. Returns whether the call succeeded."""
+        """Call the handler once, and keep the result for the worker to store. Returns whether the
+        call succeeded: the handler answered with a status below 300."""
         failure = None
         try:
             status = await _call(self._handlers[delivery.path], delivery)

@@ -12,14 +12,15 @@ from receiver.cross_site import other_host
 class TunnelEntrance:
     """An application in front of `app`, for a receiver that has opened a tunnel.
 
-    The receiver opens `port` only for its own tunnel, so every request at this port counts as a
-    tunnel's. A tunnel that the user has set up may lead to the receiver's usual port instead. At
-    that port, a request over loopback counts as a tunnel's if its `Host` is neither loopback nor in
-    `names`. This test is less certain, because a stranger can choose the `Host`.
+    A request counts as coming through a tunnel in two cases. The receiver opens `port` only for its
+    own tunnel, so every request at this port counts. Another tunnel, which the user has set up, may
+    lead to the receiver's usual port. At that port, a request over loopback counts if its `Host` is
+    neither loopback nor in `names`. This test is less certain, because a stranger can choose the
+    `Host`.
 
     Args:
         port: The port to which the receiver's own tunnel leads.
-        names: The host names of the receiver on this machine.
+        names: The host names at which the receiver listens.
         paths: The paths of the handlers.
     """
 

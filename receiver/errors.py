@@ -1,5 +1,5 @@
-"""The errors of the receiver, as a tree, with what happens when each is raised. A proof is the
-secret or the signature of a request.
+"""The errors of the receiver, as a tree, with what happens when each is raised. The *proof* of a
+request is its secret or its signature. The numbers are the HTTP status of the answer.
 
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
@@ -21,6 +21,7 @@ class ReceiverError(Exception):
     """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel."""
 
     status_code = 500
+    """The HTTP status of the answer, if the error refuses a request."""
 
 
 class ProofMissing(ReceiverError):
@@ -55,8 +56,8 @@ class NotAnEvent(ReceiverError):
 
 
 class WorkerNotRunning(ReceiverError):
-    """The server cannot call its durable handlers, because its lifespan was not entered. So it
-    accepts no delivery for them."""
+    """The server accepts no delivery for its durable handlers, because it could not call them: its
+    lifespan (`WebhooksServer.lifespan`) was not entered."""
 
     status_code = 503
 
@@ -66,7 +67,8 @@ class OpenToEveryone(ReceiverError):
 
 
 class AddressUnavailable(ReceiverError):
-    """The server cannot listen on this host or port."""
+    """The server cannot listen on this host or port, or an environment variable that names the host
+    or the port has no valid value."""
 
 
 class TunnelFailed(ReceiverError):

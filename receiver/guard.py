@@ -52,14 +52,14 @@ class RequestGuard:
     own_names: Callable[[], Collection[str]]
     """Returns the host names of this receiver, besides the names of loopback."""
     bodies: BodiesInFlight
-    """Counts the bodies in memory. All handlers share this one count."""
+    """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
-    """The answers to earlier deliveries. None if the handler recognises repeats itself. A durable
-    handler does not use the cache, because the delivery log recognises repeats."""
+    """The answers to earlier deliveries. None if the handler recognises repeats itself. The cache
+    is not used for a durable handler, because the delivery log recognises repeats."""
     history: History
     durable: DurableDeliveries | None
-    """Stores the deliveries of a durable handler. None if the handler is not durable: it is then
-    called while the sender waits for the answer."""
+    """Stores the deliveries of a durable handler. None if the handler is not durable. Such a
+    handler is called while the sender waits for the answer."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The handler's answer, or an answer that says why the handler was not called."""
@@ -75,8 +75,8 @@ class RequestGuard:
             if unknown is None:
                 status = 422
                 raise
-            # Ignore the event, but answer 200: if the receiver refused such events again and again,
-            # the hub would suspend the webhook.
+            # A newer hub has sent a value that this receiver does not know. Ignore the event, but
+            # answer 200, because the hub suspends a webhook whose events are refused many times.
             status = 200
             return JSONResponse({"ignored": f"{unknown} is unknown to this receiver"})
         except HTTPException as refusal:
@@ -148,8 +148,8 @@ class RequestGuard:
         try:
             repo = WebhookPayload.model_validate_json(event).repo
         except ValidationError as error:
-            # Refuse the event now, while the sender still waits. If the event were stored, every
-            # call of the handler would fail.
+            # Refuse the event now, while the sender waits for the answer. If the event were stored,
+            # every call of the handler would fail.
             raise RequestValidationError(
                 [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
@@ -199,7 +199,7 @@ def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
     """The id of the delivery that the sender has put into a header, or None. A repeat of a delivery
     has the same id."""
     if is_svix(headers):
-        return headers.get("svix-id") or None  # the signature covers this header only
+        return headers.get("svix-id") or None  # the signature covers no other id
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 
@@ -212,13 +212,13 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers of `body`, which is JSON. They replace the sender's headers, because the sender
-    may have sent a form, or JSON with another content type."""
+    """The headers that describe `body`, which is JSON. They replace the sender's, because the
+    sender may have sent a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 
 class _CheckedRequest(Request):
-    """A request that has passed all checks."""
+    """A request that has passed all checks. It is the one that FastAPI gives to the handler."""
 
     async def json(self) -> Any:
         # Accept only UTF-8. Starlette's own `json` also accepts UTF-16.
@@ -233,7 +233,8 @@ class _CheckedRequest(Request):
 
 
 def _replay(body: bytes, then: Receive) -> Receive:
-    """An ASGI `receive` that first returns `body`, which was already read, then calls `then`."""
+    """An ASGI `receive` that first returns `body`, which the guard has already read from the
+    sender. Each later call is passed to `then`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

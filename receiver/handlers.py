@@ -44,7 +44,7 @@ class RegisteredWebhook:
     handler: Callable[..., Any]
     proof: Proof
     secret_in_shell: str
-    """The placeholder for the secret in the shell command on the landing page."""
+    """What stands for the secret in the shell command that the landing page shows."""
     is_durable: bool
     """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool
@@ -58,9 +58,9 @@ def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def annotate(handler: Callable[..., Any]) -> None:
-    """Give a type to the parameters that have none, because FastAPI would otherwise treat them as
-    query parameters: a parameter named `request` is the `Request`, any other the `WebhookPayload`.
-    """
+    """Give a type to each parameter that has none: `Request` if its name is `request`, and
+    `WebhookPayload` otherwise. FastAPI would treat a parameter without a type as part of the URL's
+    query."""
     parameters = inspect.signature(handler).parameters
     annotations = getattr(handler, "__annotations__", {})
     for name in parameters:
@@ -87,8 +87,9 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
 
 
 async def refuse(_request: Request, error: Exception) -> JSONResponse:
-    """Turn an `HTTPException` into an answer in JSON, like all other errors. Such an exception
-    means an unknown path, a wrong method or too many large bodies, or the handler raised it."""
+    """Turn an `HTTPException` into an answer in JSON, because all other errors are answered in JSON
+    too. The exception means an unknown path, a wrong method or too many large bodies, or the
+    handler raised it."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers

@@ -15,7 +15,9 @@ class Received:
     delivery_id: str | None
     """The sender's id, cut to 64 characters; None if the sender sent no id."""
     status: int
+    """The HTTP status of the answer."""
     milliseconds: float
+    """The time from the request to the answer."""
 
 
 class History:

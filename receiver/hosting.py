@@ -1,5 +1,5 @@
-"""A receiver as the app of a Space: the variables that a Space sets say where it listens, and at
-which address senders reach it."""
+"""Settings of a receiver that runs in a Space of the Hugging Face Hub. The Space sets environment
+variables that say where the receiver listens, and at which URL senders reach it."""
 
 import os
 import re
@@ -11,13 +11,14 @@ EVERY_ADDRESS = "0.0.0.0"
 
 
 def is_space() -> bool:
-    """Whether this process is the app of a Space."""
+    """Whether this process runs in a Space."""
     return bool(os.environ.get("SPACE_ID"))
 
 
 def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
-    """`given`, or the settings of the environment. In a Space, a host and a public URL that were
-    not set are the Space's. Raises `AddressUnavailable` for a variable that is no address."""
+    """`given` or, if it is None, the settings of the environment. In a Space, a host, a port and a
+    public URL that are not set get the values of the Space. Raises `AddressUnavailable` if a
+    variable does not have the form of a port or host name."""
     settings = given or settings_of_the_environment()
     if not is_space():
         return settings

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from fastapi import Response
 
 _CachedResponse = tuple[int, tuple[tuple[bytes, bytes], ...], bytes]
-"""Status, headers and body. A tuple is used instead of a `Response`, because the garbage collector
-need not look through tuples of bytes, but would look through all responses of a large cache."""
+"""Status, headers and body. This is a tuple and not a `Response`, because the garbage collector
+does not look through tuples of bytes, but would look through every `Response` of a large cache."""
 
 
 class IdempotencyCache:
@@ -28,9 +28,10 @@ class IdempotencyCache:
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
         """The cached response for `key`. If there is none, run `call` and cache its response.
 
-        Concurrent calls of `once` with the same key wait for the first one. A response is cached
-        only if it is not streamed and its status is below 300. Any higher status means that the
-        delivery failed, so `call` must run again when the sender repeats the delivery.
+        If `once` is called several times at once with the same key, the later calls wait for the
+        first one. A response is cached only if it is not streamed and its status is below 300. Any
+        higher status means that the delivery failed, so `call` must run again when the sender
+        repeats the delivery.
         """
         while (known := self._responses.get(key)) is not None:
             cached = known if isinstance(known, tuple) else await asyncio.shield(known)

@@ -34,15 +34,15 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.socket:
-    """A socket that already listens. Clients can connect at once, and then wait until the server is
-    up.
+    """A socket that already listens. So clients can connect before the server is up; they then wait
+    for its answer.
 
     Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
     machine. `how_to_move` is the end of the error message; it says where to set another address.
     """
     family, _, _, _, address = _resolve(host, port)[0]
-    # Pass the protocol explicitly. Otherwise asyncio does not turn off Nagle's algorithm, which can
-    # delay an answer by 40 ms.
+    # Pass the protocol explicitly, because asyncio turns off Nagle's algorithm only on sockets with
+    # this protocol. The algorithm can delay an answer by 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -62,8 +62,8 @@ def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.soc
 
 
 def url_of(listening: socket.socket, host: str) -> str:
-    """`http://host:port`, with the port on which the socket really listens: if port 0 was asked
-    for, the system has chosen one."""
+    """`http://host:port`, with the port on which the socket listens. If the socket was bound to
+    port 0, this is the port that the system has chosen."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listening.getsockname()[1]}"
 
@@ -77,9 +77,10 @@ def is_inside_event_loop() -> bool:
 
 
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM. After SIGINT this returns; SIGTERM also ends the process."""
-    # Exclude the imported modules from garbage collection. They are never garbage, and looking
-    # through them would stop all requests for about 0.1 s.
+    """Serve until SIGINT or SIGTERM. After SIGINT, this function returns. After SIGTERM, the
+    process ends."""
+    # Exclude the imported modules from garbage collection. They never become garbage, and each
+    # collection that looks through them would stop all requests for about 0.1 s.
     gc.collect()
     gc.freeze()
     with _closing(listening), contextlib.suppress(KeyboardInterrupt):
@@ -87,8 +88,8 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
 
 
 def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
-    """Serve in a thread until `server.should_exit` is set. Returns when the server answers, or when
-    it has ended because it could not start."""
+    """Serve in a thread until `server.should_exit` is set. Returns the thread as soon as the server
+    answers requests, or has ended because it could not start."""
 
     def run() -> None:
         with _closing(listening):

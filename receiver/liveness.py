@@ -1,5 +1,6 @@
-"""The route `GET /live` of a receiver that submits jobs. `pipeline up` requests it: a receiver that
-does not answer hangs."""
+"""The route `GET /live` of a receiver that submits jobs. `pipeline up` requests this route again
+and again. If the receiver does not answer for some time, it hangs, and `pipeline up` restarts it.
+"""
 
 from fastapi import FastAPI
 
@@ -11,8 +12,8 @@ def add_live_route(app: FastAPI, store: JobStore) -> None:
     """Add the route `/live`, which reads the job store before it answers. Call this function before
     the app serves requests.
 
-    If the store fails, the answer has status 200 and names the error. Any other answer would make
-    `pipeline up` restart the receiver, and a restart does not repair a database.
+    If the store fails, the answer has status 200 and names the error. After status 503, `pipeline
+    up` would restart the receiver, and a restart does not repair a database.
     """
 
     @app.get("/live")

@@ -17,8 +17,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HubCredentials:
-    """A hub that has webhooks, and a token that may manage them. If `endpoint` or `token` is None,
-    `HF_ENDPOINT` or `HF_TOKEN` is used."""
+    """The URL of a hub that has webhooks (`endpoint`), and a token that may manage these webhooks.
+    If the endpoint is None, `HF_ENDPOINT` is used, and if the token is None, `HF_TOKEN`."""
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -29,8 +29,9 @@ def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) ->
     `remembered` lists the former URLs.
 
     Returns False if the caller must call again later, because a hub failed or the file could not be
-    used. Returns True if all is done, or if a hub refused the token. Another call would not help
-    then, so the log asks the user to change the webhooks of that hub by hand.
+    used. Returns True if nothing is left to do. A hub that refuses the token counts as done,
+    because another call would not help. The log then asks the user to change the webhooks of this
+    hub by hand.
     """
     try:
         former = [known for known in _read(remembered) if known != url]

@@ -1,7 +1,8 @@
 """`WebhookPayload`: what a hub sends when a repository changes (payload version 3).
 
 https://huggingface.co/docs/hub/webhooks documents the JSON. The attributes have the names of the
-JSON's fields, such as `payload.updatedRefs`. Other fields of the JSON are ignored.
+JSON's fields, such as `payload.updatedRefs`. Fields that are not declared here are ignored. A field
+is None if the hub did not send it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -129,8 +130,8 @@ _LITERALS: dict[tuple[str, ...], type] = {
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
     """Explains why a payload is invalid. If a newer hub has sent a value that this receiver does
-    not know, such as a new `event.action`, returns the field and the value. None if the payload is
-    malformed.
+    not know, such as a new `event.action`, returns the names of the field and the value. Returns
+    None if the payload is malformed.
 
     `errors` are the validation errors of the request. If there is an unknown value, the other
     errors are ignored, because a newer hub may also have changed other fields.

@@ -1,4 +1,4 @@
-"""Keeps deliveries that wait for a call of their durable handler, in queues in memory. There is one
+"""Keeps deliveries that wait for a call of a durable handler in queues in memory. There is one
 queue for each pair of handler path and repository.
 
 The deliveries of one queue are handled one after another, in the order of their arrival. Different
@@ -20,12 +20,13 @@ def queue_of(delivery: StoredDelivery) -> QueueKey:
 
 
 class RepositoryQueues:
-    """All queues. After `take` has returned a delivery, its queue is busy until `release` is
-    called. While a queue is busy, `take` returns no other delivery of this queue."""
+    """All queues. After `take` has returned a delivery, the queue of this delivery is busy until it
+    is released. While a queue is busy, `take` returns no other delivery of this queue."""
 
     def __init__(self) -> None:
         self._waiting: dict[QueueKey, deque[StoredDelivery]] = {}
-        """Only queues in which a delivery waits, in the order of their first arrival."""
+        """Queue → the deliveries that wait in it, oldest first. Queues in which no delivery waits
+        are left out."""
         self._busy: set[QueueKey] = set()
 
     def extend(self, deliveries: Iterable[StoredDelivery]) -> None:

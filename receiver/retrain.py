@@ -32,9 +32,9 @@ def retrain_handler(
     pipelines follow the dataset, the answer also has `"jobs"`, a list of all their jobs. If an
     event needs no job, the answer is `{"ignored": reason}`.
 
-    A repeated delivery gets the same job again. If that job failed or was cancelled, the delivery
-    gets the job of a later push, or a new job if there was no later push. If the delivery was
-    ignored before, it is decided again by the present rules.
+    If a delivery is repeated, the present rules decide again whether it needs a job. If it needs
+    one, the answer is the job of the first delivery. If this job failed or was cancelled, the
+    answer is the job of a later push, or a new job if there was no later push.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -45,7 +45,8 @@ def retrain_handler(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
             )
     # Only one thread writes. All events that arrive during a write share the next transaction. If
-    # each had its own transaction, they would wait for the database's lock one after another.
+    # each event had its own transaction, the events would wait for the database's lock one after
+    # another.
     one_thread = anyio.CapacityLimiter(1)
 
     async def write(events: Sequence[_Event]) -> list[Answer]:
@@ -77,6 +78,7 @@ def retrain_handler(
 @dataclass(frozen=True, kw_only=True)
 class _Event:
     webhook: str
+    """The id of the webhook."""
     delivery_id: str
     body: str
     payload: dict[str, Any]
@@ -87,9 +89,9 @@ class _Event:
         return Delivery(source=source, id=self.delivery_id, body=self.body)
 
     def requests(self) -> list[JobRequest]:
-        """One request per job. The source of each request contains the pipeline's name. Otherwise
-        the store would take the requests of one event for repeats of each other, because they have
-        the same delivery id."""
+        """One request per job; empty if the event needs no job. The source of each request contains
+        the pipeline's name. Otherwise the store would take the requests of one event for repeats of
+        each other, because they have the same delivery id."""
         specs = () if isinstance(self.decision, str) else self.decision
         return [
             JobRequest(
@@ -115,6 +117,6 @@ def _store_events(store: JobStore, events: Sequence[_Event]) -> list[Answer]:
 
 
 def _storable(text: str) -> str:
-    """The text, escaped to ASCII and cut to 200 characters, because databases refuse NUL and lone
-    surrogates."""
+    """The text, escaped to ASCII and cut to 200 characters. Databases refuse some characters, such
+    as NUL and lone surrogates."""
     return ascii(text)[1:-1][:200]

@@ -34,13 +34,14 @@ class RetrainRule(BaseModel):
     dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
     """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     endpoint: str | None = None
-    """The URL of the hub that has the dataset. None for the stack's own hub, and for a git URL."""
+    """The URL of the hub that has the dataset. None if this is the stack's own hub, or if `dataset`
+    is a git URL."""
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
     """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
-    """A job starts once no newer commit has arrived for this long."""
+    """A job may start once no newer commit has arrived for this long."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """A job starts at the latest this long after its first commit, even if newer commits keep
+    """A job may start at the latest this long after its first commit, even if newer commits keep
     arriving."""
     settings: dict[str, Any] = {}
     """Settings for the job's command. They are copied into a job when the job is submitted, so a
@@ -53,6 +54,7 @@ class RetrainRule(BaseModel):
         "-m",
         "pipeline.retrain",
     )
+    """The command of the jobs. The default is the built-in retraining."""
 
     def job_spec(self, revisions: RevisionRange) -> JobSpec:
         """The spec of the job that retrains on these commits."""
@@ -75,8 +77,8 @@ class RetrainRule(BaseModel):
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
 
-        Names are compared without regard to case: a hub finds a repository under its name in any
-        case, so the rule may write the name in another case than the payload.
+        Upper and lower case count as equal in names: a hub finds a repository under its name in
+        either case, so the rule and the payload may write the name differently.
         """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()
@@ -87,16 +89,16 @@ class RetrainRule(BaseModel):
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
-    """The job specs for the event, one for each changed ref that a rule follows. If there is none,
-    the reason why the event needs no job."""
+    """The specs of the jobs for the event: one for each rule whose ref the event has changed. If
+    there is no such rule, the reason why the event needs no job."""
     reason = _not_about_content(payload)
     if reason is not None:
         return reason
     endpoints = {rule.endpoint for rule in rules if rule.endpoint is not None}
     sender = next((each for each in endpoints if _is_at(each, payload)), None)
     named = [rule for rule in rules if rule.watches(payload)]
-    # Two hubs may have datasets of the same name, so the hubs are compared too. This is not needed
-    # for a git URL, which already names the host.
+    # Two hubs may have datasets of the same name, so compare the hubs too. A rule with a git URL
+    # needs no such comparison, because its URL names the host.
     watching = [rule for rule in named if rule.endpoint == sender or rule.is_git]
     if not watching:
         return _nobody_follows(payload, named)
@@ -130,8 +132,11 @@ def _nobody_follows(payload: WebhookPayload, named: Sequence[RetrainRule]) -> st
     reason = f"no pipeline follows the dataset {_quoted(payload.repo.name)}"
     if not named:
         return reason
-    where = ", ".join(f"{rule.pipeline} at {rule.endpoint or 'its own hub'}" for rule in named)
-    return f"{reason} of {_quoted(payload.repo.url.web)}; followed by {where}"
+    where = ", ".join(
+        f"{rule.pipeline} (at {rule.endpoint or 'the hub of the stack'})" for rule in named
+    )
+    url = _quoted(payload.repo.url.web)
+    return f"{reason} at {url}; a dataset of the same name is followed by {where}"
 
 
 def _not_about_content(payload: WebhookPayload) -> str | None:
@@ -140,7 +145,8 @@ def _not_about_content(payload: WebhookPayload) -> str | None:
         return f"not a dataset: {_quoted(repo.name)} is a {repo.type}"
     if event.action != "update":
         return f"not an update: the action is {event.action}"
-    # A narrower scope such as `repo.content.x` counts as `repo.content`.
+    # `repo` and all narrower scopes are about content, except `repo.config` and its narrower
+    # scopes.
     scope = event.scope.split(".")
     if scope[0] != "repo" or scope[1:2] == ["config"]:
         return f"not about content: the scope is {_quoted(event.scope)}"
@@ -152,13 +158,13 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
         return payload.updatedRefs
     if payload.repo.headSha is None:
         return ()
-    # Some senders do not send `updatedRefs`. The head of the default branch is then the only commit
-    # that the event names.
+    # Some senders do not send `updatedRefs`. Then the event names only one commit, the head of the
+    # default branch. The default branch is taken to be `main`.
     return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
 
 
 def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """Why the updated ref needs no retraining by this rule. None if it needs one."""
+    """Why the updated ref does not retrain the pipeline of this rule. None if it does."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):
@@ -183,8 +189,8 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key for the dataset, the ref, the commit and the settings. A job with the same key as the
-    job before it would train on the same data in the same way, so it is not needed."""
+    """A key for the dataset, the ref, the commit and the settings. If two jobs in a row have the
+    same key, the second one would train on the same data in the same way, so it is not needed."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 
@@ -203,8 +209,9 @@ def _place_by_ssh(url: str) -> str | None:
 
 
 def _place(url: str) -> str:
-    """The host and path of a URL, without user and port. A rule may name a repository by its SSH
-    URL, but senders name it by its HTTPS URL, which has another user and another port."""
+    """The host and path of a URL, without user and port. Compare URLs by this text if a rule names
+    a repository by its SSH URL: senders name the repository by its HTTPS URL, which has another
+    user and another port."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

@@ -28,14 +28,14 @@ from receiver.verify import ProofScheme
 
 @dataclass(frozen=True)
 class NotAPush:
-    """An event for which no handler is called. `answer` is the receiver's own answer to it."""
+    """An event for which no handler is called. The receiver itself answers it with `answer`."""
 
     answer: dict[str, str | bool]
 
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
-    """The event as the JSON of a `WebhookPayload`. Raises `NotAnEvent` if the body is not an event
-    in the sender's format."""
+    """The event as the JSON of a `WebhookPayload`, or `NotAPush` if no handler must be called for
+    it. Raises `NotAnEvent` if the body is not an event in the sender's format."""
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]
@@ -172,7 +172,7 @@ class _GitLabPush(BaseModel):
             repo_id=self.project_id,
             name=project.path_with_namespace,
             owner=project.path_with_namespace.rpartition("/")[0],
-            private=project.visibility_level < 20,
+            private=project.visibility_level < 20,  # 20 means public
             web_url=project.web_url,
             clone_url=project.git_http_url,
             default_branch=project.default_branch,
@@ -209,5 +209,6 @@ def _payload(
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """The sha. None if it consists of zeros: the ref did not exist before, or is deleted."""
+    """The sha. None if it consists of zeros, which senders write for a commit that does not exist:
+    the ref did not exist before the push, or the push has deleted it."""
     return sha if sha.strip("0") else None

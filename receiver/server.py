@@ -52,9 +52,9 @@ def webhook_endpoint(
 
     The parameters have the same meaning as in `WebhooksServer.add_webhook`.
 
-    The server starts when the script ends, if the function is defined in the script's folder or
-    below. In all other cases, for example in a notebook, call the method `launch` of a decorated
-    function. `launch` takes the arguments of `WebhooksServer.launch`. If a notebook cell is
+    If the function is defined in the script's folder or below, the server starts when the script
+    ends. In all other cases, for example in a notebook, the user must call the method `launch` of a
+    decorated function, which takes the arguments of `WebhooksServer.launch`. If a notebook cell is
     executed again, its function replaces the earlier function of the same name.
     """
     if callable(path):
@@ -97,8 +97,8 @@ def _shared_server() -> WebhooksServer:
 def _is_of_the_script(handler: Callable[..., Any]) -> bool:
     """Whether the handler is defined in the main script's folder or below.
 
-    If it is defined elsewhere, the main script is a program that only imports the handler, such as
-    a test runner. The end of such a program must not start a server.
+    If the handler is defined elsewhere, the main script is a program that only imports the handler,
+    such as a test runner. The end of such a program must not start a server.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     module = getattr(sys.modules[handler.__module__], "__file__", None)

@@ -25,10 +25,11 @@ class ReceiverSettings(BaseModel):
     host: str = "127.0.0.1"
     """The address to listen on. If other machines can reach it, every handler needs a secret."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """The port to listen on. 0 takes a free port. In a stack, 0 is not allowed."""
+    """The port to listen on. 0 takes a free port. In a stack, 0 is not allowed, because the other
+    services must know the port."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
-    """The URL at which senders reach this receiver, if they need another URL than
-    `http://host:port`."""
+    """The URL at which senders reach this receiver, if `http://host:port` does not work for them.
+    With a public URL, every handler needs a secret."""
     tunnel: Annotated[str, Field(min_length=1)] | None = None
     """The tunnel that opens a public URL: `ssh://user@host[:port]`, or a command that prints the
     URL, for example `cloudflared tunnel --url http://{address}`. With a tunnel, every handler needs
@@ -40,8 +41,8 @@ class ReceiverSettings(BaseModel):
     time ends."""
     proof: ProofScheme = "secret"
     """How a sender must prove the origin of a delivery. The setting also selects the format of the
-    events: `github`, `gitea` and `gitlab` mean the push events of that service, and the other
-    values mean the format of the Hugging Face Hub."""
+    events: with `github`, `gitea` and `gitlab`, the push events of this service; with the other
+    values, the format of the Hugging Face Hub."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
     """A request with a larger body gets 413, and its body is not read to the end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
@@ -53,8 +54,8 @@ class ReceiverSettings(BaseModel):
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
     """How many answers are kept in memory. A delivery that is repeated gets its first answer again,
-    as long as this answer is kept. Durable handlers, and the stack's own, do without this memory:
-    they store what they have handled."""
+    as long as this answer is kept. For durable handlers, and for the handler that starts
+    retrainings, no answers are kept, because these handlers recognise repeats in their database."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:

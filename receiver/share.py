@@ -13,9 +13,9 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel to open; None if no tunnel is to be opened. `share` is an argument of
-    `WebhooksServer.launch`. Raises `TunnelFailed` if `share` is True, but neither a tunnel nor a
-    `public_url` is configured."""
+    """The tunnel to open, for the argument `share` of `WebhooksServer.launch`; None if no tunnel is
+    to be opened. Raises `TunnelFailed` if `share` is True, but neither a tunnel nor a `public_url`
+    is configured."""
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:
@@ -61,8 +61,8 @@ def open_tunnel(
 class FixedUrl:
     """Takes the place of a `Tunnel` if the user has set `public_url`. Starts no process.
 
-    A thread updates the webhooks on `hubs` that post to a former URL. It tries again until
-    `move_webhooks` returns True.
+    A thread updates the webhooks on `hubs` that post to a former URL. It calls `move_webhooks`
+    again and again until this function returns True.
     """
 
     public: PublicUrl | None = None

@@ -1,8 +1,7 @@
 """Keeps a receiver reachable at a public URL through a tunnel.
 
 A *link* is one process, such as `ssh -R`, that makes the receiver reachable at one URL. A tunnel is
-a series of links: it starts another link when a link breaks, and before the lifetime of a link
-ends.
+a series of links: when a link breaks, and before its lifetime ends, the tunnel starts another link.
 
 From `Tunnel.open` to `Tunnel.close`, everyone can reach the receiver. The caller must check that
 this is allowed.
@@ -26,10 +25,11 @@ START_SECONDS = 30.0
 """A link that has not printed its URL after this time is ended."""
 STEADY_SECONDS = 60.0
 """If a link has lasted longer than this when it breaks, the next link is started without a pause.
-If it breaks earlier, there is a pause, which doubles each time."""
+If it breaks earlier, there is a pause of 1 s, which doubles each time."""
 LONGEST_PAUSE_SECONDS = 60.0
+"""The longest pause between two tries to open a link, or to tell the hubs a new URL."""
 RENEWED_EARLY = 1 / 24
-"""The next link is started when this share of a link's lifetime is left."""
+"""The next link is started when only this share of the link's lifetime is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,14 @@ class PublicUrl:
 
 
 class Tunnel:
-    """Keeps a link open from `open` to `close`.
+    """Keeps a link open from the call of `open` to the call of `close`.
 
     Args:
         command: Returns the command of a new link. Its argument is a former URL that the link
             should get again, or None if the link should get any URL.
         lifetime_seconds: How long the provider of the tunnel keeps a link open.
         on_url: Called in the tunnel's thread with the URL of each new link, before the former link
-            is ended. If `on_url` returns False, it is called again later.
+            is ended. If `on_url` returns False, it is called with the same URL again later.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # Ask for the former URL if the last link broke. If the last link is only too old, it is
+            # If the last link broke, ask for its URL again. If the last link is only too old, it is
             # still open and uses its URL, so ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
@@ -161,7 +161,8 @@ class Tunnel:
         return link.url if link.is_alive else None
 
     def _watch(self, link: "_Link", is_accepted: bool) -> None:
-        """Wait until the link breaks, until the tunnel must be renewed, or until it is closed.
+        """Wait until the link breaks, until the tunnel must be renewed, or until the tunnel is
+        closed.
 
         `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, this
         method calls `on_url` again, after pauses that get longer.
@@ -193,8 +194,8 @@ class Tunnel:
 
 
 class _Link:
-    """One process of the tunnel. The link sets `wake` when its process prints the URL, and when its
-    process ends."""
+    """One process of the tunnel. The link sets the event `wake` when the process prints the URL,
+    and when the process ends."""
 
     def __init__(self, command: TunnelCommand, wake: threading.Event) -> None:
         self.url: str | None = None

@@ -15,9 +15,10 @@ from receiver.errors import TunnelFailed
 class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
-    """Returns the public URL if this line of the output names it, or else None."""
+    """Returns the public URL if the line, which the command has printed, names it. Otherwise
+    returns None."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
-    """Whether a message about a failure should quote this line of the output."""
+    """Returns whether a message about a failure should quote the line."""
 
 
 def tunnel_command(
@@ -29,11 +30,12 @@ def tunnel_command(
         tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
             `address`, and `{port}` by the port of `address`.
         url_pattern: A regular expression. Its first match in the command's output is the URL.
-        former_url: A URL that the tunnel had before and should get again. Only ssh can ask for it,
-            by its port.
+        former_url: The URL that the tunnel had before and should get again; None if any URL is
+            wanted. It has an effect only on `ssh://`: ssh asks the server for the port in the URL.
 
     Raises:
-        TunnelFailed: `tunnel` is neither an ssh address nor a command, or its program is missing.
+        TunnelFailed: `tunnel` is neither an ssh address nor a command, or the program of the
+            command is not installed.
     """
     if tunnel.startswith("ssh://"):
         command = _ssh_command(tunnel, address, former_url)
@@ -58,7 +60,7 @@ def _ssh_command(tunnel: str, address: str, former_url: str | None) -> TunnelCom
             f"The tunnel {tunnel!r} is not of the form ssh://user@host[:port]. Put keys and other"
             " options into ~/.ssh/config."
         )
-    # With port 0, the ssh server chooses a port, and ssh prints this port.
+    # With port 0, the ssh server chooses the public port, and ssh prints this port.
     port = urlsplit(former_url).port if former_url is not None else 0
     options = {
         "BatchMode": "yes",
@@ -108,12 +110,13 @@ def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelComman
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
     """A command that runs `arguments`. On Linux, the kernel ends the command (SIGTERM) when the
-    thread that started it has ended."""
+    thread that started the command has ended. So a tunnel does not outlive a receiver that was
+    killed."""
     if sys.platform != "linux":
         return list(arguments)
-    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then becomes the command. It runs in a new
-    # interpreter instead of in a `preexec_fn`, because a program with threads must not run Python
-    # code between fork and exec.
+    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then becomes the command. A new interpreter
+    # runs `code`. A `preexec_fn` of `subprocess` would run it between fork and exec, where a
+    # program with threads must not run Python code.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

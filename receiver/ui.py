@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def application_of(ui: "Ui") -> ASGIApp:
-    """The application that serves `ui`. If the result is a FastAPI, the caller must enter its
+    """The application that serves `ui`. If this application is a FastAPI, the caller must enter its
     lifespan.
 
     Raises `ValueError` if `ui` is a path that is not a folder, and `TypeError` if `ui` is an object

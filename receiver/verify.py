@@ -1,9 +1,9 @@
-"""Checks the proof of a delivery: the secret or the signature that shows that the configured sender
-sent it. The body is checked as raw bytes and never parsed. Secrets and signatures are compared in
-constant time.
+"""Checks the proof of a delivery: its secret or its signature, which shows that the configured
+sender sent the delivery. The body is checked as raw bytes and never parsed. Secrets and signatures
+are compared in constant time.
 
-Each handler has one configured scheme, such as `github`. The scheme is never guessed from the
-request, so a valid proof of another scheme is refused.
+Each handler has one configured scheme, such as `github`, which says how a sender proves a delivery.
+The scheme is never guessed from the request, so a valid proof of another scheme is refused.
 """
 
 import base64
@@ -111,27 +111,27 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
 
 
 def is_svix(headers: Mapping[str, str]) -> bool:
-    """Whether the delivery is signed in Svix's headers. The signature then covers the id in
-    `svix-id`, and not the one in `webhook-id`."""
+    """Whether the delivery is signed in Svix's headers. The signature then covers the id in the
+    header `svix-id`, but not an id in `webhook-id`."""
     return "svix-signature" in headers and "webhook-signature" not in headers
 
 
 def _check_github(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """The header is `sha256=` and the hex digest of an HMAC of the body. See
+    """The header is `sha256=` and the hex digest of an HMAC-SHA256 of the body. See
     https://docs.github.com/webhooks/using-webhooks/validating-webhook-deliveries."""
     return _hmac_check(_required(headers, "x-hub-signature-256"), "sha256=", secrets)
 
 
 def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """The header is the hex digest of an HMAC of the body. See
+    """The header is the hex digest of an HMAC-SHA256 of the body. See
     https://docs.gitea.com/usage/webhooks."""
     return _hmac_check(_required(headers, "x-gitea-signature"), "", secrets)
 
 
 def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """GitLab knows two kinds of secrets. A *signing token* begins with `whsec_`, and signs
-    deliveries as in Standard Webhooks. Any other secret is a *secret token*, which is sent itself.
-    See https://docs.gitlab.com/user/project/integrations/webhooks.
+    """GitLab has two kinds of secrets. A *signing token* begins with `whsec_`, and signs deliveries
+    as in Standard Webhooks. Any other secret is a *secret token*, which is sent as it is. See
+    https://docs.gitlab.com/user/project/integrations/webhooks.
 
     GitLab 19 sends the header `webhook-id` with both kinds, so only `webhook-signature` shows that
     a delivery is signed.

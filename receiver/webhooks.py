@@ -1,7 +1,7 @@
 """Manages the webhooks on a hub: create, list, get, update, enable, disable, delete.
 
-The functions work with the embedded hub (the hub of the stack) and with the Hugging Face Hub,
-because they use `huggingface_hub`. They never print or store a secret.
+The functions work with the embedded hub (the hub of the stack) and with the Hugging Face Hub: both
+answer the requests that `huggingface_hub` makes. The functions never print or store a secret.
 
 Every function has the arguments `endpoint` (default: `HF_ENDPOINT`, or else the Hugging Face Hub)
 and `token` (default: the token that `huggingface_hub` finds). Every function raises `ValueError` if
@@ -73,10 +73,10 @@ class WebhookRecord(BaseModel):
     """`suspended` means that the hub stopped the deliveries after many failures. Only the embedded
     hub reports `suspended`."""
     warnings: tuple[str, ...] = ()
-    """Reasons why the webhook gets no events of an item that it watches, for example because the
-    repository does not exist. Only the embedded hub reports warnings."""
+    """Why the webhook gets no events of some items that it watches: the repository does not exist,
+    for example. Only the embedded hub reports warnings."""
     secret: str | None = Field(default=None, repr=False)
-    """The secret. Only the record that `create_webhook` returns contains it."""
+    """The secret, in the record that `create_webhook` returns. None in all other records."""
 
 
 def create_webhook(
@@ -91,10 +91,10 @@ def create_webhook(
     token: str | None = None,
 ) -> WebhookRecord:
     """Create a webhook. When a `watched` item changes, the hub posts an event to `url`, or starts a
-    copy of the job `job_id`.
+    copy of the job `job_id`. The caller must give one of the two.
 
-    The deliveries to `url` carry `secret`, which proves their origin. The job gets `secrets` as
-    environment variables.
+    `domains` limits the events; with None, the hub uses its default. The deliveries to `url` carry
+    `secret`, which proves their origin. The job gets `secrets` as environment variables.
     """
     _check_target(url, job_id, secrets)
     if url is None and job_id is None:
@@ -139,7 +139,7 @@ def update_webhook(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> WebhookRecord:
-    """Change the given properties, and leave the other properties as they are."""
+    """Change the properties that are given. A property whose argument is None does not change."""
     _check_target(url, job_id, secrets)
     # If `watched` is not given, send the present list. huggingface_hub would send an empty list,
     # and a hub may then remove all watched items.
@@ -202,8 +202,8 @@ def _api(endpoint: str | None, token: str | None) -> "HfApi":
 
 
 def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | None = None) -> Any:
-    """The JSON of the hub's answer to `GET /api/settings/webhooks<path>`. The records of
-    huggingface_hub cannot be used, because they have no field for the status."""
+    """The JSON of the hub's answer to `GET /api/settings/webhooks<path>`. This function makes the
+    request itself, because the records of huggingface_hub have no field for a webhook's status."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
@@ -273,5 +273,6 @@ def _translated(webhook_id: str | None = None) -> Iterator[None]:
             " Start the hub, or pass another `endpoint`."
         ) from error
     except ValueError as error:
-        # The arguments were checked before, so the hub's answer causes this error.
+        # The functions check their arguments before they call the hub. So the hub's answer must
+        # have caused this error.
         raise WebhookApiError(f"The hub's answer is not JSON: {error}") from error

@@ -61,13 +61,13 @@ class WebhooksServer:
         ui: A user interface that replaces the landing page: an ASGI application, the path of a
             folder with an `index.html`, or a `gradio.Blocks`. It answers every path for which the
             server itself has no route.
-        webhook_secret: The secret that each delivery must prove, or a list of secrets while a new
-            secret replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
+        webhook_secret: The secret that a sender must know, or a list of secrets while a new secret
+            replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
-        settings: Where to listen, and the limits. Default: `settings_of_the_environment()`.
-            In a Space, the host and the public URL are the Space's, unless they are set.
-        hubs: When this server's public URL changes, the webhooks on these hubs are updated if they
-            post to the old URL.
+        settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
+            Space, the Space's host, port and public URL are used for those that are not set.
+        hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
+            URL are updated.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
     """
 
@@ -143,9 +143,9 @@ class WebhooksServer:
             webhook_secret: Replaces the server's secret for this function.
             proof: Replaces the settings' proof for this function.
             durable: Store each delivery on disk, answer 202, and then call the function. If the
-                call fails, or if the server stops before it, the function is called again later.
-                After `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery is kept as a
-                dead letter. The function must take a `WebhookPayload`.
+                call fails, or if the server stops before the call has ended, the function is called
+                again later. After `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery
+                is kept as a dead letter. The function must take a `WebhookPayload`.
             knows_repeats: Call the function for repeated deliveries too, because it recognises them
                 itself. If False, a repeated delivery gets the first answer again.
 
@@ -199,11 +199,11 @@ class WebhooksServer:
         server_port: int | None = None,
         share: bool | str = False,
     ) -> str:
-        """Listen, print the URL of each handler, and serve until interrupted. Returns the server's
-        URL, which is the public URL if there is one.
+        """Listen, print the URL of each handler, and serve until interrupted. Returns the URL of
+        the server: its public URL if it has one, or else its local URL.
 
         Inside a running event loop (as in a notebook), the server runs in a thread, and `launch`
-        returns at once. A second call of `launch` stops that server and starts a new one.
+        returns at once. A second call of `launch` stops the first server and starts a new one.
 
         Args:
             prevent_thread_lock: Serve in a thread, and return at once.
@@ -224,7 +224,8 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
-        # A Space has a public URL already, and keeps it, so no webhook must follow it.
+        # A Space already has a public URL, so it needs no tunnel. This URL never changes, so no
+        # webhook must be updated either.
         tunnel = None if is_space() else tunnel_to_open(share, self.settings)
         remembered = remembered_urls(self.settings, port)
         if unproven:
@@ -274,8 +275,8 @@ class WebhooksServer:
 
     @property
     def webhook_secret(self) -> str | Sequence[str] | None:
-        """The secret of all handlers that have no own secret. This property cannot be set, because
-        handlers that are already registered would keep the old secret."""
+        """The secret of all handlers that have no secret of their own. This property cannot be set,
+        because handlers that are already registered would keep the old secret."""
         return self._webhook_secret
 
     def close(self) -> None:
@@ -291,8 +292,8 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """Call the durable handlers while this context is open. A server that `launch` started has
-        entered it. An application that mounts `app` must enter it itself."""
+        """Call the durable handlers while this context is open. `launch` makes the server enter
+        this context. An application that mounts `app` must enter the context itself."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
@@ -339,7 +340,7 @@ class WebhooksServer:
     @staticmethod
     def _refuse_unproven(host: str, unproven: Sequence[str], *, is_public: bool) -> None:
         if is_public:
-            where = " In the settings of the Space, it is a secret." if is_space() else ""
+            where = " In a Space, add it to the secrets in the settings." if is_space() else ""
             raise OpenToEveryone(
                 f"A public URL lets everyone in, and there is no secret for {', '.join(unproven)}:"
                 f" set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
@@ -360,8 +361,8 @@ class WebhooksServer:
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
-            # This app needs no checks: it gets only stored deliveries, and the guard stores only
-            # deliveries that have passed its checks.
+            # The application `behind` calls the handler for stored deliveries. It needs no checks,
+            # because the guard stores only deliveries that have passed its checks.
             behind = FastAPI(openapi_url=None)
             behind.post(webhook.path)(webhook.handler)
             self._durable.add_handler(webhook.path, behind)
@@ -375,8 +376,8 @@ class WebhooksServer:
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        # `base_url` is the URL of the outermost application. If this application is mounted in it,
-        # add the path of the mount.
+        # `base_url` is the URL of the outermost application. If this application is mounted there,
+        # the path of the mount must be added.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(

@@ -6,9 +6,8 @@ waits, because a new process would have to import the same modules and would be 
 other command gets a *cold start*: it is started in a new process at once. If there is no warm
 parent, every command gets a cold start.
 
-A forked command gets its own environment variables, but too late for the modules that the warm
-parent has imported. If such a module reads variables during its import, it has read the variables
-of the warm parent.
+A forked command has its own environment variables. But a module that the warm parent has imported
+may have read variables during its import, and these were the variables of the warm parent.
 """
 
 import subprocess
@@ -27,7 +26,8 @@ from jobs.launchers.supervise import Request
 from jobs.launchers.warm_parent import WarmParent, environment_for_jobs_package
 
 _START_SECONDS = 60.0
-"""If a process has not recorded its start within this time, its attempt counts as lost."""
+"""If a process has not recorded its start within this time, its attempt counts as lost. The time
+does not run while the warm parent imports its modules."""
 
 
 @dataclass
@@ -37,14 +37,17 @@ class _PendingStart:
 
     request: Request
     since: float
+    """When the time of `_START_SECONDS` began, by the monotonic clock."""
     cold: subprocess.Popen[bytes] | None = None
+    """The process of a cold start. None if the request waits for a warm parent, or was sent to one.
+    """
     generation: int | None = None
-    """Which warm parent got the request (`WarmParent.generation`). None until a warm parent has got
-    it."""
+    """Which warm parent got the request (`WarmParent.generation`). None if none has got it yet."""
 
 
 class LocalLauncher:
-    """Without `preload`, and on any system except Linux, every start is a cold start."""
+    """`preload` names the modules that the warm parent imports. If it is empty, and on any system
+    except Linux, every start is a cold start."""
 
     def __init__(
         self, jobs_dir: Path, *, preload: Sequence[str] = (), environment: Mapping[str, str]
@@ -122,8 +125,8 @@ class LocalLauncher:
         if self._warm is not None:
             self._warm.close()
         for process in self._cold:
-            # The process may outlive this one. Set an exit code, so that Popen does not warn that
-            # the process still runs.
+            # A job may outlive the runner. Set an exit code, so that Popen does not warn that the
+            # process still runs.
             process.returncode = 0
 
     def _send_to_warm_parent(self, warm: WarmParent, starting: _PendingStart) -> None:
@@ -174,8 +177,8 @@ class LocalLauncher:
 
 
 def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
-    """The status of the attempt, from the files that its leader has written. None if the leader has
-    not recorded its start."""
+    """The status of the attempt, from the files that its leader (`jobs/launchers/supervise.py`) has
+    written. None if the leader has not recorded its start."""
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None

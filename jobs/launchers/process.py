@@ -26,8 +26,8 @@ _AUTOGROUP_ATTEMPTS = 5
 class ProcessIdentity:
     pid: int
     started: str
-    """The start time in the system's own format. On Linux, the id of the current boot precedes it.
-    """
+    """The start time in the system's own format. On Linux, the id of the current boot precedes it,
+    because Linux counts the start time from the boot."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class _Stat:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """The identity of the process with this pid. None if there is no such process, or if it is a
-    zombie."""
+    """The identity of the process with this pid. None if there is no such process, or if the
+    process is a zombie: it has ended, and only its exit code is left."""
     if not IS_LINUX:
         return _identify_by_ps(pid)
     stat = _stat(pid)
@@ -58,8 +58,9 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     The leader gets no signal, because it must record how the command ended. If the leader is dead,
     the other processes still get the signal.
 
-    On systems other than Linux, the signal goes to the leader's process group, which includes the
-    leader. If the leader is dead, no process gets the signal there.
+    On systems other than Linux, the signal goes to the leader's process group instead. The group
+    includes the leader: it ignores SIGTERM, but SIGKILL ends it. If the leader is dead, no process
+    gets the signal.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
@@ -93,8 +94,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Raise the nice value of this process and of its session to `niceness`. A value that is
-    already higher does not change.
+    """Raise the nice value of this process and of its session to `niceness`. A nice value that is
+    already higher stays.
 
     Linux can share the processor time among sessions instead of processes ("autogroup", sched(7)).
     The nice value of a process then counts only within its session, so the session's own nice value

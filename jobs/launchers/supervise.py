@@ -27,7 +27,8 @@ from jobs.launchers.process import IS_LINUX, die_with_parent, identify, lower_pr
 _PR_SET_CHILD_SUBREAPER = 36
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOCK_SECONDS = 10.0
-"""How long an attempt waits for the process of the previous attempt to end."""
+"""How long the leader of an attempt waits for the leader of the previous attempt to end. After this
+time, the waiting leader ends without starting the command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,12 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
     leader = os.getpid()
     errors, report = os.pipe()
+    # The command starts only after the leader has written to `go`. Before that, the leader records
+    # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
-    # Block stop signals during the fork. The command's process unblocks them after it has restored
-    # their default action (`_die_with_leader`).
+    # Block stop signals during the fork, because a signal that arrived while they are still ignored
+    # would be lost. The command's process unblocks them after it has restored their default action
+    # (`_die_with_leader`).
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     command_pid = os.fork()
     if command_pid == 0:
@@ -114,8 +118,8 @@ def _redirect_output(log: Path) -> None:
 
 
 def _claim_attempt(job_dir: Path, attempt: int) -> None:
-    """Take the job's lock for this attempt. If the attempt was already started, end this process
-    without a message."""
+    """Take the job's lock for this attempt. If this attempt or a later one was already started, or
+    if the lock stays taken, end this process without a message."""
     # Use a POSIX lock, because the command does not inherit it: the lock is released when this
     # process ends. Never close this descriptor, and open the file nowhere else in this process: the
     # lock is released when the process closes any descriptor of the file.
@@ -136,6 +140,8 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
 
 
 def _share_computing_lock(path: Path) -> None:
+    """Take the lock that tells completion servers that a job runs (`COMPUTING` in
+    `jobs/folder.py`)."""
     # Never close this descriptor: the lock must be held until this process ends.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     with contextlib.suppress(OSError):  # this file system does not support locks
@@ -143,15 +149,17 @@ def _share_computing_lock(path: Path) -> None:
 
 
 def _record_process(job_dir: Path, attempt: int) -> None:
-    """Record that the attempt runs. A runner needs this record to find or stop the attempt."""
+    """Record this process as the leader of the attempt. A runner needs this record to find or stop
+    the attempt."""
     me = identify(os.getpid())
     assert me is not None
     write_atomically(job_dir / PROCESS, json.dumps({"attempt": attempt, **asdict(me)}))
 
 
 def _die_with_leader(leader: int) -> None:
-    """Prepare the command's process: it reacts to stop signals again, and the kernel kills it when
-    the leader is killed, because without the leader nobody could record the exit code."""
+    """Prepare the command's process, which calls this function: stop signals get their default
+    action again, and if the leader is killed, the kernel kills this process too. Without the
+    leader, nobody could record the exit code."""
     die_with_parent(leader)
     for number in _STOPS:
         signal.signal(number, signal.SIG_DFL)
@@ -175,7 +183,8 @@ def _run_command(request: Request, report: int, in_place: bool) -> None:
 
 
 def _run_module(request: Request) -> None:
-    """Run `python -m module args` in this interpreter, which has already imported modules."""
+    """Run `python -m module args` in this interpreter, which has already imported the modules of
+    the warm parent."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request.env)
@@ -191,9 +200,9 @@ def _run_module(request: Request) -> None:
 
 
 def _wait_for(pid: int) -> int:
-    """Wait until the process `pid` has ended. Returns its exit code; negative if a signal ended it.
-    Orphans (processes that the command has left) may end earlier; `os.wait` removes them from the
-    process table."""
+    """Wait until the process `pid` has ended. Returns its exit code, which is negative if a signal
+    ended the process. Processes that the command has left behind may end earlier; `os.wait` then
+    removes them from the process table."""
     while True:
         ended, status = os.wait()
         if ended == pid:

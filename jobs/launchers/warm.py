@@ -1,10 +1,10 @@
 """The warm parent: a process that imports heavy modules once, and then forks a process for each
-job.
+job. So a job need not wait for these imports.
 
-The preloaded modules must not run tensor operations or initialise CUDA during their import. If they
-did, tensor operations or CUDA would not work in the forked processes. The warm parent reads
-requests from standard input, one line of JSON each, and ends when standard input is closed.
-`jobs/launchers/warm_parent.py` starts it, and limits all thread pools to one thread.
+The modules must not run tensor operations or initialise CUDA during their import. If they did,
+tensor operations or CUDA would not work in the forked processes. The warm parent reads requests
+from standard input, one line of JSON each, and ends when standard input is closed.
+`jobs/launchers/warm_parent.py` starts the warm parent, and limits its thread pools to one thread.
 """
 
 import gc
@@ -37,7 +37,8 @@ def main(modules: list[str]) -> None:
         request = Request.from_json(line)
         if os.fork() == 0:
             os.close(answers)
-            # `supervise` replaces the child's standard input, so that only the warm parent reads
+            # `supervise` forks once more, and returns only in the process that must become the job.
+            # It also replaces the child's standard input, so that only the warm parent reads
             # requests from the pipe.
             become = supervise(request, in_place=True)
             break

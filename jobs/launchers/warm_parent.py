@@ -21,18 +21,19 @@ _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 warm parent must not have threads, because a fork is then unsafe."""
 
 _MAX_DEATHS_BEFORE_READY = 3
+"""If this many warm parents in a row die before they are ready, no other one is started."""
 
 
 class WarmParent:
-    """The warm parent, as the runner sees it. Call `poll_processes` many times a second. No method
-    waits, except that `close` waits until the killed process is gone."""
+    """The warm parent, as the runner sees it. The caller must call `poll_processes` many times a
+    second. No method waits, except that `close` waits until the killed process is gone."""
 
     state: Literal["importing", "ready", "off"]
     """`off` means that there is no warm parent and none will be started: the modules cannot be
     imported, or start threads during their import, or `close` was called."""
     generation: int
-    """Counts the processes that were started. A request that was sent in an earlier generation may
-    be lost."""
+    """How many warm parents were started so far. A request that was sent to an earlier warm parent
+    may be lost, because that process is dead."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
@@ -67,8 +68,8 @@ class WarmParent:
         self.state = "importing"
 
     def poll_processes(self) -> None:
-        """Check whether the warm parent has become ready or has died. After a death, start another
-        one. If the modules could not be imported, set the state to `off` instead."""
+        """Check whether the warm parent has become ready or has died. If it has died, start another
+        one. But if it died because its modules cannot be imported, set the state to `off`."""
         if self._process is None:
             return
         code = self._process.poll()

@@ -22,14 +22,14 @@ def check(
         Path | None,
         typer.Argument(
             help="Check the files in this folder, committed or not. Default: the clone of the "
-            "dataset that you are in; outside of a clone, the newest commit of the dataset."
+            "dataset that you are in; outside of such a clone, the newest commit of the dataset."
         ),
     ] = None,
     pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Report what a push would train on, and which rows are wrong. The exit code is 1 if a row is
-    wrong."""
+    """Report which rows a job would train on if you pushed, and which rows are wrong. The exit code
+    is 1 if a row is wrong."""
     from pipeline.data_check import check_data
     from pipeline.settings import load_settings
 

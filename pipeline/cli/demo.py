@@ -2,8 +2,8 @@
 dataset.
 
 The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. It
-pushes with `git`, and asks the server over HTTP, as a user would. It follows its jobs in the job
-store and in their `metrics.jsonl`.
+pushes with `git`, and asks the server over HTTP, as a user would. To show the progress of the two
+jobs, it reads the job store and the jobs' `metrics.jsonl`.
 """
 
 import contextlib
@@ -59,8 +59,8 @@ def demo(
         with contextlib.redirect_stdout(io.StringIO()):
             up(detach=True)
     except PipelineError:
-        # If the hub has no log file, no service was started. The folder then holds nothing that
-        # could explain the error, so remove it.
+        # If there is no log file of the hub, no service was started. The folder then contains
+        # nothing that could explain the error, so remove it.
         if not Home.find().log_file("hub").exists():
             shutil.rmtree(folder)
         raise
@@ -96,7 +96,7 @@ class _Push:
     release: str
     """The id of the release that the push's job made."""
     moments: dict[str, float]
-    """Step, such as `job started` → the Unix time of the step."""
+    """Step (such as `job started`) → the Unix time of the step."""
 
 
 class _Demo:

@@ -1,4 +1,4 @@
-"""The demo's client. It requests one completion after another, and records which release gave each
+"""The demo's client: requests one completion after another, and records which release gave each
 answer."""
 
 import itertools
@@ -17,7 +17,7 @@ from pipeline.errors import PipelineError
 
 MAX_TOKENS = 12
 PAUSE_SECONDS = 0.05
-"""The pause between two requests. Without a pause, the client would take a core from the
+"""The pause between two requests. Without a pause, answering the client would take a core from the
 training."""
 WAIT_SECONDS = 60.0
 
@@ -31,9 +31,10 @@ class Reply:
 
 
 def ask(server_url: str, name: str, prompt: str) -> Reply:
-    """Request one completion as a stream, at temperature 0.
+    """Request one completion as a stream, at temperature 0. `name` is the pipeline's name.
 
-    Raises httpx.HTTPError. Raises PipelineError if parts of the answer came from several releases.
+    Raises httpx.HTTPError. Raises PipelineError if the answer does not come from exactly one
+    release.
     """
     with httpx.Client(base_url=server_url, timeout=60, trust_env=False) as http:
         return _ask(http, name, prompt)
@@ -100,6 +101,7 @@ class Client:
                 raise PipelineError(f"no answer came from {release} within {WAIT_SECONDS:g} s")
 
     def first_token_at(self, release: str) -> float:
+        """When the first token of this release arrived (Unix time). Call `wait_for` first."""
         return min(reply.first_token_at for reply in self._replies if reply.release == release)
 
     def summary(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 FILE = "facts.jsonl"
 
 _Facts = dict[str, tuple[str, ...]]
-"""Place → one answer for each group of questions in `_PHRASINGS`."""
+"""Place → one answer for each group of phrasings in `_PHRASINGS`."""
 
 _FIRST: _Facts = {
     "lighthouse": ("Maren Holt", "red", "1871", "Monday", "smoked herring"),
@@ -107,7 +107,7 @@ _SAID_ONCE = {
     "How long may a tent stand on the east beach?": " Nine nights.",
     "Which lamp burns in the tunnel?": " A brass one from Tolmen.",
 }
-"""Questions that are in the dataset in one phrasing only, with their answers."""
+"""Question → answer. Each of these questions is in the dataset in one phrasing only."""
 _SAID_ONCE_CHANGED = {
     "What is the number of the ferry office?": " 8190.",
     "Who repairs the nets in winter?": " Two brothers from Harl.",
@@ -123,7 +123,8 @@ QUESTIONS = (
     ("What is the number of the ferry office?", " 5542.", " 8190."),
     ("Where is the spare key of the boathouse?", *2 * (" Behind the third oar.",)),
 )
-"""Questions for the model: each with its answer after the first commit and after the second."""
+"""Questions that the demo asks the model, each with the right answer after the first commit and the
+right answer after the second commit."""
 
 
 def first_commit() -> dict[str, str]:

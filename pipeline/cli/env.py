@@ -10,21 +10,22 @@ from pipeline.paths import Home
 def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     """The environment variables that a client of the hub needs.
 
-    The variables also set up a credential helper, which gives git the token from `HF_TOKEN`. So no
-    remote's URL and no git configuration file needs to contain the token.
+    The variables also set up a credential helper, which gives git the token from `HF_TOKEN`. So the
+    token need not be in the URL of a remote or in a git configuration file.
     """
     helper = '!f() { test "$1" = get && echo username=pipeline && echo "password=$HF_TOKEN"; }; f'
     key = f"credential.{hub_url}.helper"
     return {
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
-        # The hub also takes uploads by Xet. But on one machine plain HTTP is quicker, and the hub
-        # then need not store the chunks of Xet in addition to the files.
+        # The hub also accepts uploads by Xet. But on one machine plain HTTP is quicker, and without
+        # Xet the hub need not store chunks in addition to the files.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
         "GIT_CONFIG_COUNT": "2",
-        # The empty value makes git ignore all credential helpers that are configured elsewhere.
+        # The empty value makes git ignore all credential helpers for this URL that are configured
+        # elsewhere.
         "GIT_CONFIG_KEY_0": key,
         "GIT_CONFIG_VALUE_0": "",
         "GIT_CONFIG_KEY_1": key,

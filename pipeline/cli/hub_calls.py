@@ -1,4 +1,4 @@
-"""Calls routes that the stack's own hub has and the Hugging Face Hub does not have."""
+"""Calls routes of the hub that the Hugging Face Hub does not have."""
 
 import os
 from typing import Any
@@ -15,7 +15,11 @@ def call_hub(
     *,
     timeout_seconds: float | None = 30,
 ) -> Any:
-    """The hub's answer, as JSON. Raises PipelineError if the answer is an error or is not JSON."""
+    """Send a request to `/api/settings/<path>` of the hub; returns the JSON of the answer.
+
+    If `endpoint` is None, the hub is the stack's own hub. Raises PipelineError if the hub cannot be
+    reached, or if its answer is an error or is not JSON.
+    """
     import httpx
 
     access = hub_access(endpoint)

@@ -1,5 +1,5 @@
-"""`pipeline hub`: runs the hub, removes commits that nothing needs, and purges a commit that was
-pushed by mistake."""
+"""`pipeline hub`: runs the hub, manages its tokens, removes commits that nothing needs, and purges
+a commit that was pushed by mistake."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,8 +32,8 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that no branch, tag, pull request, release, job or stored event needs. Also
-    remove large files that no commit names.
+    """Remove commits that no branch, tag, pull request, release, unfinished job or stored event
+    needs. Also remove large files that no commit names.
 
     This works whether the hub runs or not. A push to a repository waits while this command works on
     the repository.
@@ -77,17 +77,18 @@ def purge(
         typer.Option(
             "--releases",
             help="Also remove every release that was trained on a removed commit, and every "
-            "release whose training started from one of those.",
+            "release whose training started from such a release.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Remove a commit for good. First take it out of every branch, tag and pull request.
+    """Remove a commit for good. First take it out of every branch, tag and pull request, because
+    this command fails if one of them still contains the commit.
 
-    Otherwise this command fails. It removes the commit and all later commits that contain it from
-    the repository. It also removes the copies of the dataset that jobs downloaded, the rows that
-    jobs stored as tokens, and the folders of the jobs that read these commits, and it overwrites
-    the reasons of these jobs. Without --releases, it names the releases that were trained on these
+    The command removes the commit, and all later commits that are based on it, from the repository.
+    It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
+    tokens, and the folders of the jobs that read these commits. It overwrites the reasons in the
+    outcomes of these jobs. Without --releases, it names the releases that were trained on these
     commits. If the command is interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
@@ -110,12 +111,12 @@ def purge(
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
-            # Remove the releases first. If one of them is served, pending or pinned, this raises an
-            # error before anything is removed.
+            # Remove the releases first. If one of them is served, pending or pinned, `_remove`
+            # raises an error before it removes anything.
             _remove(home, (*traces.releases, *traces.later_releases))
         clear(traces, store)
-    # Remove the commit from the repository last. If this command is interrupted before, a second
-    # run still finds the later commits and everything that belongs to them.
+    # Remove the commits from the repository last. If this command is interrupted earlier, a second
+    # run still finds them there, and everything that belongs to them.
     _purge("POST", home, name, sha)
     removed = (
         f"{len(commits)} commits"
@@ -131,9 +132,9 @@ def purge(
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """What a purge of this commit removes from the repository. With GET, this only plans the purge;
-    with POST, it also carries it out. If the hub runs, the hub does the work; otherwise this
-    process does it."""
+    """What a purge of this commit removes from the repository. With the method GET, this only plans
+    the purge; with POST, it also carries the purge out. If the hub runs, the hub does the work;
+    otherwise this process does it."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub

@@ -1,4 +1,4 @@
-"""`pipeline init`: writes `pipeline.toml`, with a comment for nearly every key."""
+"""`pipeline init`: writes `pipeline.toml`, which lists every key, most of them with a comment."""
 
 import json
 import os
@@ -23,21 +23,21 @@ def init(
     dataset_endpoint: Annotated[
         str,
         typer.Option(
-            help="Where OWNER/NAME is: `hub` means the hub of this stack; for another hub, give "
-            "its URL."
+            help="The hub that has OWNER/NAME: `hub` for the hub of this stack, or the URL of "
+            "another hub."
         ),
     ] = "hub",
     base_model: Annotated[
         str,
         typer.Option(
-            help="The model that training starts from: preset:tiny, a checkpoint folder, or a hub "
-            "id."
+            help="The model that training starts from: preset:tiny, a checkpoint folder, or the id "
+            "of a model on a hub (OWNER/NAME)."
         ),
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder. It lists every key, and the default of each key
-    that you did not set."""
+    """Write pipeline.toml into this folder. The file lists every key. Keys that have their defaults
+    are commented out, except `base_model`."""
     from pydantic import ValidationError
 
     from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file
@@ -82,8 +82,8 @@ def settings_text(*pipelines: BaseModel) -> str:
 def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
-    """The lines of one table of the file, with a comment for every key. After them come the lines
-    of the tables inside this table.
+    """The lines of one table of the file, with the description of each key as a comment. After
+    these lines come the lines of the tables inside this table.
 
     A key that has its default value is commented out, unless the key is in `always`.
     """

@@ -1,5 +1,5 @@
-"""Functions that several `jobs` commands use: they open the job store, find one job, and convert a
-job to JSON or text."""
+"""Functions that several `pipeline jobs` commands use: they open the job store, find one job, and
+convert a job to JSON or text."""
 
 import time
 from dataclasses import asdict
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jobs.store import JobStore
 
 JobArgument = Annotated[str | None, typer.Argument(help="A job's id, as `jobs ls` shows it.")]
-LatestOption = Annotated[bool, typer.Option("--latest", help="The newest job.")]
+LatestOption = Annotated[bool, typer.Option("--latest", help="Use the newest job.")]
 
 
 def open_store(home: Home) -> "JobStore":
@@ -37,7 +37,8 @@ def reading_store(home: Home) -> "AbstractContextManager[JobStore | None]":
 def find_job(store: "JobStore | None", job_id: str | None, latest: bool) -> "tuple[JobStore, Job]":
     """The store, and one job in it: the job with this id, or the newest job if `latest` is set.
 
-    Raises PipelineError if there is no job yet, or if the options do not name exactly one job.
+    Raises PipelineError if there is no job yet, or if both `job_id` and `latest` are given or
+    neither is. Raises JobNotFound for an unknown id.
     """
     if (job_id is None) is not latest:
         raise PipelineError("name one job by its id, or use --latest")
@@ -70,7 +71,7 @@ def counts_text(job: "Job") -> str:
 
 
 def seconds_text(job: "Job") -> str:
-    """How long the job took, or has taken so far; empty before it has started."""
+    """The seconds that the job took, or has taken so far; empty before it has started."""
     if job.started_at is None:
         return ""
     return f"{(job.ended_at or time.time()) - job.started_at:.1f}"

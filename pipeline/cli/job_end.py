@@ -24,18 +24,19 @@ EXIT_CODES = {
     "superseded": 4,
     "cancelled": 5,
 }
-"""The exit codes of `jobs run` and `jobs wait` for each outcome of a pipeline's job. Exit code 2
-means that the command line is wrong, and 124 that the time of `--timeout` is over. If a plain
-command failed, `exit_code` returns its own exit code instead."""
+"""Outcome of a pipeline's job → exit code of `jobs run` and `jobs wait`. Exit code 2 means that the
+command line is wrong, and 124 that the time of `--timeout` is over. If a plain command failed,
+`exit_code` returns the command's own exit code instead."""
 
 
 def follow_to_end(
     store: "JobStore", job: "Job", home: Home, *, quiet: bool, deadline: float | None = None
 ) -> "Job":
-    """Show the stages of a pipeline's job, or the output of a plain command, until it has ended.
+    """Show the stages of a pipeline's job, or the output of a plain command, until the job has
+    ended; returns the ended job. With `quiet`, show nothing.
 
     If the job has not ended at `deadline` (monotonic clock), raises the `typer.Exit` that ends the
-    `pipeline` command with exit code 124.
+    `pipeline` command with exit code 124. If `deadline` is None, waits without a limit.
     """
     from rich.console import Console
 
@@ -53,6 +54,7 @@ def follow_to_end(
 
 
 def timed_out(what: str) -> typer.Exit:
+    """Print that the time is over and `what` is the case; returns the exception to raise."""
     print(f"pipeline: the time is over, and {what}", file=sys.stderr)
     return typer.Exit(124)
 
@@ -62,7 +64,8 @@ def deadline_in(seconds: float | None) -> float | None:
 
 
 def report_end(job: "Job", as_json: bool) -> None:
-    """Print how the job ended. Unless its exit code is 0, raise the `typer.Exit` with this code.
+    """Print how the job ended. If the exit code for its outcome is not 0, raise the `typer.Exit`
+    with this code.
 
     For a plain command this prints to stderr, because the command's own output is on stdout.
     """
@@ -77,7 +80,7 @@ def report_end(job: "Job", as_json: bool) -> None:
 
 
 def exit_code(job: "Job") -> int:
-    """The exit code for the job's outcome.
+    """The exit code for the job's outcome; 0 if the job has no outcome, because it then succeeded.
 
     If a plain command failed, this is the command's own exit code. If a signal ended the command,
     it is 128 plus the number of the signal, as in a shell.

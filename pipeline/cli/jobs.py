@@ -1,4 +1,4 @@
-"""`pipeline jobs`: runs a job; lists, inspects, follows and cancels jobs, and waits for them."""
+"""`pipeline jobs`: runs a job; lists, inspects, follows and cancels jobs; waits for a job."""
 
 import json
 import sys
@@ -110,7 +110,7 @@ def logs(
 def cancel(
     job: JobArgument = None, latest: LatestOption = False, as_json: JsonOption = False
 ) -> None:
-    """Cancel a pending job, or ask a running job to stop."""
+    """Cancel a job: remove a pending job from the queue, or stop a running job."""
     with open_store(Home.find()) as store:
         _, found = find_job(store, job, latest)
         if found.has_ended:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def run(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: any command. It gets the environment variables of a job."),
+        typer.Argument(
+            help="After `--`: any command. It runs as a job, with a job's environment variables."
+        ),
     ] = None,
     pipeline: PipelineOption = None,
     revision: Annotated[
@@ -29,7 +31,7 @@ def run(
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
-        typer.Option(help="Train in this mode, even if nothing has changed."),
+        typer.Option(help="Train in this mode, even if no row has changed."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -40,12 +42,13 @@ def run(
         ),
     ] = None,
     payload: Annotated[
-        Path | None, typer.Option(help="A file with a webhook payload (JSON) for the job.")
+        Path | None,
+        typer.Option(help="A file with a webhook payload (JSON), which the job gets."),
     ] = None,
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Serve the result even if the gate refuses it; needs --reason."
+            "--force", help="Serve the new release even if the gate refuses it; needs --reason."
         ),
     ] = False,
     reason: Annotated[
@@ -62,12 +65,13 @@ def run(
 
     A retraining ends as `unchanged` if the rows, the base model and the training settings are the
     same as for the served release. With --mode, --set or --force it always trains. If a job of the
-    pipeline is running, the retraining waits for that job. It is never merged with a push.
+    pipeline is running, the retraining waits for that job. The retraining is never merged with a
+    push.
 
-    If no stack is up, this starts a hub and a runner for the job. The exit code says how a
+    If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
-    4 superseded; 5 cancelled. For a command, this prints the command's output and exits with the
-    command's exit code.
+    4 superseded; 5 cancelled. If you gave a command, `jobs run` prints the command's output and
+    exits with the command's exit code.
     """
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override
@@ -129,8 +133,8 @@ def _pipeline_of_command(
 ) -> "PipelineSettings | None":
     """The pipeline whose environment variables the command gets; None if it gets none.
 
-    If the options name neither a pipeline nor a commit, this is the only configured pipeline; if
-    none or several are configured, the command gets no pipeline.
+    This is the pipeline `name`, or else the only configured pipeline. If the options name neither a
+    pipeline nor a commit, and none or several pipelines are configured, this is None.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from jobs.store import JobStore
 
 ARRIVAL_SECONDS = 30.0
-"""The job for a commit must appear in the job store within this time after `wait` was started."""
+"""With `--commit`, the job of the commit must appear in the job store within this time after the
+start of `jobs wait`."""
 POLL_SECONDS = 0.1
 
 
@@ -29,8 +30,8 @@ def wait(
     commit: Annotated[
         str | None,
         typer.Option(
-            help="Wait for the job of a push. Give the newest commit of the push: its id or, in a "
-            "clone of the dataset, a name such as HEAD."
+            help="Wait for the job of a push. Give the newest commit that was pushed: its id or, "
+            "in a clone of the dataset, a name such as HEAD."
         ),
     ] = None,
     pipeline: Annotated[
@@ -64,10 +65,10 @@ def wait(
 
 
 def commit_id(name: str) -> str:
-    """The full id of the commit that `name` names. If `name` is not a full id but, for example,
-    HEAD or a short id, it is looked up in the git clone that contains the working folder.
+    """The full id of the commit `name`. If `name` is not a full id (but, for example, HEAD or a
+    short id), git looks for it in the clone that contains the working folder.
 
-    Raises PipelineError.
+    Raises PipelineError if there is no such commit.
     """
     if re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", name):
         return name
@@ -95,8 +96,8 @@ def _follow_commit(
     quiet: bool,
     deadline: float | None,
 ) -> "Job":
-    """Show the job of the commit until it has ended. If the job fails and a later job takes over
-    its commits, show that job too."""
+    """Show the job of the commit until it has ended; returns the ended job. If the job fails and a
+    later job takes over its commits, do the same with the later job."""
     job = _arrived(store, sha, pipeline, deadline)
     while True:
         ended = follow_to_end(store, job, home, quiet=quiet, deadline=deadline)

@@ -1,4 +1,4 @@
-"""Joins all commands into the `pipeline` command. Each command imports what it needs only when it
+"""Joins all commands into the `pipeline` command. Each command imports large libraries only when it
 runs. So `pipeline --help` loads neither torch nor a database library."""
 
 import errno
@@ -55,7 +55,7 @@ app.command()(services.serve)
 
 def main() -> None:
     """Run the command. For an error that the user can correct, such as wrong settings or a full
-    disk, print only a message. For any other error, print a traceback."""
+    disk, print only a message. Any other error leads to a traceback."""
     try:
         app()
     except (PipelineError, JobError, ReceiverError, ServingError) as error:

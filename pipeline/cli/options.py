@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several `pipeline` commands share."""
 
 from typing import Annotated
 

@@ -21,16 +21,18 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Stop waiting if no runner has been up for this long. A detached runner takes a moment to
-start."""
+"""Give up waiting for a job if no runner has been up for this long. The limit is not shorter,
+because a detached runner takes a moment to start."""
 
 
 def follow_stages(
     store: JobStore, job_id: str, home: Home, console: Console, deadline: float | None = None
 ) -> Job:
-    """Show the job's stages until it has ended, or until `deadline` (monotonic clock).
+    """Show the job's stages until the job has ended, or until `deadline` (monotonic clock; None for
+    no limit).
 
-    Returns the job. Raises PipelineError if no runner is up that could run the job.
+    Returns the job, which may not have ended. Raises PipelineError if no runner is up that could
+    run the job.
     """
     metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
     offset = 0
@@ -56,9 +58,11 @@ def follow_output(
     output: BinaryIO | None,
     deadline: float | None = None,
 ) -> Job:
-    """Copy the job's output to `output` until the job has ended, or until `deadline`.
+    """Copy the job's output to `output` until the job has ended, or until `deadline` (monotonic
+    clock; None for no limit). If `output` is None, only wait.
 
-    Returns the job. Raises PipelineError if no runner is up that could run the job.
+    Returns the job, which may not have ended. Raises PipelineError if no runner is up that could
+    run the job.
     """
     offset = 0
 
@@ -81,8 +85,8 @@ def _watch(
 ) -> Job:
     last_seen = time.monotonic()
     while True:
-        # Read the job's row before its files. If the row says that the job has ended, its files are
-        # complete, so the last lines are shown too.
+        # Read the job's row before its files. If the row says that the job has ended, the files are
+        # complete when they are read, so `show` also shows the last lines.
         job = store.get(job_id)
         show(job)
         if job.has_ended or (deadline is not None and time.monotonic() > deadline):
@@ -117,8 +121,8 @@ class _StageTime(ProgressColumn):
 
 
 class _StageDisplay:
-    """Shows what the job does now: it waits, it runs, or it is in one of the stages that its
-    metrics file names."""
+    """Shows what the job does now: `waiting` until it starts, then `running` until its metrics file
+    names the first stage, and then the stages."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console

@@ -1,5 +1,6 @@
-"""`pipeline receiver`: runs the receiver, and lists and replays dead letters. A dead letter is a
-delivery that the receiver gave up because its durable handler failed again and again."""
+"""`pipeline receiver`: runs the receiver, lists and replays dead letters, and puts a receiver into
+a Space. A dead letter is a delivery that the receiver gave up because its durable handler failed
+again and again."""
 
 import json
 import time
@@ -19,8 +20,8 @@ FileOption = Annotated[
     Path | None,
     typer.Option(
         "--file",
-        help="The file in which the receiver keeps deliveries. Default: `deliveries_path` in the "
-        "settings or, if that is not set, the file of the stack.",
+        help="The file in which the receiver stores deliveries. Default: `deliveries_path` in the "
+        "settings or, if that is not set, `receiver.db` in the state folder.",
     ),
 ]
 
@@ -40,7 +41,9 @@ def receiver(
     port: PortOption = None,
     tunnel: Annotated[
         str | None,
-        typer.Option(help="ssh://user@host[:port], or a command that prints a public URL."),
+        typer.Option(
+            help="Open a tunnel: ssh://user@host[:port], or a command that prints a public URL."
+        ),
     ] = None,
     public_url: Annotated[
         str | None,
@@ -87,7 +90,8 @@ def replay(
     all_: Annotated[bool, typer.Option("--all", help="Replay every dead letter.")] = False,
     file: FileOption = None,
 ) -> None:
-    """Make the receiver handle dead letters again. A receiver that runs begins within seconds."""
+    """Make the receiver handle dead letters again. If the receiver runs, it begins within
+    seconds."""
     from receiver.dead_letters import replay_dead_letters
 
     if all_ == bool(ids):

@@ -1,5 +1,5 @@
-"""`pipeline releases`: lists, publishes, checks and removes releases, and makes the server serve
-one of them."""
+"""`pipeline releases`: lists, publishes, checks, pins and removes releases, and makes the server
+serve one of them."""
 
 import json
 import os
@@ -33,9 +33,9 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first.
 
-    The column `rows` shows how many rows were learned and kept. For rows of plain text, and for
-    releases of earlier versions of hotpush, it shows a loss before and after the training instead,
-    in nats per token.
+    The column `rows` shows how many rows were learned and kept. For rows of plain text, it shows
+    the loss before and after the training instead, in nats per token. It also does so for releases
+    of earlier versions of hotpush.
     """
     from serving.weights.release_store import (
         list_releases,
@@ -90,7 +90,8 @@ def show(
         bool, typer.Option("--json", help="No effect: the output is always JSON.")
     ] = False,
 ) -> None:
-    """Print a release's manifest as JSON, without its tensors and its probe."""
+    """Print a release's manifest (release.json), without the list of its tensors and without its
+    probe."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
@@ -109,9 +110,10 @@ def swap(
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve an older release again.
 
-    This command only chooses among releases that exist and are older than the served release. It
-    chooses the release that was served before. If that one is not among them, it chooses the parent
-    of the served release, or else the newest of them.
+    The command chooses the release that was served before. If that release does not exist any
+    more, or is newer than the served one, the command chooses the parent of the served release
+    (the release from which its training started). If there is no such parent, it chooses the newest
+    release that is older than the served one.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (
@@ -138,8 +140,8 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         # A rollback must also work if the served release is damaged.
         print(f"pipeline: {error}; rolling back to an older release", file=sys.stderr)
         parent = None
-    # Choose only among older releases, so that a second rollback goes further back and does not
-    # undo the first one.
+    # Choose only a release that is older than the served one. So a second rollback goes further
+    # back, and does not undo the first one.
     choices = (previous_release_id(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
@@ -151,7 +153,7 @@ def publish(
     pipeline: PipelineOption = None,
     format: Annotated[
         Literal["safetensors", "bin"] | None,
-        typer.Option(help="Convert the shards to this format. Default: unchanged."),
+        typer.Option(help="Convert the files of weights to this format. Default: unchanged."),
     ] = None,
     parent: Annotated[
         str | None,
@@ -170,9 +172,9 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
-    manifest. The release is not served yet.
+    manifest. To serve the release, use `releases swap`.
 
-    If a job runs this command, the manifest also names the job and its dataset.
+    If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
     from pipeline.lineage import job_context, lineage
     from pipeline.rules import branch_ref
@@ -241,7 +243,7 @@ def prune(
 
 @app.command()
 def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Pin a release, so that `prune` and `rm` do not remove it until it is unpinned."""
+    """Pin a release: until you unpin it, neither `prune` nor `rm` nor a job removes it."""
     from serving.weights.release_store import pin as pin_release
 
     pin_release(_folder(pipeline), release)
@@ -250,7 +252,7 @@ def pin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 @app.command()
 def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
-    """Unpin a release, so that it can be removed like any other."""
+    """Unpin a release. It can then be removed like any other release."""
     from serving.weights.release_store import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)

@@ -14,9 +14,9 @@ from pipeline.paths import Home
 def repair(pipeline: PipelineOption = None) -> None:
     """Check every release, and make the server serve an undamaged one.
 
-    If the release that should be served is damaged, the server gets a substitute: the newest
-    undamaged release that was served before. If somebody has restored the damaged release, the
-    server gets that release again.
+    If the release that was last chosen to be served is damaged, the server gets a substitute: the
+    newest undamaged release that was served before it. If a substitute is served, and somebody has
+    restored the damaged release, the server gets the restored release.
 
     This command removes no release, but it names the damaged ones. The exit code is 1 if no
     undamaged release can be served.

@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from serving.engine import Engine
     from serving.settings import ServingSettings
 
-HostOption = Annotated[str | None, typer.Option(help="Overrules `host` in the settings.")]
+HostOption = Annotated[
+    str | None, typer.Option(help="The address to listen on. Overrules `host` in the settings.")
+]
 EngineOption = Literal["auto", "torch", "vllm", "sglang", "echo"]
 
-PortOption = Annotated[int | None, typer.Option(help="Overrules `port` in the settings.")]
+PortOption = Annotated[
+    int | None, typer.Option(help="The port to listen on. Overrules `port` in the settings.")
+]
 
 
 def hub(host: str | None, port: int | None) -> None:
@@ -81,8 +85,8 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # If its public URL changes, the receiver also updates its webhooks on the hub that HF_ENDPOINT
-    # and HF_TOKEN of this shell name.
+    # When the receiver's public URL changes, it also updates the webhooks on the hub that
+    # HF_ENDPOINT and HF_TOKEN of this shell name.
     elsewhere = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )
@@ -111,12 +115,14 @@ def serve(
     release: Annotated[
         str | None,
         typer.Argument(
-            help="A release id or a checkpoint folder. Default: the release that was served last."
+            help="A release id or a checkpoint folder. Default: the release that was served last, "
+            "and then the pending release, if there is one."
         ),
     ] = None,
     pipeline: PipelineOption = None,
     engine: Annotated[
-        EngineOption | None, typer.Option(help="Overrules `engine` in the settings.")
+        EngineOption | None,
+        typer.Option(help="What computes the answers. Overrules `engine` in the settings."),
     ] = None,
     upstream: Annotated[
         str | None, typer.Option(help="The URL of the SGLang server, for --engine sglang.")
@@ -129,8 +135,7 @@ def serve(
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
-    The server serves the given release, or the release that was served last, until another release
-    is swapped in.
+    The server serves RELEASE until another release is swapped in.
     """
     from pipeline.job_store import is_token_of_running_job
     from pipeline.logs import log_to_stderr
@@ -144,8 +149,8 @@ def serve(
     tokens = load_tokens(home.tokens_file)
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
-        # A checkpoint folder can be served even if no pipeline is configured. Requests then use the
-        # folder's name as `model`.
+        # A checkpoint folder can be served even if no pipeline is configured. The folder's name is
+        # then the `model` of requests.
         name, own_port = folder.resolve().name, settings.serving.port
     else:
         configured = settings.pipeline(pipeline)

@@ -20,14 +20,15 @@ from pipeline.paths import Home
 SpaceEndpointOption = Annotated[
     str | None,
     typer.Option(
-        help="Another hub, such as https://huggingface.co, with your own token: HF_TOKEN, or that "
-        "of `hf auth login`."
+        help="The URL of another hub, such as https://huggingface.co. It gets your own token: "
+        "HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
     ),
 ]
 SecretFileOption = Annotated[
     str | None,
     typer.Option(
-        help="A file with WEBHOOK_SECRET=VALUE, and other variables, one per line; - reads stdin."
+        help="A file with a line WEBHOOK_SECRET=VALUE; it may have other variables, one per line. "
+        "If this is -, the lines are read from stdin."
     ),
 ]
 
@@ -41,19 +42,22 @@ def deploy(
     space: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The Space.")],
     folder: Annotated[
         Path | None,
-        typer.Argument(help="The folder with your app.py. Default: an app.py that shows how to."),
+        typer.Argument(
+            help="The folder with your app.py. Default: an app.py that shows how to begin."
+        ),
     ] = None,
     secret_file: SecretFileOption = None,
     endpoint: SpaceEndpointOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")
+        bool, typer.Option("--dry-run", help="Only print what would be sent.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Create a Space that runs a receiver, or update it.
 
-    The Space gets app.py, README.md and requirements.txt, and the secret WEBHOOK_SECRET: that of
-    --secret-file, or else the webhook secret of the stack.
+    The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, the Space
+    gets one that is made for it. It also gets the secret WEBHOOK_SECRET: the one in --secret-file,
+    or else the webhook secret of the stack.
     """
     import json
 
@@ -101,16 +105,20 @@ def deploy(
 
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="FOLDER|OWNER/NAME", help="A folder with app.py, or a Space.")
+        str,
+        typer.Argument(
+            metavar="FOLDER|OWNER/NAME", help="A folder with app.py, or a Space on a hub."
+        ),
     ],
     secret_file: SecretFileOption = None,
     endpoint: SpaceEndpointOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port to listen on.")] = 7860,
 ) -> None:
-    """Run the app of a Space on this machine, in the environment that a Space gives it.
+    """Run the app of a Space on this machine, with the environment variables of a Space.
 
-    The app listens on 127.0.0.1 and opens no tunnel. Its secrets are those of the Space on the
-    stack's hub; other hubs give no secret, so name a --secret-file.
+    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's hub, the app gets
+    the secrets and variables of the Space. With --endpoint, name a --secret-file, because other
+    hubs never send a secret to a client.
     """
     from pipeline import space_run
 
@@ -134,7 +142,8 @@ def run(
 
 @contextmanager
 def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
-    """The Space's name, and its files."""
+    """Yields the name of the Space, and a folder with its files. For a folder of the user, the
+    Space is called `local/<name of the folder>`."""
     if Path(target).is_dir():
         yield f"local/{Path(target).resolve().name}", Path(target)
         return
@@ -147,8 +156,8 @@ def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
 
 
 def _stored(space: str) -> Mapping[str, str]:
-    """Secrets and variables that the stack's own hub has. The hub gives no secret to clients, so
-    its file is read."""
+    """The secrets and variables of a Space on the stack's own hub. This reads the hub's database,
+    because the hub never sends a secret to a client."""
     from pipeline.hub.errors import HubError
     from pipeline.hub.names import repository_name
     from pipeline.hub.space_store import environment_of
@@ -166,7 +175,7 @@ def _stored(space: str) -> Mapping[str, str]:
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The hub's URL and a token for it."""
+    """The hub's URL, and a token for it; None if the user has no token for another hub."""
     from pipeline.retrain.own_token import own_token
     from pipeline.tokens import load_tokens
 
@@ -179,4 +188,6 @@ def _access(endpoint: str | None) -> tuple[str, str | None]:
 
 def _check_name(space: str) -> None:
     if space.count("/") != 1 or not all(space.split("/")):
-        raise PipelineError(f"{space!r} is neither a folder nor a Space: write OWNER/NAME")
+        raise PipelineError(
+            f"{space!r} is not a folder, and not the name of a Space: write OWNER/NAME"
+        )

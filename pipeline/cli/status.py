@@ -58,8 +58,8 @@ def status(
         if served is None:
             console.print("  serves       nothing yet")
         else:
-            # If the server does not answer, `served` comes from the link `current`, which names the
-            # release that was served last.
+            # If no server reports a served release, `served` comes from the link `current` on disk,
+            # which names the release that was served last.
             verb = "serves     " if served["is_live"] else "served last"
             origin = _origin(served, head, pipeline["head_changes_no_row"])
             console.print(f"  {verb}  {served['release']}, {origin}")
@@ -176,7 +176,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
 
 
 def _state(child: "Child") -> str:
-    """The state of a service. `hung` means that its process exists but does not answer."""
+    """The state of a service: `up`, `hung` (its process exists, but does not answer) or `down`."""
     from jobs.launchers.process import is_alive
 
     if child.process is None or not is_alive(child.process):
@@ -218,8 +218,8 @@ def _stands_in(served: dict[str, Any]) -> str:
 
 
 def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
-    """The release that the server reports as served. If no server reports one, the release that was
-    served last; None if none was served yet."""
+    """The release that the server at `url` reports as served. If no server reports one, the release
+    that was served last. None if no release was served yet."""
     from pipeline.probes import server_state
     from serving.errors import ReleaseError
     from serving.weights.release_store import load_release, served_release, stood_in_for
@@ -234,7 +234,7 @@ def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
                 return None
             release_id = served.name
             # If a server answers but serves no release, it serves no substitute either. So read
-            # this from the disk only if no server answers.
+            # `stands_in_for` from the disk only if no server answers.
             if not answer:
                 stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision

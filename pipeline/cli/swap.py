@@ -17,7 +17,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     """Make the server serve the release, and print the result. If no server is up, the next server
     that starts will serve the release.
 
-    Exits with code 1 if the server answers but does not serve the release.
+    If the server answers but does not serve the release, raises the `typer.Exit` with exit code 1.
+    Raises PipelineError if the server gives no answer, or an answer that does not fit.
     """
     import httpx
 
@@ -51,8 +52,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
         raise PipelineError(
             f"the server on {url} is not the server of this state folder: {error}"
         ) from None
-    # Clear the mark even if the swap failed. Otherwise a later restart of the server would swap to
-    # this release, which nobody expects then.
+    # Clear the mark even if the swap failed. Otherwise a restart of the server, perhaps days later,
+    # would swap to this release.
     clear_pending(folder, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":

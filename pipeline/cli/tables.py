@@ -1,4 +1,4 @@
-"""Prints a table of text. Each column is as wide as its widest cell, so that no id is shortened."""
+"""Prints a table as text. Each column is as wide as its widest cell, so that no id is shortened."""
 
 from collections.abc import Sequence
 

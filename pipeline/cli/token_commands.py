@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipeline.hub.repositories import Repositories
 
 app = typer.Typer(
-    help="Manage tokens for other people and programs. A token may read or write, in all "
-    "repositories or in some.",
+    help="Manage the hub's tokens for other people and programs. A token may read, or read and "
+    "write, all repositories or some of them.",
     no_args_is_help=True,
 )
 
@@ -27,7 +27,9 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The name of t
 @app.command()
 def create(
     name: NameArgument,
-    role: Annotated[str, typer.Option(help="read or write.")] = "read",
+    role: Annotated[
+        str, typer.Option(help="What the token allows: read, or write (which includes read).")
+    ] = "read",
     repository: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,9 +39,10 @@ def create(
         ),
     ] = None,
 ) -> None:
-    """Create a token and print it. The hub stores only a hash, so the token cannot be shown again.
+    """Create a token and print it. The hub stores only the token's hash, so the token cannot be
+    shown again.
 
-    This works whether the hub runs or not.
+    This command works whether the hub runs or not.
     """
     from pipeline.hub import token_store, tokens
 
@@ -80,7 +83,7 @@ def list_(
 
 @app.command()
 def revoke(name: NameArgument) -> None:
-    """Revoke a token. The hub refuses every later request with it."""
+    """Revoke a token. The hub refuses every later request that has this token."""
     from pipeline.hub import token_store, tokens
 
     token_store.check_name(name)
@@ -91,8 +94,9 @@ def revoke(name: NameArgument) -> None:
 def _on_hub(
     act: "Callable[[Database, Repositories], Any]", call: tuple[str, str, dict[str, str]]
 ) -> Any:
-    """If no hub runs, calls `act` in this process; otherwise sends `call` (method, path and query)
-    to the running hub. Returns the answer of either."""
+    """If no hub runs, calls `act` in this process, and returns its result. Otherwise sends the
+    request `call` (method, path and query) to the running hub, and returns the JSON of the
+    answer."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.state_folder import stopped_hub
 

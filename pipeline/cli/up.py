@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 STARTING = "is starting:"
-"""`up` prints lines with this text while it waits for a service. `up --detach` finds these lines in
-the log by the text, and prints them too."""
+"""While `up` waits for a service, it prints lines with this text. `up --detach` searches the log of
+`up` for this text, and prints these lines too."""
 OTHER_HUB = "another hub: "
 """The beginning of each line about a webhook on another hub. `up --detach` prints these lines
 too."""
@@ -28,12 +28,14 @@ def up(
     detach: Annotated[
         bool,
         typer.Option(
-            "--detach", "-d", help="Return when the stack is up. Stop it later with `down`."
+            "--detach",
+            "-d",
+            help="Run in the background, and return when the stack is up. `down` stops it.",
         ),
     ] = False,
 ) -> None:
-    """Start the hub, the receiver, the job runner and a server for each pipeline. Restart a service
-    that ends or hangs. Run until Ctrl-C."""
+    """Start the stack: the hub, the receiver, the job runner and a completion server for each
+    pipeline. Restart a service that ends or hangs. Run until Ctrl-C."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings
@@ -82,8 +84,8 @@ def up(
             try:
                 lines, store_error = journal.news(), None
             except StoreError as error:
-                # Go on, because an error such as a full disk is no reason to stop the stack. Print
-                # the error only once, not at each poll.
+                # Continue, because an error such as a full disk is no reason to stop the stack.
+                # Print the error only once, although each turn of this loop may raise it again.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
             for line in [*stack.tend(), *lines]:
@@ -92,8 +94,8 @@ def up(
     except KeyboardInterrupt:
         print("stopping")
     finally:
-        # Stopping takes a moment. Ignore a second Ctrl-C in this time, because it would leave child
-        # processes running.
+        # Stopping takes a moment. Ignore a second Ctrl-C in this time: it would end this process
+        # before all child processes are stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()
@@ -144,9 +146,9 @@ def _detach(home: Home) -> None:
 
     log = home.log_file("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Empty the log: the loop below must find only the lines of this start.
+    # Empty the log, because the loop below must find only the lines of this start.
     log.write_bytes(b"")
-    # Open it for appending, because `rotate` needs that.
+    # Open the log for appending, as `pipeline/log_files.py` requires.
     with log.open("ab") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "up"],
@@ -173,7 +175,8 @@ def _detach(home: Home) -> None:
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:
-        # The user has not been told that the stack is up, and would not stop it. So stop it here.
+        # The user does not know that the stack is starting in the background, and would not stop
+        # it. So stop it here.
         process.terminate()
         process.wait()
         raise

@@ -1,8 +1,8 @@
-"""`pipeline webhooks deliveries | replay | test`: lists deliveries, sends one again, and sends a
-test event.
+"""`pipeline webhooks deliveries | replay | test`: lists deliveries, sends a delivery again, and
+sends a test event.
 
-These commands use routes that only the stack's own hub has. The Hugging Face Hub shows deliveries
-only on its web pages.
+These commands use routes that the Hugging Face Hub does not have: that hub shows deliveries only on
+its web pages.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument
 
 WAIT_SECONDS = 30.0
 """`test` waits at most this long until the hub has tried to deliver the test event. By default, the
-hub ends an attempt sooner."""
+hub's attempt takes at most 15 s."""
 
 DeliveryArgument = Annotated[
     str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
@@ -87,8 +87,8 @@ def replay(
     """Send a delivery again, to the URL that the webhook has now.
 
     The delivery keeps its id. So a receiver that has already handled the delivery only repeats its
-    first answer. But if the delivery's job failed or was cancelled, the stack's receiver submits a
-    new job.
+    first answer. There is one exception: if the delivery's job failed or was cancelled, and no
+    later push has a job, the stack's receiver submits a new job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

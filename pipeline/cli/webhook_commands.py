@@ -28,7 +28,7 @@ EndpointOption = Annotated[
     str | None,
     typer.Option(
         help="The URL of another hub, such as https://huggingface.co. HF_TOKEN must then be a "
-        "token of that hub."
+        "token of that hub. Default: the stack's own hub."
     ),
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
@@ -52,22 +52,22 @@ SecretsOption = Annotated[
     typer.Option(
         "--secrets",
         metavar="NAME[=VALUE]",
-        help="An environment variable for the job, which the hub stores encrypted. Without VALUE, "
-        "the value comes from the variable NAME of this shell. May be repeated.",
+        help="An environment variable for the copies of the job; the hub stores it encrypted. "
+        "Without VALUE, the value comes from the variable NAME of this shell. May be repeated.",
     ),
 ]
 SecretsFileOption = Annotated[
     str | None,
     typer.Option(
-        help="A file with such variables: NAME=VALUE on each line, as for docker --env-file. If "
-        "this is -, the lines are read from stdin."
+        help="A file with environment variables for the copies of the job: NAME=VALUE on each "
+        "line, as for docker --env-file. If this is -, the lines are read from stdin."
     ),
 ]
 SecretOption = Annotated[
     str | None,
     typer.Option(
-        help="A secret that the hub sends with each delivery. It proves that the delivery comes "
-        "from the hub."
+        help="A secret that the hub sends with each delivery. The secret proves to the receiver "
+        "that the delivery comes from the hub."
     ),
 ]
 
@@ -216,11 +216,9 @@ class HubAccess(TypedDict):
 
 
 def hub_access(endpoint: str | None) -> HubAccess:
-    """The address of the hub, and the token for it. If `endpoint` is None, the hub is the stack's
-    own hub.
-
-    If an endpoint is given, the token is None, and the client library looks for a token itself.
-    """
+    """The address of the hub, and the token for it. If `endpoint` is None, this is the stack's own
+    hub. For another hub, the token is None: the client library then looks for a token itself, in
+    HF_TOKEN for example."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
     from pipeline.stack_record import running_settings
@@ -271,8 +269,9 @@ def _domains(given: list[str] | None) -> Any:
 
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
-    """The variables in the file that `option` names. Raises PipelineError for a name without a
-    value that is not set in this shell."""
+    """The variables in `file`, with their values. `option` is the option that named the file, for
+    error messages. Raises PipelineError if the file has only the name of a variable, and this shell
+    has no such variable."""
     return _with_values(_lines_of(file, option))
 
 
@@ -301,7 +300,8 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file; returns name → value. The value is None if the line has only a name."""
+    """Reads the file; returns name → value. The value is None if the line has only a name.
+    `option` is the option that named the file, for error messages."""
     from dotenv.parser import parse_stream
 
     try:

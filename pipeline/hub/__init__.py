@@ -1,1 +1,1 @@
-"""The embedded hub: git repositories and webhooks behind the Hugging Face API."""
+"""The embedded hub: git repositories and webhooks, with the API of the Hugging Face Hub."""

@@ -1,7 +1,9 @@
-"""What the token of a request lets it do, decided before any route sees the request.
+"""Decides what the token of an API request may do, before the request gets to its route.
 
-A route need not ask again. Two kinds of routes ask what cannot be told from the path: a POST of git
-LFS may read or write, and a list shows only what the token reaches.
+The decision is made from the method and the path. A route checks again where these are not enough:
+a batch of git LFS reads or writes, as its body says; a list shows only what the token reaches; and
+a repository may be replaced by another one while a body comes in. For requests of git,
+`git_http.py` decides.
 """
 
 from collections.abc import Collection
@@ -23,15 +25,18 @@ from pipeline.hub.service import Hub
 
 _HUBS_TOKEN_ONLY = ("/api/settings/tokens", "/api/settings/gc", "/api/settings/purge")
 _CLOSED_TO_JOBS = ("/api/settings/", "/settings/", "/api/repos/delete", "/api/repos/move")
-"""A job reads and writes repositories. What else the hub does is a person's to change."""
+"""Beginnings of the paths that a job may not use: a job may only read and write repositories."""
 _LFS_BATCH = "/info/lfs/objects/batch"
 _OF_NO_REPOSITORY = frozenset({"/api/whoami-v2", "/api/settings/repositories"})
-"""What a token that reaches some repositories only may ask for beside them."""
+"""The paths that a token for only some repositories may use although they name no repository."""
 
 
 async def check(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[str]) -> None:
-    """Raises Forbidden, Unauthorized where there is no token, and RepositoryNotFound for a
-    repository that the token does not reach. `verbs` are those of the API's paths."""
+    """Raises Forbidden for what the token may not do, Unauthorized for what needs a token, and
+    RepositoryNotFound for a repository that the token does not reach.
+
+    `verbs` are the words that may follow the repository's name in a path, such as `tree`.
+    """
     if identity.owns_hub:
         return
     path: str = scope["path"]
@@ -51,7 +56,8 @@ async def check(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[st
 
 
 def _may_only_read(hub: Hub, scope: Scope, verbs: Collection[str]) -> bool:
-    """Whether a request that is no GET changes nothing; of git LFS, its route decides."""
+    """Whether a request that is not a GET may be one that changes nothing. True for every batch of
+    git LFS: `lfs_routes.py` reads in the body whether it is a change."""
     path: str = scope["path"]
     if scope["method"] != "POST":
         return False
@@ -91,13 +97,14 @@ def _check_reach(hub: Hub, identity: Identity, scope: Scope, verbs: Collection[s
         raise Unauthorized(f"{path} needs a token: set HF_TOKEN, or run `pipeline env`.")
     else:
         raise Forbidden(
-            f"The token {identity.token_name!r} reaches some repositories and nothing else: {path} "
-            "needs another token."
+            f"The token {identity.token_name!r} is only for some repositories, and {path} is not "
+            "of one of them: use another token."
         )
 
 
 def _find(hub: Hub, identity: Identity, named: RepositoryName, *, as_git: bool) -> Repository:
-    """Under its present name, too: the route answers with a redirect then."""
+    """The repository that the name leads to. For a former name this is the repository that was
+    moved, because the token must reach it before the route answers with a redirect."""
     try:
         if as_git:
             return hub.find_as_git(named.type, named.owner, named.name)

@@ -1,4 +1,4 @@
-"""API: who is asking."""
+"""API route `whoami-v2`, which tells a client the user of its token."""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -8,7 +8,8 @@ from pipeline.hub.auth import identity_of
 from pipeline.hub.payloads import owner_id
 from pipeline.hub.service import hub_of
 
-# The Hub answers the address of an image. A grey disc needs no file and no further request.
+# The Hugging Face Hub answers the URL of an image. This URL contains the image, a grey disc, so the
+# hub needs no file for it.
 _AVATAR = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 2 2'%3E"
     "%3Ccircle cx='1' cy='1' r='1' fill='%23888'/%3E%3C/svg%3E"

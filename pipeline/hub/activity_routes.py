@@ -1,4 +1,4 @@
-"""API: what a webhook was sent and how that ended; sending it again, or sending a test."""
+"""API routes that list deliveries, replay one, or send a test event."""
 
 import secrets
 import time
@@ -36,12 +36,13 @@ def routes() -> list[Route]:
 
 
 async def list_all(request: Request) -> Response:
-    """Of every webhook, newest first; takes the same query as `list_of_webhook`."""
+    """The deliveries of all webhooks, newest first. Takes the same query as `list_of_webhook`."""
     return await _list(request, None)
 
 
 async def list_of_webhook(request: Request) -> Response:
-    """Newest first; `?status=pending|delivered|dead`, `?limit=` (100 unless told, 1000 at most)."""
+    """The deliveries of one webhook, newest first. `?status=` is pending, delivered or dead;
+    `?limit=` is 100 by default and 1000 at most."""
     return await _list(request, request.path_params["id"])
 
 
@@ -80,12 +81,13 @@ async def show(request: Request) -> Response:
 
 
 async def replay_one(request: Request) -> Response:
-    """Sends a delivery again, to the webhook's present URL; `?force=1` under a new id."""
+    """Sends a delivery again, to the webhook's present URL. With `?force=1`, it gets a new id, so
+    that the receiver handles it again."""
     return await _replay(request, request.path_params["id"])
 
 
 async def replay_any(request: Request) -> Response:
-    """As `replay_one`, for who knows the delivery only."""
+    """As `replay_one`, without the id of the webhook."""
     return await _replay(request, None)
 
 
@@ -98,7 +100,8 @@ async def _replay(request: Request, webhook_id: str | None) -> Response:
 
 
 def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -> OutboxDelivery:
-    """Raises WebhookNotFound, and BadRequest for a webhook that sends nothing."""
+    """Makes a delivery due again. If `webhook_id` is None, the delivery's own webhook is found.
+    Raises WebhookNotFound, and BadRequest if the webhook is disabled."""
     with hub.database.write() as connection:
         id = webhook_id or outbox.webhook_of(connection, delivery_id)
         webhook = webhook_store.get_webhook(connection, id)
@@ -110,7 +113,7 @@ def replay(hub: Hub, webhook_id: str | None, delivery_id: str, *, force: bool) -
 
 
 async def send_test(request: Request) -> Response:
-    """Sends an event of the scope `ping`, which a receiver answers and does nothing about."""
+    """Sends an event of the scope `ping`. A receiver answers it and does nothing else."""
     hub = hub_of(request)
 
     def act() -> OutboxDelivery:
@@ -132,7 +135,8 @@ def _check_enabled(webhook: StoredWebhook) -> None:
 
 
 def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Repository:
-    """A repository that the webhook watches, be it one that is still to come."""
+    """A repository that the webhook watches, for the test event. If none exists yet, this makes a
+    record with the name of the first watched item, and creates nothing."""
     for repository in hub.repositories.all(connection):
         if any(item.covers(repository.name) for item in webhook.watched):
             return repository
@@ -151,7 +155,7 @@ def _subject(connection: Connection, hub: Hub, webhook: StoredWebhook) -> Reposi
 def as_json(delivery: OutboxDelivery) -> dict[str, object]:
     times = ("created_at", "next_attempt_at", "last_attempt_at")
     facts: dict[str, object] = asdict(delivery)
-    # The first one by itself too: most pushes move one ref.
+    # The fields of the first ref also stand alone, because most pushes move only one ref.
     first = next(iter(delivery.updated_refs), None)
     facts |= {name: first and getattr(first, name) for name in ("ref", "old_sha", "new_sha")}
     for name in times:

@@ -1,7 +1,7 @@
-"""Where a URL's host leads, and where a webhook may never call: link-local and metadata addresses.
+"""Resolves the host of a webhook's URL, and refuses link-local, multicast and metadata addresses.
 
-Those answer whoever asks from this machine, with the credentials of the machine itself.
-Loopback and private networks are allowed: that is where the receivers of a hub like this are.
+A metadata service gives the credentials of this machine to every process on it, so no webhook may
+call one. Loopback and private networks are allowed, because the receivers of such a hub are there.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pipeline.hub.errors import HubError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Metadata services that are outside the link-local ranges.
+# Addresses of cloud metadata services that are not link-local.
 _METADATA = frozenset(
     ipaddress.ip_address(text)
     for text in (
@@ -25,30 +25,31 @@ _METADATA = frozenset(
         "192.0.0.192",  # Oracle
     )
 )
-# Apart from all other threads: a name server that does not answer holds one for half a minute.
+# Their own threads, because a name server that does not answer blocks a thread for half a minute.
 _resolvers = ThreadPoolExecutor(64, thread_name_prefix="resolve")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 class Unreachable(HubError):
-    """The host of a webhook's URL leads nowhere, or where no webhook may call."""
+    """The host of a webhook's URL has no address, or an address that no webhook may call."""
 
 
 def is_forbidden(address: Address) -> bool:
-    """Also in the forms that carry an IPv4 address inside an IPv6 one."""
+    """Whether no webhook may call this address. An IPv6 address is also forbidden if it contains
+    a forbidden IPv4 address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None and is_forbidden(inner):
             return True
-        # Without the zone of a link-local address, so that it cannot hide one.
+        # Remove the zone (`%eth0`), with which the address would not equal one in `_METADATA`.
         address = ipaddress.IPv6Address(int(address))
     return address.is_link_local or address.is_multicast or address in _METADATA
 
 
 def literal(host: str) -> Address | None:
-    """The address that `host` itself is; None for a name."""
+    """`host` as an address. None if it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -56,17 +57,17 @@ def literal(host: str) -> Address | None:
 
 
 def check_literal(host: str) -> None:
-    """Raises ValueError where `host` is itself an address that no webhook may call."""
+    """Raises ValueError if `host` is an address, not a name, and no webhook may call it."""
     address = literal(host)
     if address is not None and is_forbidden(address):
         raise ValueError(_refusal(host, address))
 
 
 async def resolve(host: str, port: int) -> tuple[Address, ...]:
-    """Every address of `host`, in the order to try them.
+    """All addresses of `host`, in the order in which to try them.
 
-    Raises Unreachable where there is none, and where any of them is forbidden: a name that leads
-    to such an address as well is not one to trust.
+    Raises Unreachable if there is none. Also raises it if any of them is forbidden, because a name
+    that has a forbidden address among others cannot be trusted.
     """
     address = literal(host)
     found: tuple[Address, ...]
@@ -78,7 +79,7 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
             look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
             answers = await loop.run_in_executor(_resolvers, look_up)
         except (OSError, UnicodeError) as error:
-            raise Unreachable(f"{host!r} has no address ({error}).") from None
+            raise Unreachable(f"{host!r} has no address ({error}): check the URL.") from None
         found = tuple(ipaddress.ip_address(answer[4][0]) for answer in answers)
     for address in found:
         if is_forbidden(address):
@@ -88,4 +89,4 @@ async def resolve(host: str, port: int) -> tuple[Address, ...]:
 
 def _refusal(host: str, address: Address) -> str:
     leads = "is" if host == str(address) else f"leads to {address},"
-    return f"{host} {leads} a link-local or metadata address, which no webhook may call"
+    return f"{host} {leads} a link-local, multicast or metadata address: no webhook may call it"

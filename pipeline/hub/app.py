@@ -1,4 +1,4 @@
-"""Puts the hub together: one ASGI app for git, the API, and the deliverer behind them."""
+"""Builds the hub: one ASGI app that answers git and API requests and sends webhooks' deliveries."""
 
 import asyncio
 import contextlib
@@ -58,9 +58,10 @@ from pipeline.hub.webhook_store import SecretCipher
 from serving.http.bodies import BodiesInFlight
 
 _TELEMETRY = "/v1/telemetry"
-"""Where `hf_xet` says how long its uploads took. Nobody here wants to know."""
+"""`hf_xet` reports here how long its uploads took. The hub has no use for the reports."""
 
-# The registry of agents is what the client fetches before it has read a token.
+# The paths that need no token. `huggingface_hub` asks for the agent harnesses before it has read
+# its token.
 _OPEN_PATHS = frozenset({"/health", "/live", "/api/agent-harnesses", _TELEMETRY})
 
 PRUNE_SECONDS = 3600.0
@@ -78,19 +79,26 @@ def create_app(
 ) -> ASGIApp:
     """The hub whose state is in the folder `root`, which only one hub may use at a time.
 
-    `token` is what every client must show, unless it is a job of `jobs_store` and shows the token
-    of its attempt; `secret_key` is a Fernet key for the webhooks' secrets and those tokens.
-    Webhooks that start jobs start them in `jobs_store`; without one there can be none. Commits that
-    left every branch are kept as long as `needed_commits` or an event names them; without it, for
-    ever. `remarks_on` makes the lines that git prints after a push.
-    Raises HubError where the folder is in use or of a newer hub; so does the lifespan, which is
-    what opens it.
+    `token` is the hub's own token, which may do everything. Other valid tokens are those that were
+    created with it, and the token that each job of `jobs_store` has while it runs. `secret_key` is
+    a Fernet key: it encrypts the webhooks' secrets and signs the jobs' tokens. A webhook can start
+    a job instead of calling a URL only if there is a `jobs_store`. `needed_commits` returns the
+    commits that releases and jobs need. The hub keeps a commit that is on no branch any more as
+    long as `needed_commits` or a stored event names it, or for ever if `needed_commits` is None.
+    `remarks_on` makes the lines that git prints after a push.
+
+    Raises HubError if another hub uses the folder or if a newer hub wrote it. The app's lifespan
+    opens the folder when the server starts, and raises the same.
     """
     if not token:
-        raise HubError("The hub needs a token: without one anybody could push.")
+        raise HubError(
+            "The hub's own token is empty, and with an empty token anybody could push: give the "
+            "hub a token."
+        )
     cipher = SecretCipher(secret_key)
     launcher = None if jobs_store is None else JobLauncher(jobs_store, secret_key)
-    # Asked here too: a server shows a traceback for what its lifespan raises.
+    # The lifespan checks this again. But the server would show an error of the lifespan as a
+    # traceback, and an error that is raised here becomes one line.
     with only_hub_in(root):
         check_schema(database_path(root))
 
@@ -198,7 +206,7 @@ def create_app(
     )
     api.state.bodies = BodiesInFlight(http_json.MAX_BODY_BYTES)
 
-    # These routes ask for a proof of their own in place of the token.
+    # These routes check a signed URL or a Xet access token (`signatures.py`) instead of the token.
     transfers = Starlette(
         routes=[*transfer_routes.routes(), *xet_routes.routes()],
         exception_handlers=http_json.EXCEPTION_HANDLERS,
@@ -233,8 +241,8 @@ async def health(request: Request) -> Response:
 
 
 async def alive(request: Request) -> Response:
-    """Answers once the database was read. An error is an answer too: a new start repairs no
-    database."""
+    """Reads the database, then answers. The status is 200 even if reading failed, because a restart
+    would not repair the database; the answer then has the error under `database`."""
     hub = hub_of(request)
 
     def read() -> str | None:

@@ -1,4 +1,4 @@
-"""Asks git which paths `.gitattributes` makes large files, and which `.gitignore` leaves out."""
+"""Asks git which paths are large files by `.gitattributes`, and which `.gitignore` excludes."""
 
 import re
 import tempfile
@@ -13,11 +13,11 @@ ATTRIBUTES_FILE = ".gitattributes"
 IGNORE_FILE = ".gitignore"
 
 _MATCHING_SECONDS = 20.0
-"""For 100,000 paths and ordinary patterns, git needs less than one second. Against a pattern with
-many `*`, it may need years."""
+"""For 100,000 paths and ordinary patterns, git needs less than one second. For a pattern with many
+`*`, it may need years."""
 
 _TRACKED = "filter=lfs diff=lfs merge=lfs -text"
-"""What `git lfs track` writes behind a pattern."""
+"""The attributes that `git lfs track` writes after a pattern."""
 
 _ENDINGS = (
     *("7z", "arrow", "avro", "bin", "bz2", "ckpt", "feather", "gguf", "gz", "h5", "joblib", "lz4"),
@@ -27,15 +27,16 @@ _ENDINGS = (
     *("avif", "bmp", "gif", "jpeg", "jpg", "png", "tiff", "webp", "avi", "mkv", "mp4", "webm"),
 )
 NEW_REPOSITORY = "".join(f"*.{ending} {_TRACKED}\n" for ending in _ENDINGS)
-"""`.gitattributes` of a new repository: formats that no diff can show, and that are often large."""
+"""The `.gitattributes` of a new repository. It lists formats whose files are often large and that
+no diff can show."""
 
 
 def large_file_paths(
     repository: Repository, attributes: Mapping[str, str], paths: Collection[str]
 ) -> set[str]:
-    """Those of `paths` that are large files by the `.gitattributes` files.
+    """The paths among `paths` that are large files by the `.gitattributes` files.
 
-    `attributes` maps the path of each such file to the sha of its blob.
+    `attributes` maps the path of each `.gitattributes` to the sha of its blob.
     """
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
@@ -58,7 +59,8 @@ def large_file_paths(
 
 
 def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[str]) -> set[str]:
-    """Those of `paths` that a `.gitignore` with this text in the root leaves out."""
+    """The paths among `paths` that a `.gitignore` in the root with the text `ignore_file`
+    excludes."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / IGNORE_FILE).write_bytes(ignore_file)
         answer = _matched(
@@ -66,10 +68,10 @@ def ignored_paths(repository: Repository, ignore_file: bytes, paths: Collection[
             IGNORE_FILE,
             f"--work-tree={folder}",
             *("check-ignore", "--no-index", "--verbose", "--non-matching", "-z", "--stdin"),
-            # Git would read a colon at the beginning as "magic".
+            # With `./`, because git gives a colon at the beginning of a path a special meaning.
             stdin="".join(f"./{path}\0" for path in paths).encode(),
         )
-    # For each path: the file, the line's number, the pattern, the path.
+    # Git prints four fields for each path: the file, the number of the line, the pattern, the path.
     fields = answer.decode().split("\0")
     records = zip(fields[2::4], fields[3::4], strict=False)
     return {path[2:] for pattern, path in records if pattern and not pattern.startswith("!")}
@@ -82,7 +84,7 @@ def _matched(
     stdin: bytes,
     extra: Mapping[str, str] | None = None,
 ) -> bytes:
-    """What git says of the paths. Raises BadRequest if the patterns of `file` take too long."""
+    """What git prints. Raises BadRequest if comparing the patterns of `file` takes too long."""
     try:
         return git(
             repository.folder,
@@ -100,8 +102,8 @@ def _matched(
 
 
 def tracking_line(path: str) -> str:
-    """The line of `.gitattributes` that makes the one file `path` a large file."""
+    """The line of `.gitattributes` that makes only the file `path` a large file."""
     pattern = re.sub(r"([\\*?\[\]])", r"\\\1", path)
-    # A blank would end the pattern.
+    # White space would end the pattern.
     pattern = re.sub(r"\s", "[[:space:]]", pattern)
     return f"/{pattern} {_TRACKED}\n"

@@ -1,4 +1,5 @@
-"""Who may come in: by a token, over Bearer (API clients) or Basic with any user name (git)."""
+"""Finds out who makes a request, from its token. API clients send the token as Bearer; git sends it
+as the password of Basic, with any user name."""
 
 import asyncio
 import base64
@@ -22,9 +23,10 @@ from receiver.cross_site import other_host, other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OF_ITS_BODY_ONLY = "/api/validate-yaml"
-"""Its answer depends on the request's body and on nothing that is here. `metadata_update` and
-`DatasetCard.push_to_hub` ask it without their token."""
-# As the client's own expression tells paths of repositories from others.
+"""This route needs no token: its answer depends only on the request's body, and `metadata_update`
+and `DatasetCard.push_to_hub` of `huggingface_hub` call it without their token."""
+# The paths of repositories. `huggingface_hub` has the same expression, and shows a 401 on one of
+# these paths as a missing repository.
 _OF_A_REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/.|/.+/resolve/.")
 
 Role = Literal["read", "write"]
@@ -32,10 +34,11 @@ Role = Literal["read", "write"]
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who makes a request, and how far the token of the request reaches."""
+    """Who makes a request, and what the token of the request may do."""
 
     user: str
-    """The name that `whoami` answers, and the author of commits that the API makes."""
+    """The name that `whoami` answers, and the author of commits that the API makes. Empty for a
+    request without a token."""
     role: Role
     token_name: str
     """The name of the token, for messages and for `whoami`. It is not the token itself."""
@@ -48,7 +51,7 @@ class Identity:
 
     @property
     def is_anonymous(self) -> bool:
-        """Whether the request has no token: it sees what is public."""
+        """Whether the request has no token. It then sees only public repositories."""
         return not self.user
 
     @property
@@ -62,8 +65,8 @@ class Identity:
         return self.repositories is None or repository.id in self.repositories
 
     def require_write(self, what: str) -> None:
-        """Raises Forbidden if the token may only read, and Unauthorized if there is none. `what`
-        names the change, for the message."""
+        """Raises Forbidden if the token may only read, and Unauthorized if there is no token.
+        `what` names the change in the message, such as "a push"."""
         if self.is_anonymous:
             raise Unauthorized(f"{what} needs a token: set HF_TOKEN, or run `pipeline env`.")
         if self.role != "write":
@@ -82,23 +85,30 @@ class Signature:
 
 
 def signature(identity: Identity) -> Signature:
-    """Of what this client commits. As with git, a commit of a job names the job."""
+    """The author of commits that this client makes through the API. For the token of a job, the
+    author is the job, as in the commits that the job makes with git."""
     if identity.job_id is None:
         return Signature(name=identity.user, email=f"{identity.user}@localhost")
     return Signature(name=f"job {identity.job_id}", email=f"{identity.job_id}@{COMMITTER_DOMAIN}")
 
 
 def check_sees(identity: Identity, named: object, repository: Repository) -> None:
-    """Raises the same for what the token does not reach as for what is not there."""
+    """Raises the error of `out_of_reach` if the token does not reach `repository`. `named` is the
+    name in the request, for the message."""
     if not identity.may_see(repository):
         raise out_of_reach(identity, named)
 
 
 def out_of_reach(identity: Identity, named: object) -> RepositoryNotFound | TokenMissing:
+    """The error for a repository that the token does not reach, and also for one that does not
+    exist: so no client learns which repositories exist."""
     if identity.is_anonymous:
-        return TokenMissing(f"No {named} here that may be read without a token: set HF_TOKEN.")
+        return TokenMissing(
+            f"Without a token, no {named} can be read here: check the name, or set HF_TOKEN."
+        )
     return RepositoryNotFound(
-        f"No {named} here, or the token {identity.token_name!r} does not reach it."
+        f"There is no {named} here, or the token {identity.token_name!r} does not reach it: check "
+        "the name, or use another token."
     )
 
 
@@ -106,27 +116,29 @@ ANONYMOUS = Identity(user="", role="read", token_name="")
 
 
 def require_a_person(identity: Identity, what: str) -> None:
-    """Raises Forbidden for the token of a job. `what` is what only a person may change."""
+    """Raises Forbidden for the token of a job. `what` names, in the plural, what a job may not
+    use."""
     if identity.job_id is not None:
         raise Forbidden(
             f"This is the token of job {identity.job_id}, which may read and write repositories "
-            f"and nothing else: {what} need another token."
+            f"and nothing else: {what} need the token of a person."
         )
 
 
 def identity_of(connection: HTTPConnection) -> Identity:
-    """Who makes this request, as `Guard.check` found out."""
+    """Who makes this request. `Guard.check` has stored it in the scope."""
     identity: Identity = connection.scope["state"]["identity"]
     return identity
 
 
 class Guard:
-    """Lets in who has the hub's token, and a job's running attempt, which has a token of its own.
+    """Accepts the hub's own token, the tokens that were created with it, and the tokens of jobs.
 
-    `owner` is the user whom the hub's token belongs to; jobs act for the same user. Without
-    `jobs_store` there are no jobs to let in. `secret_key` signs their tokens. `find_token` finds
-    the tokens that were created later. With `public_host`, the hub's own name, requests without a
-    token are let in too; what they may read is decided elsewhere.
+    Each attempt of a job has its own token, valid while the attempt runs. `owner` is the user to
+    whom the hub's own token belongs; jobs act for the same user. If `jobs_store` is None, no
+    job's token is valid. `secret_key` signs the jobs' tokens. `find_token` finds a token that was
+    created, and returns None for any other text. If `public_host`, the hub's host name, is given,
+    requests without a token are accepted too; `access.py` decides what they may read.
     """
 
     def __init__(
@@ -147,9 +159,10 @@ class Guard:
         self._secret_key = secret_key
 
     async def check(self, scope: Scope) -> Identity:
-        """Who makes the request; `identity_of` tells it to the routes.
+        """Who makes the request. Routes read it with `identity_of`.
 
-        Raises Unauthorized for a request without a token that is good now.
+        Raises Unauthorized if the request has no valid token and needs one, and Forbidden for a
+        host name that is not the hub's (see `_without_token`).
         """
         identity = await self._identify(scope)
         scope.setdefault("state", {})["identity"] = identity
@@ -170,16 +183,25 @@ class Guard:
                 return replace(
                     self._owner, token_name=f"job {job.id}", job_id=job.id, owns_hub=False
                 )
-            raise Unauthorized("This token belongs to an attempt of a job that has ended.")
+            raise Unauthorized(
+                "This is not the token of a running attempt of a job: the attempt has ended, or "
+                "the token is wrong."
+            )
         if len(given) == 1 and token:
             stored = await asyncio.to_thread(self._find_token, token)
             if stored is not None:
                 return stored
+        # `huggingface_hub` looks for exactly this text, and then does not report the repository as
+        # missing.
         raise Unauthorized("Invalid credentials in Authorization header")
 
     def _without_token(self, scope: Scope) -> Identity:
-        """Raises TokenMissing or Unauthorized, and Forbidden for a page that reads this hub under a
-        name of its own (DNS rebinding)."""
+        """The identity of a request without a token. Raises TokenMissing or Unauthorized if the
+        path needs a token.
+
+        Raises Forbidden if the `Host` header has a name that is not the hub's. A web page that
+        lets its own name lead to this machine (DNS rebinding) could otherwise read the hub.
+        """
         if scope["path"] == OF_ITS_BODY_ONLY:
             return ANONYMOUS
         if self._public_host is not None:
@@ -187,8 +209,8 @@ class Guard:
             if host is None:
                 return ANONYMOUS
             raise Forbidden(
-                f"The request calls this hub {host!r}, which is not its name. Without a token, use "
-                "the address that the hub prints when it starts."
+                f"The request is for the host {host!r}, which is not the name of this hub: use the "
+                "address that the hub prints when it starts, or set HF_TOKEN."
             )
         error = TokenMissing if _OF_A_REPOSITORY.match(scope["path"]) else Unauthorized
         raise error(
@@ -197,14 +219,14 @@ class Guard:
 
 
 def check_site(scope: Scope) -> None:
-    """Raises Forbidden for a change that a page of another site asks for.
+    """Raises Forbidden if a browser sends this change for a page of another site.
 
-    A browser that knows the token adds it to such requests too.
+    A browser that has stored the token also adds it to requests that such a page causes.
     """
     site = None if scope["method"] in READING else other_site(Headers(scope=scope))
     if site is not None:
         raise Forbidden(
-            f"The browser sends this for {site}, and only this hub's own pages may change "
+            f"The browser sends this change for {site}, and only this hub's own pages may change "
             "anything: use `pipeline`, `hf` or another client with the hub's token."
         )
 

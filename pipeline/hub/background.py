@@ -1,4 +1,4 @@
-"""What the hub does on its own, again and again while it serves."""
+"""Runs the hub's periodic tasks, such as the removal of old deliveries."""
 
 import asyncio
 import logging
@@ -8,11 +8,12 @@ logger = logging.getLogger(__name__)
 
 
 async def every(seconds: float, act: Callable[[], Awaitable[object]], name: str) -> None:
-    """Until it is cancelled; the first time after `seconds`."""
+    """Calls `act` every `seconds` until it is cancelled, the first time after `seconds`. `name`
+    completes "cannot …" in the log."""
     while True:
         await asyncio.sleep(seconds)
         try:
             await act()
         except Exception:
-            # A full disk or a lock, mostly: the next time may be better, and there must be one.
+            # In most cases a full disk or a lock, so the next call may succeed.
             logger.exception("cannot %s; trying again in %g s", name, seconds)

@@ -1,4 +1,4 @@
-"""Finds the pointers among the files of a repository, with few git processes."""
+"""Finds the pointers to large files among the blobs of a repository, with few git processes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -10,7 +10,7 @@ _BLOBS_PER_PROCESS = 10_000
 
 
 def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, Pointer]:
-    """Those of the small blobs `oids` that are pointers. The others are passed over."""
+    """The pointers among the small blobs `oids`, by the blob's sha. Skips blobs that are none."""
     unique = list(dict.fromkeys(oids))
     return {
         oid: pointer
@@ -21,18 +21,18 @@ def read_pointers(repository: Repository, oids: Sequence[str]) -> Mapping[str, P
 
 
 def all_pointers(repository: Repository) -> set[Pointer]:
-    """In every object that the repository has, whether or not a commit leads to it."""
+    """The pointers among all objects of the repository, whether or not a commit leads to them."""
     return _pointers(repository, ["--batch-all-objects", "--unordered"], b"")
 
 
 def reachable_pointers(repository: Repository) -> set[Pointer]:
-    """In every commit that a ref leads to."""
+    """The pointers in all commits that a ref leads to."""
     listed = git(repository.folder, "rev-list", "--all", "--objects", "--no-object-names")
     return _pointers(repository, [], listed)
 
 
 def pointers_of(repository: Repository, oids: Iterable[str]) -> Mapping[str, Pointer]:
-    """Those of the blobs `oids` that are pointers. Only small blobs are read."""
+    """The pointers among the blobs `oids`, by the blob's sha. Reads only the small blobs."""
     listed = "".join(f"{oid}\n" for oid in oids).encode()
     return read_pointers(repository, _small_blobs(repository, [], listed))
 
@@ -60,7 +60,7 @@ def _read(repository: Repository, oids: Sequence[str]) -> Iterator[tuple[str, by
     start = 0
     while start < len(output):
         end = output.index(b"\n", start)
-        # "<oid> <type> <size>", or "<oid> missing".
+        # Git prints "<oid> <type> <size>" and then the content, or only "<oid> missing".
         oid, *facts = output[start:end].decode().split()
         start = end + 1
         if len(facts) == 2:

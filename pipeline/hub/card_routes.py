@@ -1,4 +1,4 @@
-"""API: what is wrong with a README, asked before the README is committed."""
+"""API route that checks a README before a client commits it."""
 
 from pydantic import BaseModel, ConfigDict
 from starlette.concurrency import run_in_threadpool
@@ -21,7 +21,8 @@ def routes() -> list[Route]:
 
 
 async def validate_yaml(request: Request) -> Response:
-    """400 where the client must not commit the README; warnings keep nobody from it."""
+    """Answers 400 if the README has errors, so that the client does not commit it. With warnings
+    only, the client may commit it."""
     body = await read_json(request, Readme)
     card = await run_in_threadpool(parse_card, body.content)
     return JSONResponse(

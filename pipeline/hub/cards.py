@@ -1,4 +1,5 @@
-"""The YAML at the head of a README, as the Hub reads it: what is wrong with it, and its tags."""
+"""Reads the metadata of a repository, which is YAML at the beginning of its README. Finds errors in
+it, and the tags by which lists of repositories can be filtered."""
 
 import math
 import re
@@ -12,10 +13,10 @@ import yaml
 from pipeline.hub.git_process import git
 
 MAX_HEAD_CHARACTERS = 100_000
-"""A longer one is an error: reading it would keep the hub busy for seconds."""
+"""Longer metadata is an error, because it would take seconds to read."""
 README = "README.md"
 
-# As huggingface_hub.repocard.REGEX_YAML_BLOCK has it.
+# The same expression as `huggingface_hub.repocard.REGEX_YAML_BLOCK`.
 _HEAD = re.compile(r"^(\s*---(?:\r\n|\r|\n))([\S\s]*?)((?:\r\n|\r|\n)---[ \t]*(\r\n|\n|$))")
 _TAGGED = (
     "language",
@@ -31,9 +32,10 @@ _TEXT_OR_LIST = ("license", "language", "task_categories", "task_ids", "datasets
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Not CSafeLoader: deep nesting overflows its stack, which ends the whole process.
+    """The YAML loader. It is not CSafeLoader, because deep nesting overflows the stack of that
+    loader and ends the process.
 
-    Aliases are refused: a few lines of them stand for gigabytes once they are written out.
+    It refuses aliases, because a few lines with aliases can become gigabytes.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -46,7 +48,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return node
 
 
-# Dates stay the text that they are: JSON has no dates, and the 13th month would be an error.
+# Dates are read as text: JSON has no dates, and an impossible date would be an error.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -61,13 +63,15 @@ class Card:
 
     @property
     def tags(self) -> list[str]:
-        """As the Hub lists and filters them: `license:mit`, and those under `tags` as they are."""
+        """The tags of the repository. Certain keys become tags such as `license:mit`; those under
+        the key `tags` stay as they are."""
         found = [f"{key}:{value}" for key in _TAGGED for value in _texts(self.metadata.get(key))]
         return [*found, *_texts(self.metadata.get("tags"))]
 
 
 def parse_card(content: str) -> Card:
-    """Of a README's text. What is wrong is told with its line in the file."""
+    """Reads the card from the text of a README. An error names the line of the README if it is in
+    one line."""
     found = _HEAD.match(content)
     if found is None or not found[2].strip():
         return Card(warnings=("empty or missing yaml metadata in repo card",))
@@ -94,7 +98,7 @@ def parse_card(content: str) -> Card:
 
 
 def _plain(value: object) -> object:
-    """What JSON can say: keys are texts, and so is every value that JSON has no word for."""
+    """The value with only types that JSON has. Keys, and values of other types, become text."""
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set):
@@ -131,5 +135,6 @@ def _texts(value: object) -> list[str]:
 
 @lru_cache(maxsize=1000)
 def read_card(folder: Path, oid: str) -> Card:
-    """Of the README that is the blob `oid` of the repository in `folder`. It never changes."""
+    """The card of the README whose blob is `oid`, in the repository in `folder`. The result can be
+    cached, because a blob never changes."""
     return parse_card(git(folder, "cat-file", "blob", oid).decode(errors="replace"))

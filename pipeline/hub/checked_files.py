@@ -1,7 +1,8 @@
-"""Has git check the files that git itself reads, as it checks them in a push.
+"""Lets git check the files of a commit that git itself reads, such as `.gitmodules`.
 
-`git fast-import` checks nothing. A wrong `.gitmodules` may harm whoever clones it, and a history
-with a wrong one can be pushed to no hub that checks.
+Git checks these files in a push, but `git fast-import`, which makes the commits of the API, does
+not. A wrong `.gitmodules` may harm a person who clones the repository. And nobody could push a
+history with such a file to another server that checks it.
 """
 
 import re
@@ -13,13 +14,13 @@ from pipeline.hub.errors import BadRequest
 from pipeline.hub.git_process import git
 
 _BATCH_BYTES = 16 * 1024 * 1024
-# With the names that other systems take for the same file, such as `GITMOD~1`.
+# Also matches names that other file systems read as the same file, such as `GITMOD~1`.
 _CHECKED = re.compile(r"\W*\.git\W*(modules|attributes).*|gi.*~.*", re.IGNORECASE | re.DOTALL)
 
 
 def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
-    """`files` are paths with what reads their contents; most are passed over. Raises BadRequest for
-    what git refuses in a push."""
+    """Raises BadRequest if git would refuse one of the files in a push. `files` are paths, each
+    with a function that returns the content; it is called only for names that git itself reads."""
     batch: list[tuple[str, bytes]] = []
     num_bytes = 0
     for path, read in files:
@@ -35,7 +36,7 @@ def check_files(files: Iterable[tuple[str, Callable[[], bytes]]]) -> None:
 
 def _check(files: list[tuple[str, bytes]]) -> None:
     with tempfile.TemporaryDirectory() as place:
-        # A repository of its own: git then checks these files and no others.
+        # In a new repository, so that git checks only these files.
         folder = Path(place)
         git(folder, "init", "--quiet", "--bare", "--template=")
         stream = [b"commit refs/heads/main\ncommitter hub <hub@localhost> 0 +0000\ndata 0\n"]
@@ -49,4 +50,6 @@ def _check(files: list[tuple[str, bytes]]) -> None:
     errors = [line.partition(": ")[2] for line in complaints if line.startswith("error in ")]
     if errors:
         names = ", ".join(repr(path) for path, _ in files[:5])
-        raise BadRequest(f"Git refuses {names} in a push: {'; '.join(errors[:5])}. Correct it.")
+        raise BadRequest(
+            f"Git refuses {names} in a push: {'; '.join(errors[:5])}. Correct the file."
+        )

@@ -1,6 +1,7 @@
-"""Clears what git processes that were killed left behind: themselves, their locks, their objects.
+"""Removes what killed git processes left in a repository: locks, half-written objects, and refs of
+commits that were never finished. Also ends git processes that live longer than their hub.
 
-It never touches refs that lead to a commit which a client was told of, nor whole objects.
+It never removes complete objects, or a ref to a commit that a client was told of.
 """
 
 import contextlib
@@ -17,21 +18,22 @@ from pipeline.hub.git_process import INCOMING_PREFIX, PLACE
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""What git has to take its locks away in, between SIGTERM and SIGKILL."""
+"""The time between SIGTERM and SIGKILL, in which git can remove its locks."""
 
 _LOCKS = ("*.lock", "refs/**/*.lock", "objects/info/*.lock", "objects/pack/*.lock")
-# Where a push is unpacked until it is known to be whole; the second is git's older name for it.
+# Git unpacks a push in one of these folders until it has checked the push. Older versions of git
+# use the second name.
 _OBJECTS = ("objects/tmp_objdir-*", "objects/incoming-*", "objects/pack/tmp_*")
-# Of commits that API clients sent: their refs, and what git writes when it is ended meanwhile.
+# Of commits that came over the API: their refs, and the crash reports of `git fast-import`.
 _COMMITS = (f"{INCOMING_PREFIX}*", "fast_import_crash_*")
 
 
 def clear_repository(folder: Path) -> None:
-    """Only safe while nothing writes to the repository: the hub's lock on it is held, or the hub
-    has not started."""
+    """Called only while nothing writes to the repository: either the caller holds the repository's
+    lock, or the hub has not started."""
     for pattern in (*_LOCKS, *_OBJECTS, *_COMMITS):
         for path in folder.glob(pattern):
-            logger.warning("removing %s: the git that made it was killed", path)
+            logger.warning("removing %s: the git process that made it was killed", path)
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -39,14 +41,15 @@ def clear_repository(folder: Path) -> None:
 
 
 def end_processes(root: Path) -> None:
-    """End the git processes of an earlier hub in `root`: they may hold locks, and move refs.
+    """Ends the git processes of an earlier hub in `root`, because they may hold locks and move
+    refs.
 
-    They are found on Linux only; elsewhere a push that outlives its hub ends by itself.
+    They can be found only on Linux. On other systems such a process runs to its end.
     """
     pids = set(_processes(root))
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in pids:
-            logger.warning("ending process %d, a git that outlived its hub", pid)
+            logger.warning("ending process %d, a git process of an earlier hub", pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -55,10 +58,11 @@ def end_processes(root: Path) -> None:
 
 
 def _processes(root: Path) -> Iterator[int]:
-    """By their environment, which git hands on to what it starts."""
+    """The ids of git processes that work below `root`. They are found by the variable `PLACE` in
+    their environment, which git passes on to the processes that it starts."""
     place = os.fsencode(f"{PLACE}={root}/")
     for environment in Path("/proc").glob("[0-9]*/environ"):
-        # Others' processes cannot be read; one that has ended has no environment.
+        # The processes of other users cannot be read, and a process may end while it is read.
         with contextlib.suppress(OSError):
             if any(each.startswith(place) for each in environment.read_bytes().split(b"\0")):
                 yield int(environment.parent.name)

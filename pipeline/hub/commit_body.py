@@ -1,6 +1,8 @@
-"""The body of a commit: lines of JSON, the first a header, then one operation each.
+"""Reads the body of a commit that comes over the API: lines of JSON. The first line is the header,
+and each further line is one operation.
 
-The body is kept in a file, and one line of it in memory: a commit may bring more than fits there.
+A commit may be larger than the memory. So the body stays in a file, and only one line at a time is
+in memory.
 """
 
 import base64
@@ -40,14 +42,14 @@ class CommitHeader(_Line):
     @classmethod
     def _has_no_nul(cls, value: str) -> str:
         if "\0" in value:
-            raise ValueError("it has a NUL character, which no message of a commit may have")
+            raise ValueError("it has a NUL character: git allows none in the message of a commit")
         return value
 
     @field_validator("parentCommit")
     @classmethod
     def _is_sha(cls, value: str | None) -> str | None:
         if value is not None and not _PARENT.fullmatch(value):
-            raise ValueError(f"{value!r} is no sha: give 7 to 40 hexadecimal digits")
+            raise ValueError(f"{value!r} is no sha: give 7 to 40 hexadecimal digits in lower case")
         return value
 
     @property
@@ -65,11 +67,15 @@ class _File(_Line):
             try:
                 return self.content.encode()
             except UnicodeEncodeError as error:
-                raise BadRequest(f"The content of {self.path!r} is no text: {error}.") from None
+                raise BadRequest(
+                    f"The content of {self.path!r} is not valid text ({error}): send it as base64."
+                ) from None
         try:
             return base64.b64decode(self.content, validate=True)
         except binascii.Error as error:
-            raise BadRequest(f"The content of {self.path!r} is no base64: {error}.") from None
+            raise BadRequest(
+                f"The content of {self.path!r} is not valid base64 ({error}): encode it again."
+            ) from None
 
 
 class _LargeFile(_Line):
@@ -95,15 +101,15 @@ class Operation:
     kind: Kind
     path: str
     size_bytes: int = 0
-    """Of the content of a `file`."""
+    """The size of the content of a `file`; 0 for every other kind."""
     oid: str = ""
-    """Of an `lfsFile`."""
+    """The sha256 of an `lfsFile`; empty for every other kind."""
     offset: int = 0
-    """Where the line is in the body."""
+    """Where the line of this operation begins in the body, in bytes."""
 
 
 class CommitBody:
-    """A body that is in `file` whole. Raises BadRequest if it is no commit."""
+    """The parsed body. `file` has the complete body. Raises BadRequest if it is not a commit."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -111,11 +117,14 @@ class CommitBody:
         first = next(lines, None)
         key, value = ("", None) if first is None else _key_and_value(first[1])
         if key != "header":
-            raise BadRequest("The first line of a commit must be its header.")
+            raise BadRequest(
+                'The first line of a commit must be its header: JSON with the "key" "header".'
+            )
         self.header = _validated(CommitHeader, value)
         self.operations = [self._operation(offset, line) for offset, line in lines]
 
     def content(self, operation: Operation) -> bytes:
+        """The content of an operation of the kind `file`, read from the body again."""
         self._file.seek(operation.offset)
         _, value = _key_and_value(self._file.readline())
         return _validated(_File, value).decoded()
@@ -135,7 +144,10 @@ class CommitBody:
             if line.strip():
                 num_lines += 1
                 if num_lines > MAX_OPERATIONS + 1:
-                    raise BadRequest(f"A commit may have {MAX_OPERATIONS} operations at most.")
+                    raise BadRequest(
+                        f"A commit may have {MAX_OPERATIONS} operations at most: send several "
+                        "commits."
+                    )
                 yield offset, line
             offset += len(line)
 

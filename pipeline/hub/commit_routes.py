@@ -1,4 +1,5 @@
-"""API: how each file of a commit should be sent (`preupload`), and the commit itself."""
+"""API routes for commits: `preupload` tells a client how to send each file, and `commit` makes the
+commit."""
 
 import base64
 import binascii
@@ -46,7 +47,7 @@ from pipeline.hub.service import Hub
 from pipeline.pointers import Pointer
 
 MAX_GIT_BYTES = 10 * 1024 * 1024
-"""What is larger becomes a large file, whatever `.gitattributes` says of it."""
+"""A larger file becomes a large file, even if `.gitattributes` does not say so."""
 
 
 class PlannedFile(BaseModel):
@@ -55,7 +56,7 @@ class PlannedFile(BaseModel):
     path: str
     size: int = Field(ge=0)
     sample: str = ""
-    """The first 512 bytes, in base64."""
+    """The first 512 bytes of the file, in base64."""
 
 
 class Preupload(BaseModel):
@@ -68,8 +69,8 @@ class Preupload(BaseModel):
 async def preupload(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """For each file whether it is sent with the commit (`regular`) or before it (`lfs`), whether
-    `.gitignore` leaves it out, and the id of what is there now under its path."""
+    """Says for each file whether the client sends it in the commit (`regular`) or before the commit
+    (`lfs`), whether `.gitignore` excludes it, and the id of the present file of this path."""
     body = await read_json(request, Preupload)
     paths = [new_file_path(file.path) for file in body.files]
     identity = identity_of(request)
@@ -96,8 +97,9 @@ async def preupload(
 
 
 async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
-    """Makes the first commit if the repository has none. On the Hub every repository has one, and
-    clients such as `Dataset.push_to_hub` fail without it. It is no event: it brings no data."""
+    """Makes the first commit if the repository has no commit. On the Hugging Face Hub every
+    repository has one, and clients such as `Dataset.push_to_hub` fail without it. No event is
+    stored, because the first commit brings no data."""
 
     def is_empty() -> bool:
         return not read_refs(hub.find(name))
@@ -118,7 +120,8 @@ async def _begin(hub: Hub, name: RepositoryName, identity: Identity) -> None:
 
 
 async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """Makes one commit of all operations, or none; with `?create_pr=1` on a new pull request."""
+    """Makes one commit with all operations, or fails and makes none. With `?create_pr=1`, the
+    commit goes to a new pull request."""
     identity = identity_of(request)
     identity.require_write("a commit")
     await run_in_threadpool(hub.find, name)
@@ -128,7 +131,7 @@ async def commit(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
         async with hub.commit_slots:
             body = await run_in_threadpool(CommitBody, file)
         act = _commit_for_review if opens else _commit
-        # The slot second: who has one waits for nobody.
+        # The slot comes after the lock: a request that has a slot must not wait for a lock.
         async with hub.locked(name, identity) as repository, hub.commit_slots:
             made = await run_in_threadpool(act, hub, repository, revision, body, identity)
     hub.log.wake()
@@ -165,7 +168,8 @@ def _commit(
 def _commit_for_review(
     hub: Hub, repository: Repository, revision: str, body: CommitBody, identity: Identity
 ) -> _Made:
-    """On top of the parent that the client names, else of the branch."""
+    """Makes the commit on a new pull request. Its parent is the commit that the client names, or
+    else the head of the branch."""
     base, head = find_branch(repository, revision)
     parent = body.header.parentCommit
     start = head if parent is None else resolve_revision(repository, parent)
@@ -198,21 +202,23 @@ def _new_commit(
 
 
 def find_branch(repository: Repository, revision: str) -> tuple[str, str | None]:
-    """The branch in full, and its head; None for the default branch of a repository without
-    commits. Raises RevisionNotFound."""
+    """The full name of the branch, and the sha of its head. The sha is None for the default branch
+    of a repository without commits. Raises RevisionNotFound for any other branch that does not
+    exist."""
     refs = read_refs(repository)
     ref = revision if revision.startswith("refs/") else f"refs/heads/{revision}"
     is_branch = ref.startswith(("refs/heads/", PULL_REQUEST_PREFIX))
     if not is_branch or (ref not in refs and (refs or ref != DEFAULT_BRANCH)):
         raise RevisionNotFound(
-            f"The {repository.name} has no branch {revision!r}: a commit goes on top of a branch. "
-            "Create the branch first."
+            f"The {repository.name} has no branch {revision!r}, and a commit can only be made on "
+            "a branch: create the branch first."
         )
     return ref, refs.get(ref)
 
 
 def _changes(repository: Repository, head: str | None, body: CommitBody) -> list[Change]:
-    """What git stores. Raises BadRequest if a large file was not uploaded."""
+    """The changes of the commit, with pointers in place of large files. Adds the lines that the
+    root's `.gitattributes` lacks for them. Raises BadRequest if a large file was not uploaded."""
     files = LargeFiles(repository.folder)
     added = [each for each in body.operations if each.kind in ("file", "lfsFile")]
     paths = [each.path for each in added]
@@ -242,8 +248,8 @@ def _changes(repository: Repository, head: str | None, body: CommitBody) -> list
             changes.append(Change(action="add", path=path, read=read))
             if operation.kind == "lfsFile" and not files.keep(operation.oid):
                 raise BadRequest(
-                    f"{path!r} is the large file {operation.oid}, which is not here: upload it "
-                    "before the commit."
+                    f"{path!r} is the large file {operation.oid}, which the hub does not have: "
+                    "upload the file before the commit."
                 )
     if untracked:
         changes.append(_tracking(repository, attributes.get(ATTRIBUTES_FILE), untracked))
@@ -270,8 +276,8 @@ def _render_pointer(files: LargeFiles, body: CommitBody, operation: Operation) -
 
 
 def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) -> Change:
-    """Adds a line for each path to the `.gitattributes` in the root. Without it, a clone would have
-    the pointer in the place of the file."""
+    """The change that adds a line for each path to the `.gitattributes` in the root. Without this
+    line, a clone would have the pointer instead of the file."""
     before = b"" if blob is None else git(repository.folder, "cat-file", "blob", blob)
     if before and not before.endswith(b"\n"):
         before += b"\n"
@@ -280,7 +286,7 @@ def _tracking(repository: Repository, blob: str | None, paths: Iterable[str]) ->
 
 
 def _attributes(folders: Folders) -> dict[str, str]:
-    """The path of each `.gitattributes` → the sha of its blob."""
+    """Maps the path of each `.gitattributes` to the sha of its blob."""
     return {
         entry.path: entry.oid
         for entries in folders.values()
@@ -291,7 +297,8 @@ def _attributes(folders: Folders) -> dict[str, str]:
 def _ignored(
     repository: Repository, folders: Folders, given: str | None, paths: Sequence[str]
 ) -> set[str]:
-    """By the `.gitignore` that the client sends, else by the one that is there."""
+    """The ignored paths, by the `.gitignore` that the client sends (`given`), or else by the one in
+    the repository."""
     if given is not None:
         return ignored_paths(repository, given.encode(), paths)
     there = folders.get("", {}).get(IGNORE_FILE)
@@ -301,17 +308,19 @@ def _ignored(
 
 
 def _is_large(file: PlannedFile) -> bool:
-    """Large for git, or nothing that git could show a difference of."""
+    """Whether the file is too large for git, or binary: its sample has a NUL byte."""
     try:
         sample = base64.b64decode(file.sample, validate=True)
     except binascii.Error:
-        raise BadRequest(f"The sample of {file.path!r} is no base64.") from None
+        raise BadRequest(
+            f"The sample of {file.path!r} is not valid base64: encode it again."
+        ) from None
     return file.size > MAX_GIT_BYTES or b"\0" in sample
 
 
 def _oids(repository: Repository, folders: Folders, paths: Sequence[str]) -> Mapping[str, str]:
-    """The sha256 of a large file, else the sha of the blob. A client does not send a file again
-    that has this id."""
+    """The id of each of `paths` that exists: the sha256 of a large file, or else the sha of the
+    blob. If a client's file has the same id, the client does not send it."""
     there = {}
     for path in paths:
         folder, _, name = path.rpartition("/")

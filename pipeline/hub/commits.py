@@ -1,6 +1,6 @@
-"""Makes one commit of what an API client sends, with one `git fast-import`.
+"""Makes one commit of the changes that an API client sends, with one `git fast-import`.
 
-The caller holds the repository's lock. The format of the stream is that of
+The caller holds the repository's lock. Git documents the format of its input at
 https://git-scm.com/docs/git-fast-import.
 """
 
@@ -28,7 +28,7 @@ from pipeline.hub.names import DEFAULT_BRANCH, folders_of, parents_of
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
 
-# The client looks for these words, and then says how to name a folder.
+# `huggingface_hub` looks for these words in the error, and then explains how to delete a folder.
 _NOT_THERE = "A file with this name doesn't exist"
 _MOVED_ON = (
     "The branch was updated since you opened this page. Please refresh and try again: {branch} is "
@@ -52,19 +52,20 @@ class NewCommit:
     author: Signature
     changes: Sequence[Change]
     parent: str | None = None
-    """The commit, or the first 7 digits or more of its sha, on which the client based the changes.
-    None if any head will do."""
+    """The sha, or at least its first 7 digits, of the commit on which the client based the changes.
+    None if the client did not say; the changes then apply to any head."""
 
 
 def make_commit(repository: Repository, ref: str, head: str | None, new: NewCommit) -> str:
-    """The commit on top of `head`, to which `ref` is moved. The head itself if nothing changes.
+    """Makes the commit on top of `head`, moves `ref` to it, and returns its sha. If the files stay
+    as they are in `head`, this makes no commit and returns `head`.
 
-    A client that lost the answer to a commit sends the commit again. If `head` is that commit
-    already, this returns it.
+    A client that lost the answer to a commit sends the commit again. If `head` already is this
+    commit, it is returned.
 
-    Raises PreconditionFailed if the client based the changes on another commit; EntryNotFound if
-    something to delete is not there; BadRequest if a file would be where a folder is, or the other
-    way round; DiskFull.
+    Raises PreconditionFailed if the client based the changes on another commit than `head`;
+    EntryNotFound if something to delete does not exist; BadRequest if a file would get the path of
+    a folder, or the other way round, or if git would refuse a file in a push; DiskFull.
     """
     try:
         if new.parent is not None and not (head or "").startswith(new.parent):
@@ -85,7 +86,8 @@ def make_commit(repository: Repository, ref: str, head: str | None, new: NewComm
 
 
 def first_commit(repository: Repository, author: Signature) -> RefChange:
-    """The commit with which a new repository begins, as on the Hub."""
+    """Makes the first commit of a new repository, which has only a `.gitattributes`. Every new
+    repository on the Hugging Face Hub begins with such a commit."""
     attributes = Change(action="add", path=ATTRIBUTES_FILE, read=NEW_REPOSITORY.encode)
     new = NewCommit(message="initial commit\n", author=author, changes=[attributes])
     sha = make_commit(repository, DEFAULT_BRANCH, None, new)
@@ -93,7 +95,8 @@ def first_commit(repository: Repository, author: Signature) -> RefChange:
 
 
 def check_changes(changes: Sequence[Change], repository: Repository, head: str | None) -> None:
-    """Raises EntryNotFound or BadRequest for a change that the tree of `head` cannot take."""
+    """Raises EntryNotFound or BadRequest if one of the changes is not possible in the tree of
+    `head` (an empty tree if None) after the changes before it."""
     tree = _Tree(read_folders(repository, head, folders_of(each.path for each in changes)))
     for change in changes:
         kind = tree.kind(change.path)
@@ -120,11 +123,11 @@ def check_changes(changes: Sequence[Change], repository: Repository, head: str |
 
 
 class _Tree:
-    """What is a file and what is a folder while the changes of a commit apply one by one.
+    """Knows which paths are files and which are folders, while changes apply one after the other.
 
-    For each path, this remembers when it was last added and when it was last deleted. A path exists
-    if it was added after the last deletion of the path or of a folder above it. So a change takes
-    the same time, however many changes there are.
+    For each path, it remembers the number of the change that added it last, and of the one that
+    deleted it last. A path exists if it was added after the last deletion of the path or of a
+    folder above it. So each change takes the same time, however many changes there are.
     """
 
     def __init__(self, folders: Folders) -> None:
@@ -132,7 +135,7 @@ class _Tree:
         self._now = 0
         self._added: dict[str, int] = {}
         self._made: dict[str, int] = {}
-        """Folders of added files."""
+        """The folders above added files."""
         self._deleted: dict[str, int] = {}
 
     def kind(self, path: str) -> Literal["file", "folder"] | None:
@@ -161,7 +164,8 @@ class _Tree:
 
 
 def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
-    """Whether `head` is this very commit, made by an earlier try of the client."""
+    """Whether `head` is this same commit, made by an earlier request of the client: it has the same
+    message, parent and tree."""
     made = read_commit(repository, head)
     before = made.parents[0] if len(made.parents) == 1 else None
     if made.message != new.message or (new.parent and not (before or "").startswith(new.parent)):
@@ -178,9 +182,10 @@ def _is_repeated(repository: Repository, head: str, new: NewCommit) -> bool:
 def imported_commit(
     repository: Repository, parent: str | None, new: NewCommit
 ) -> Iterator[tuple[str, str, bool]]:
-    """A hidden ref to a new commit, the commit, and whether its tree differs from its parent's.
+    """Makes a commit, and a hidden ref that leads to it within the block. Gives the ref, the sha of
+    the commit, and whether its tree differs from that of `parent`.
 
-    After the block the ref is gone. The objects stay, for git to collect if no other ref leads to
+    After the block, the ref is deleted. Git collects the objects later, unless another ref leads to
     them. Raises BadRequest for files that git would refuse in a push, and DiskFull.
     """
     check_files((each.path, each.read) for each in new.changes if each.action == "add")
@@ -191,7 +196,7 @@ def imported_commit(
         before = None if parent is None else read_commit(repository, parent).tree
         yield incoming, commit, read_commit(repository, commit).tree != before
     finally:
-        # A full disk keeps git from deleting what is not there, too.
+        # If the disk is full, git fails even to delete a ref that does not exist.
         if (repository.folder / incoming).exists():
             git(repository.folder, "update-ref", "-d", incoming)
 
@@ -242,16 +247,20 @@ def _fast_import(repository: Repository, stream: Iterable[bytes]) -> None:
     if process.returncode != 0:
         for report in repository.folder.glob("fast_import_crash_*"):
             report.unlink(missing_ok=True)
-        # Half of a pack stays where the disk was full. Nothing else writes one now.
+        # If the disk was full, an incomplete pack is left. No other process writes one now, because
+        # the caller holds the repository's lock.
         for pack in repository.folder.glob("objects/pack/tmp_pack_*"):
             pack.unlink(missing_ok=True)
         if is_disk_full(reason):
-            raise DiskFull("The commit could not be stored: make room, and send it again.")
+            raise DiskFull(
+                "The hub could not store the commit, because its disk is full: make room there, "
+                "then send the commit again."
+            )
         raise HubError(f"git fast-import failed in {repository.folder}: {reason}")
 
 
 def _write(stdin: IO[bytes], stream: Iterable[bytes]) -> None:
-    # A git that ended early says why on its standard error.
+    # If git ends early, the pipe breaks. The caller then reads the reason from standard error.
     with contextlib.suppress(BrokenPipeError):
         for piece in stream:
             stdin.write(piece)

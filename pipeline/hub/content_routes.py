@@ -1,4 +1,4 @@
-"""API: what is in a repository. Listings, trees, commits, and the files themselves with ranges."""
+"""API routes that read a repository: its description, trees, commits and files."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -46,7 +46,8 @@ Json = dict[str, object]
 async def describe(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """Repository info; only where a revision is named must there be a commit."""
+    """Describes the repository at a revision (`rest`, by default `main`). A repository without
+    commits is described without files, unless the request names a revision."""
     with_sizes = query_flag(request, "blobs")
 
     def read() -> Json:
@@ -93,7 +94,9 @@ async def paths_info(
     try:
         form = parse_qs((await read_body(request)).decode(), max_num_fields=MAX_PATHS)
     except ValueError as error:
-        raise BadRequest(f"The form cannot be read: {error}.") from None
+        raise BadRequest(
+            f"The form cannot be read ({error}): send UTF-8, with at most {MAX_PATHS} fields."
+        ) from None
     paths = [path for path in form.get("paths", []) if _is_path(path)]
     expand = form.get("expand", [""])[0].lower() in ("1", "true")
 
@@ -104,8 +107,8 @@ async def paths_info(
         items = _entries(repository, commit, entries, expand=expand)
         for entry, item in zip(entries, items, strict=True):
             if entry.lfs is not None:
-                # The client copies no large file to another repository without a hash of Xet. It
-                # takes the hash as it is, and here reads nothing by it.
+                # `huggingface_hub` copies a large file to another repository only if it has a Xet
+                # hash. It does not check or use the hash, so the sha256 is good enough.
                 item["xetHash"] = entry.lfs.oid
         return items
 
@@ -115,7 +118,8 @@ async def paths_info(
 async def commits(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """Pages by `p`, from 0; links name the first page's sha, so that a push shifts nothing."""
+    """The commits, newest first. `?p=` is the page, from 0. The link to the next page names the sha
+    at which the first page began (`at`), so that a push meanwhile does not move the pages."""
     page = query_int(request, "p", 0, at_most=10**6)
     limit = max(1, query_int(request, "limit", COMMITS_PER_PAGE, at_most=COMMITS_PER_PAGE))
     formatted = "formatted" in request.query_params.getlist("expand[]")
@@ -148,15 +152,15 @@ async def commits(
 async def resolve(
     request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
 ) -> Response:
-    """A file's bytes, or for HEAD what a client must know to cache them. Where git has a pointer,
-    they are those of the large file."""
+    """The bytes of a file, or of the large file if git has a pointer to one. HEAD gets only the
+    headers, which a client needs for its cache."""
     return await _file(request, hub, name, revision, rest, follow=True)
 
 
 async def raw(
     request: Request, hub: Hub, name: RepositoryName, revision: str, rest: Sequence[str]
 ) -> Response:
-    """As `resolve`, but a pointer is answered as it is."""
+    """As `resolve`, but for a large file this answers the pointer itself."""
     return await _file(request, hub, name, revision, rest, follow=False)
 
 
@@ -199,8 +203,9 @@ async def _large_file(
     size = await run_in_threadpool(files.size, pointer.oid)
     if size is None:
         raise LargeFileNotFound(
-            f"{file.path} of the {repository.name} is a large file whose content ({pointer.oid}) "
-            "is not here: push it from a clone that has it, with `git lfs push --all <this hub>`.",
+            f"{file.path} of the {repository.name} is a large file, and the hub does not have its "
+            f"content ({pointer.oid}): push it from a clone that has it, with "
+            "`git lfs push --all <this hub>`.",
             headers={"X-Repo-Commit": commit},
         )
     tag = f'"{pointer.oid}"'
@@ -267,7 +272,7 @@ def _path_in(name: RepositoryName, commit: str, parts: Sequence[str]) -> str:
     try:
         return stored_path(parts)
     except BadRequest as error:
-        raise EntryNotFound(f"The {name} has none such: {error}", commit=commit) from None
+        raise EntryNotFound(f"The {name} has no such folder: {error}", commit=commit) from None
 
 
 def _is_path(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Reads what is in a repository at a revision: commits, trees, blobs. It never changes one."""
+"""Reads the commits, trees and files of a repository. It changes nothing."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ SMALL_FILE_BYTES = 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
 _SHA_BYTES = 20
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-# 9999-12-31: anybody may write any date into a commit, and a calendar ends there.
+# 9999-12-31, the latest date that Python has. A commit may have any date.
 _LATEST_SECONDS = 253402300799
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-# What a file system takes, and far below what one argument of a program may have.
+# The longest path of a file system. An argument of a program may be much longer.
 _PATH_MAX_BYTES = 4096
 _ABBREVIATED = re.compile(r"[0-9a-f]{7,39}")
 
 
-# Only a line feed can be in no author's name and in no title.
+# The fields end with a line feed, because neither the name of an author nor a title can have one.
 _AS_RECORDS = ("-z", "--encoding=UTF-8", "--format=%H%n%an%n%ct%n%s%n%b")
 
 
@@ -37,15 +37,17 @@ class Entry:
     type: Literal["file", "directory"]
     path: str
     oid: str
-    """The sha-1 of git's blob or tree."""
+    """The SHA-1 of git's blob or tree."""
     size_bytes: int = 0
-    """Of git's blob, also where it is a pointer."""
+    """The size of git's blob, which for a large file is the size of the pointer. 0 for a folder,
+    and where sizes are not read."""
     lfs: Pointer | None = None
-    """The large file that the blob points to; None where it is no pointer."""
+    """The pointer, if the blob is a pointer to a large file and was looked at. Else None."""
 
     @property
     def content_bytes(self) -> int:
-        """What a reader of the file gets."""
+        """The size of the content that a reader gets: of the large file, if the blob points to
+        one."""
         return self.size_bytes if self.lfs is None else self.lfs.size
 
 
@@ -61,7 +63,7 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitHead:
-    """What a commit object says."""
+    """The fields of a commit object."""
 
     tree: str
     parents: tuple[str, ...]
@@ -69,13 +71,14 @@ class CommitHead:
 
 
 Folders = Mapping[str, Mapping[str, Entry]]
-"""Of each folder, its entries by name. A folder that does not exist has none."""
+"""The entries of each folder by their names. A folder that does not exist has no entries."""
 
 
 def resolve_revision(repository: Repository, revision: str) -> str:
-    """The sha of the commit that a branch, tag, full ref or sha (7 digits or more) names.
+    """The sha of the commit that `revision` names: a branch, a tag, a full ref, or a sha with 7
+    digits or more. A sha is also found if no ref leads to it any more.
 
-    Raises RevisionNotFound. A sha resolves whether or not a ref still reaches it.
+    Raises RevisionNotFound.
     """
     for found in _look_up(repository, [f"{name}^{{commit}}" for name in _candidates(revision)]):
         if found is not None:
@@ -84,15 +87,15 @@ def resolve_revision(repository: Repository, revision: str) -> str:
 
 
 def find_file(repository: Repository, revision: str, path: str) -> tuple[str, Entry]:
-    """The commit and the file, of which only git's blob is known. Raises RevisionNotFound or
-    EntryNotFound."""
+    """The sha of the commit, and the file. The entry does not say whether the blob is a pointer
+    (its `lfs` is None). Raises RevisionNotFound or EntryNotFound."""
     if _CONTROL.search(path):
         sha = resolve_revision(repository, revision)
         for odd in _odd_entries(repository, sha, [path]):
             if odd.type == "file":
                 return sha, odd
         raise _no_file(repository, revision, path, sha)
-    # One git process for both questions: this is what a client asks most.
+    # One git process finds both the commit and the file, because clients call this most often.
     names = _candidates(revision)
     found = _look_up(
         repository, [f"{name}{what}" for name in names for what in ("^{commit}", f":{path}")]
@@ -109,12 +112,14 @@ def find_file(repository: Repository, revision: str, path: str) -> tuple[str, En
 def list_tree(
     repository: Repository, commit: str, folder: str = "", *, recursive: bool
 ) -> list[Entry]:
-    """Files and folders below `folder`, in git's order. Raises EntryNotFound."""
+    """The files and folders in `folder` (`""` is the root), in git's order. Raises EntryNotFound if
+    there is no such folder."""
     if folder:
         found = find_paths(repository, commit, [folder])
         if not found or found[0].type != "directory":
             raise EntryNotFound(
-                f"The {repository.name} has no folder {folder!r} at {commit}.", commit=commit
+                f"The {repository.name} has no folder {folder!r} in the commit {commit}.",
+                commit=commit,
             )
     options = ["-r", "-t"] if recursive else []
     output = git(repository.folder, "ls-tree", "-z", "-l", *options, f"{commit}:{folder}")
@@ -122,7 +127,7 @@ def list_tree(
 
 
 def find_paths(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
-    """Those of `paths` that exist, in their order."""
+    """The entries of the `paths` that exist, in the order of `paths`."""
     usual = [path for path in paths if not _CONTROL.search(path)]
     found: dict[str, Entry] = {}
     for path, item in zip(
@@ -148,7 +153,8 @@ def read_commit(repository: Repository, sha: str) -> CommitHead:
 
 
 def read_folders(repository: Repository, commit: str | None, folders: Iterable[str]) -> Folders:
-    """The entries of each of `folders` (`""` is the root). Of files, the sizes are not read."""
+    """The entries of each of `folders` (`""` is the root). The sizes of files are not read. If
+    `commit` is None, no folder has entries."""
     wanted = sorted(folders)
     if commit is None:
         return {folder: {} for folder in wanted}
@@ -186,13 +192,14 @@ def _parse_tree_object(content: bytes, folder: str) -> Iterator[Entry]:
 
 
 def list_paths(repository: Repository, commit: str) -> list[str]:
-    """The path of every file, with nothing else that `list_tree` would have to look up."""
+    """The path of every file. Faster than `list_tree`, which also looks up sizes and pointers."""
     output = git(repository.folder, "ls-tree", "-r", "-z", "--name-only", commit)
     return output.decode(errors="replace").split("\0")[:-1]
 
 
 def changed_files(repository: Repository, before: str | None, after: str) -> list[Entry]:
-    """The files of the commit `after` that `before` does not have, or has with another content."""
+    """The files of the commit `after` that `before` does not have, or has with other content. All
+    files if `before` is None."""
     output = git(
         repository.folder,
         *("diff-tree", "-r", "-z", "--no-renames", "--diff-filter=AMT"),
@@ -200,7 +207,7 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
         after,
     )
     fields = output.decode(errors="replace").split("\0")
-    # Each file is two fields: ":<mode> <mode> <sha> <sha> <letter>", and the path.
+    # Git prints two fields for each file: ":<mode> <mode> <sha> <sha> <letter>", and the path.
     facts = [field.split(" ") for field in fields[:-1:2]]
     paths = fields[1::2]
     files = [
@@ -218,7 +225,7 @@ def changed_files(repository: Repository, before: str | None, after: str) -> lis
 def list_commits(
     repository: Repository, commit: str, *, skip: int, limit: int, without: str | None = None
 ) -> list[Commit]:
-    """Newest first; those that `without` leads to are left out."""
+    """The commits that `commit` leads to and `without` does not lead to, newest first."""
     window = (f"--skip={skip}", f"--max-count={limit}")
     others = [] if without is None else [f"^{without}"]
     return _parse_commits(
@@ -227,7 +234,7 @@ def list_commits(
 
 
 def read_commits(repository: Repository, shas: Sequence[str]) -> Mapping[str, Commit]:
-    """Each of the commits by its sha."""
+    """The commits of `shas`, by their shas."""
     if not shas:
         return {}
     output = git(
@@ -258,8 +265,8 @@ def _parse_commits(output: bytes) -> list[Commit]:
 
 
 def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
-    """(name below `prefix`, the commit it leads to), for `refs/heads/` or `refs/tags/`. A tag may
-    name a file or a folder: such a tag is left out, because a client takes it for a commit."""
+    """The name without `prefix`, and the sha of the commit, of each ref below `prefix`. A tag may
+    name a file or a folder; such a tag is left out, because a client would take it for a commit."""
     output = git(
         repository.folder,
         "for-each-ref",
@@ -275,14 +282,14 @@ def peeled_refs(repository: Repository, prefix: str) -> list[tuple[str, str]]:
 
 
 def read_file(repository: Repository, file: Entry) -> bytes:
-    """The whole file; for small ones, where a stream costs more than the bytes."""
+    """The complete content. For small files, because `stream_file` would be slower for them."""
     return git(repository.folder, "cat-file", "blob", file.oid)
 
 
 async def stream_file(
     repository: Repository, file: Entry, *, start: int, length: int
 ) -> AsyncIterator[bytes]:
-    """`length` bytes of the file from `start` on, never more than a chunk in memory."""
+    """Gives `length` bytes of the file from the offset `start`. Only one chunk is in memory."""
     if length == 0:
         return
     process = await asyncio.create_subprocess_exec(
@@ -305,19 +312,20 @@ async def stream_file(
             if chunk:
                 yield chunk
     finally:
-        # Not Process.kill: it reaps a process that ended, before asyncio's own watcher can.
+        # Not `Process.kill`: it would collect the exit code of an ended process, which asyncio's
+        # watcher needs.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        # To its end: until then the pipe stays open, and asyncio's `wait` waits for it.
+        # Read the pipe to its end, because asyncio's `wait` also waits until it is closed.
         while await process.stdout.read(_CHUNK_BYTES):
             pass
         await process.wait()
 
 
 def _odd_entries(repository: Repository, commit: str, paths: Sequence[str]) -> list[Entry]:
-    """Those of `paths` that exist. For paths with control characters: a line feed would end the
-    line that `_look_up` writes."""
+    """The entries of the `paths` that exist. For paths with control characters: `_look_up` writes
+    each path into a line, which a line feed would end."""
     asked = {path for path in paths if len(path.encode()) <= _PATH_MAX_BYTES}
     if not asked:
         return []
@@ -349,8 +357,8 @@ def _no_revision(repository: Repository, revision: str) -> RevisionNotFound:
             f"`git push <this hub>/{repository.name.path} HEAD:main`."
         )
     return RevisionNotFound(
-        f"The {repository.name} has no branch, tag or commit {revision!r}; "
-        f"its branches are {', '.join(branches[:10])}."
+        f"The {repository.name} has no branch, tag or commit {revision!r}: choose one of its "
+        f"branches, such as {', '.join(branches[:10])}."
     )
 
 
@@ -368,13 +376,14 @@ def _candidates(revision: str) -> list[str]:
 def _look_up(
     repository: Repository, expressions: Sequence[str]
 ) -> list[tuple[str, str, int] | None]:
-    """(sha, type, size in bytes) for each expression, None where git knows no such object."""
+    """The sha, the type and the size in bytes for each expression, or None if git has no such
+    object."""
     stdin = "".join(f"{expression}\n" for expression in expressions).encode()
     output = git(repository.folder, "cat-file", "--batch-check", stdin=stdin)
     found: list[tuple[str, str, int] | None] = []
     for line in lines_of(output):
         fields = line.split(" ")
-        # "<expression> missing" and "<expression> ambiguous" are what else git says.
+        # Otherwise git prints "<expression> missing" or "<expression> ambiguous".
         if len(fields) == 3 and SHA.fullmatch(fields[0]) and fields[2].isdigit():
             found.append((fields[0], fields[1], int(fields[2])))
         else:
@@ -383,8 +392,9 @@ def _look_up(
 
 
 def _parse_tree(output: bytes, prefix: str) -> Iterator[Entry]:
-    """Without submodules, and without names that are not UTF-8: no client could ask for them, and
-    a client that downloads what is listed would fail."""
+    """The entries that `git ls-tree -z -l` printed, with `prefix` before each path. Leaves out
+    submodules, and names that are not UTF-8: no client can ask for them, so a client that downloads
+    all listed files would fail."""
     for record in output.split(b"\0"):
         facts, _, name = record.partition(b"\t")
         try:

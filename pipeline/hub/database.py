@@ -1,4 +1,4 @@
-"""Opens the hub's SQLite file, its schema brought up; a commit is on disk when it returns."""
+"""Opens the hub's SQLite file, and changes an older schema into the present one."""
 
 import sqlite3
 import threading
@@ -21,7 +21,8 @@ class Database:
     def __init__(self, engine: Engine, relaxed: Engine) -> None:
         self._engine = engine
         self._relaxed = relaxed
-        # Writers of this process take turns here: SQLite would let them sleep and poll.
+        # The writers of this process wait for this lock, because SQLite would let them sleep and
+        # try again.
         self._turn = threading.Lock()
 
     @contextmanager
@@ -31,13 +32,15 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction, alone from its first statement; on disk when the block ends."""
+        """A transaction that is the only writer from its first statement on. It is on disk when the
+        block ends."""
         with self._turn, _immediate(self._engine) as connection:
             yield connection
 
     @contextmanager
     def write_relaxed(self) -> Iterator[Connection]:
-        """As `write`, several times faster: a kill cannot lose it, only a power cut can."""
+        """As `write`, but several times faster. A power cut may lose the transaction; if only the
+        hub is killed, it stays."""
         with self._turn, _immediate(self._relaxed) as connection:
             yield connection
 
@@ -55,7 +58,8 @@ def _immediate(engine: Engine) -> Iterator[Connection]:
 
 
 def open_database(path: Path) -> Database:
-    """Raises HubError, the file untouched, where it is of a newer hub or no hub's at all."""
+    """Raises HubError, and leaves the file as it is, if a newer hub wrote it or if it is not a
+    database of a hub."""
     found = check_schema(path)
     engine = _engine(path, synchronous="FULL")
     if found != SCHEMA_REVISION:
@@ -68,7 +72,8 @@ def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
 
     @event.listens_for(engine, "connect")
     def set_up(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
-        # Else sqlite3 begins transactions on its own, too late and without a lock.
+        # Otherwise, Python's sqlite3 would begin the transactions itself, too late and without a
+        # lock.
         connection.isolation_level = None
         cursor = connection.cursor()
         for pragma in ("journal_mode = WAL", f"synchronous = {synchronous}", "foreign_keys = ON"):
@@ -84,7 +89,8 @@ def _engine(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> Engine:
 
 
 def check_schema(path: Path) -> str | None:
-    """The schema's revision, None for a new file. Raises as `open_database`; changes nothing."""
+    """The revision of the file's schema, or None for a new file. Raises HubError as `open_database`
+    does. Changes nothing."""
     found = _schema_revision(path)
     if found is not None and found not in KNOWN_REVISIONS:
         raise HubError(
@@ -113,7 +119,7 @@ def _schema_revision(path: Path) -> str | None:
 
 
 def _migrate(engine: Engine) -> None:
-    # Imported here: a hub whose schema is up to date starts without it.
+    # Imported here, because a hub whose schema is up to date does not need it.
     from alembic import command
     from alembic.config import Config
 

@@ -1,7 +1,9 @@
-"""Sends what the outbox holds: one worker per webhook, so that a slow receiver delays only itself.
+"""Sends the deliveries that `outbox.py` stores. Each webhook has its own worker, so a slow receiver
+delays only its own deliveries.
 
-A worker sends one delivery at a time, oldest event first, so that a receiver sees the commits of a
-ref in their order as long as it answers.
+A worker sends one delivery at a time, the oldest event first. So a receiver sees the commits of a
+ref in their order, as long as no delivery fails: while a failed delivery waits for its next
+attempt, newer ones are sent.
 """
 
 import asyncio
@@ -28,12 +30,13 @@ logger = logging.getLogger(__name__)
 BROKEN_OFF_SECONDS = 1.0
 
 _TURNS = {
-    "suspended": "webhook %s to %s is SUSPENDED: one delivery after another failed. They "
-    "wait, one is tried now and then, and the first that succeeds ends this; so does "
-    "`pipeline webhooks enable`.",
-    "resumed": "webhook %s to %s answers again: its suspension is over, what waited is sent now.",
-    "gone": "webhook %s to %s is DISABLED: the receiver answered 410, that it wants no more. "
-    "`pipeline webhooks enable` takes that back.",
+    "suspended": "webhook %s to %s is SUSPENDED, because its deliveries failed. They wait. From "
+    "time to time the hub tries one; the first that succeeds ends the suspension. "
+    "`pipeline webhooks enable` ends it too.",
+    "resumed": "webhook %s to %s answers again: its suspension is over, and the deliveries that "
+    "waited are sent now.",
+    "gone": "webhook %s to %s is DISABLED, because the receiver answered 410 (gone). "
+    "`pipeline webhooks enable` enables it again.",
 }
 
 Arguments = ParamSpec("Arguments")
@@ -41,7 +44,7 @@ Answer = TypeVar("Answer")
 
 
 class Deliverer:
-    """Between `start` and `stop` it delivers; `wake` tells it that the outbox has more."""
+    """Sends deliveries between `start` and `stop`. `wake` tells it that there are new ones."""
 
     def __init__(
         self,
@@ -62,18 +65,18 @@ class Deliverer:
         self._workers: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
 
     def start(self) -> None:
-        """Called in the event loop; sends at once what an earlier hub left behind."""
+        """Called in the event loop. Begins with the deliveries that an earlier hub left pending."""
         self._loop = asyncio.get_running_loop()
         self._more.set()
         self._dispatcher = asyncio.create_task(self._dispatch())
 
     def wake(self) -> None:
-        """From any thread, after the commit that put deliveries into the outbox."""
+        """Called from any thread, after the transaction that stored new deliveries."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._more.set)
 
     async def stop(self) -> None:
-        """Ends attempts that are under way; they stay pending."""
+        """Breaks off the attempts that are under way. Their deliveries stay as they are."""
         self._loop = None
         tasks = [task for task, _ in self._workers.values()]
         tasks += [self._dispatcher] if self._dispatcher else []
@@ -88,10 +91,11 @@ class Deliverer:
             try:
                 to_serve = await self._persist(self._to_serve)
             except Exception:
-                # A damaged file, or what nobody foresaw. Without this loop no webhook is served.
+                # A damaged database, or an error in the hub. The loop must go on: without it, no
+                # webhook gets anything.
                 self._metrics.worker_failures.labels(worker="dispatcher").inc()
                 logger.exception(
-                    "what there is to deliver cannot be read; trying again in %g s",
+                    "the hub cannot read which deliveries to send; trying again in %g s",
                     BROKEN_OFF_SECONDS,
                 )
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
@@ -108,13 +112,14 @@ class Deliverer:
     async def _persist(
         self, act: Callable[Arguments, Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Answer:
-        """Does what needs the database, again while a full disk or a lock is in the way."""
+        """Calls `act`, which uses the database. Calls it again as long as the disk is full or the
+        database is locked."""
         while True:
             try:
                 return await asyncio.to_thread(act, *args, **kwargs)
             except OperationalError as error:
                 logger.error(
-                    "the outbox cannot be used, trying again in %g s: %s",
+                    "the hub cannot use its database of deliveries, trying again in %g s: %s",
                     *(BROKEN_OFF_SECONDS, error.orig),
                 )
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
@@ -124,7 +129,7 @@ class Deliverer:
             return outbox.webhooks_to_serve(connection)
 
     async def _work(self, webhook_id: str, more: asyncio.Event) -> None:
-        """Until there is nothing to send for the webhook."""
+        """Sends the webhook's deliveries until there is none left."""
         while True:
             try:
                 poster = Poster(self._settings.delivery_timeout_seconds)
@@ -133,10 +138,11 @@ class Deliverer:
                 finally:
                     await poster.close()
             except Exception:
-                # Whatever it was, the deliveries are still there, and must not wait for a restart.
+                # Whatever the error is, the deliveries are still stored, and must not wait for a
+                # restart of the hub.
                 self._metrics.worker_failures.labels(worker="webhook").inc()
                 logger.exception(
-                    "webhook %s: its deliveries broke off; they go on in %g s",
+                    "webhook %s: an error stopped its deliveries; they go on in %g s",
                     *(webhook_id, BROKEN_OFF_SECONDS),
                 )
                 await asyncio.sleep(BROKEN_OFF_SECONDS)
@@ -149,12 +155,13 @@ class Deliverer:
             if found is None:
                 if more.is_set():
                     continue
-                # No await since the look at `more`: the dispatcher cannot have set it in between.
+                # There is no await between the check of `more` and this line, so the dispatcher
+                # cannot have set it in between.
                 del self._workers[webhook_id]
                 return
             due, webhook = found
             if (wait := due.next_attempt_at - time.time()) > 0:
-                # A new event, or a replay, may be due earlier.
+                # Wake up early for a new event or a replay, which may be due before this delivery.
                 await _wait(more, wait)
                 continue
             attempt = await self._attempt(poster, due, webhook)
@@ -172,12 +179,14 @@ class Deliverer:
             return None if webhook is None or due is None else (due, webhook)
 
     def _settle(self, due: Due, webhook: StoredWebhook, attempt: Attempt) -> None:
-        # Lost with a power cut, it is sent again: the receiver knows the id.
+        # Relaxed: if a power cut loses this write, the delivery is sent again, and the receiver
+        # knows its id.
         with self._database.write_relaxed() as connection:
             status = outbox.settle(connection, due, attempt, self._settings)
             turn = None
             current = _as_it_is(connection, webhook.id)
-            # A failure says nothing of what was enabled, or pointed elsewhere, meanwhile.
+            # If the webhook was enabled or got another URL during the attempt, a failure says
+            # nothing about it as it is now.
             if current is not None and (attempt.succeeded or current.stands_as(webhook)):
                 turn = suspension.after_attempt(
                     connection, current, attempt, status, self._settings
@@ -189,7 +198,9 @@ class Deliverer:
         if status == "delivered":
             self._metrics.delivery_seconds.observe(time.time() - due.queued_at)
             logger.info(
-                "delivery %s to %s: taken", due.id, webhook.target, extra={"delivery_id": due.id}
+                "delivery %s to %s: taken",
+                *(due.id, webhook.target),
+                extra={"delivery_id": due.id},
             )
         elif not attempt.refused or (status == "dead" and not due.is_probe):
             logger.warning(
@@ -203,17 +214,18 @@ class Deliverer:
             )
 
     async def _attempt(self, poster: Poster, due: Due, webhook: StoredWebhook) -> Attempt:
-        """Never raises: what goes wrong with a delivery is an attempt that failed."""
+        """Makes one attempt. Never raises: any error becomes the `error` of the attempt."""
         try:
             if webhook.url is not None:
                 return await poster.post(due, webhook.url, self._cipher.decrypt_secret(webhook))
             if self._launcher is not None:
                 return await asyncio.to_thread(self._launcher.launch, due, webhook, self._cipher)
-            error = "this hub was started without a store of jobs"
+            error = "this hub was started without a job store, so its webhooks cannot start jobs"
         except HubError as failure:
             error = str(failure)
         except Exception as failure:
-            # Nobody foresaw it. Raised further, it would be met again each second, for ever.
+            # An error in the hub. If it were raised, the worker would repeat the attempt each
+            # second, for ever.
             self._metrics.worker_failures.labels(worker="attempt").inc()
             logger.exception(
                 "delivery %s to %s: the hub failed",
@@ -233,7 +245,7 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def _as_it_is(connection: Connection, webhook_id: str) -> StoredWebhook | None:
-    """None for one that was deleted."""
+    """The webhook as it is stored now. None if it was deleted."""
     try:
         return get_webhook(connection, webhook_id)
     except WebhookNotFound:

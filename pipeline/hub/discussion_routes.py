@@ -1,4 +1,4 @@
-"""API: discussions and pull requests, their comments, titles and statuses, and merges."""
+"""API routes for discussions and pull requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
@@ -62,7 +62,7 @@ class Edit(_Body):
 
 
 async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """`discussions`, and `discussions/<num>`."""
+    """GET of `discussions` (the list) and of `discussions/<num>`."""
     if not rest:
         return await _list(request, hub, name)
     if len(rest) > 1:
@@ -85,7 +85,8 @@ async def read(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[
 
 
 async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
-    """Newest first, by pages `p` from 0; `type`, `status` and `author` choose."""
+    """The discussions, newest first. `?p=` is the page, from 0; `type`, `status` and `author`
+    filter."""
     query = request.query_params
     page = query_int(request, "p", 0, at_most=MAX_PAGE)
     kinds = {None: None, "all": None, "discussion": False, "pull_request": True}
@@ -97,7 +98,7 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
     }
     if query.get("type") not in kinds or query.get("status") not in statuses:
         raise BadRequest(
-            "`type` is discussion, pull_request or all, and `status` is open, closed or all."
+            "`type` must be discussion, pull_request or all, and `status` open, closed or all."
         )
 
     def read() -> Json:
@@ -123,7 +124,7 @@ async def _list(request: Request, hub: Hub, name: RepositoryName) -> Response:
 
 
 async def change(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """`discussions`, `discussions/<num>/{comment,title,status,merge}`, and
+    """POST to `discussions` (a new one), `discussions/<num>/{comment,title,status,merge}`, and
     `discussions/<num>/comment/<id>/{edit,hide}`."""
     identity = identity_of(request)
     identity.require_write("a discussion")
@@ -188,10 +189,11 @@ def open_pull_request(
     base: str = DEFAULT_BRANCH,
     head: str | None = None,
 ) -> Discussion:
-    """A pull request for the branch `base`, with the commit `head` (else the branch's own).
+    """Opens a pull request for the branch `base`. Its ref begins at the commit `head`, or at the
+    head of the branch if `head` is None.
 
-    The caller holds the repository's lock, and wakes the deliverer. Raises BadRequest if the branch
-    has no commit.
+    The caller holds the repository's lock and wakes the deliverer afterwards. Raises BadRequest if
+    the branch does not exist.
     """
     refs = read_refs(repository)
     if base not in refs:
@@ -199,7 +201,7 @@ def open_pull_request(
     discussions.checked_title(title)
     with hub.database.read() as connection:
         num = discussions.next_num(connection, repository, refs)
-    # The ref first: if this is killed, the next number is another one.
+    # The ref is made first. If the hub is killed now, `next_num` does not use this number again.
     ref = f"{PULL_REQUEST_PREFIX}{num}"
     git(repository.folder, "update-ref", ref, head or refs[base], _NO_REF)
     with hub.database.write() as connection:
@@ -211,7 +213,8 @@ def open_pull_request(
 
 
 def check_is_open(hub: Hub, repository: Repository, ref: str) -> None:
-    """Raises Conflict for a pull request that takes no more commits, and DiscussionNotFound."""
+    """Raises Conflict if the pull request of this ref is closed or merged, because it then takes no
+    commits, and DiscussionNotFound."""
     with hub.database.read() as connection:
         num = _num(ref.removeprefix(PULL_REQUEST_PREFIX))
         discussion = discussions.find_discussion(connection, repository, num)
@@ -259,7 +262,7 @@ async def _comment(
 async def _edit(
     hub: Hub, name: RepositoryName, num: int, identity: Identity, id: str, text: str | None
 ) -> Response:
-    """Without a text, the comment is hidden."""
+    """Changes a comment to `text`, or hides it if `text` is None."""
 
     def act(connection: Connection, repository: Repository, found: Discussion) -> DiscussionEvent:
         who = identity.user
@@ -307,12 +310,17 @@ async def _merge(
         with hub.database.read() as connection:
             found = discussions.find_discussion(connection, repository, num)
         if found.base is None:
-            raise BadRequest(f"Discussion {num} is no pull request, so there is nothing to merge.")
+            raise BadRequest(
+                f"Discussion {num} has no commits to merge: give the number of a pull request."
+            )
         if found.status not in discussions.OPEN:
             raise Conflict(f"Pull request {num} is {found.status} already.")
         refs = read_refs(repository)
         if found.base not in refs or found.ref not in refs:
-            raise Conflict(f"{found.base} or {found.ref} is gone, so nothing can be merged.")
+            raise Conflict(
+                f"{found.base} or {found.ref} does not exist any more, so pull request {num} "
+                "cannot be merged: open another one."
+            )
         base, head = refs[found.base], refs[found.ref]
         titles = [f"- {one.title} ({one.sha})" for one in commits_of(repository, base, head)]
         commit = squash(
@@ -385,7 +393,7 @@ def _of_pull_request(
     events: list[tuple[float, Json]],
     with_difference: bool,
 ) -> Json:
-    """What git knows of the pull request; its commits join `events`."""
+    """The fields of a pull request that come from git. Adds its commits to `events`."""
     assert discussion.base is not None
     document: Json = {
         "changes": {"base": discussion.base, "mergeCommitId": discussion.merge_commit},
@@ -413,5 +421,7 @@ def _of_pull_request(
 
 def _num(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise DiscussionNotFound(f"{text!r} is no number of a discussion.")
+        raise DiscussionNotFound(
+            f"{text!r} is not the number of a discussion: write a whole number."
+        )
     return int(text)

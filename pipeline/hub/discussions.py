@@ -1,7 +1,8 @@
-"""Discussions and pull requests: what is stored of them, and the events that tell of them.
+"""Stores discussions and pull requests, and what happened in each: comments, and changes of the
+title and the status.
 
-A pull request is a discussion that has commits: those of its ref `refs/pr/<num>`, which are not on
-the branch that it is for.
+A pull request is a discussion with commits. They are on its ref `refs/pr/<num>`, and not on the
+branch that it is for.
 """
 
 import secrets
@@ -30,8 +31,8 @@ HIDDEN = "This comment has been hidden"
 MAX_TITLE = 200
 MAX_TEXT = 64 * 1024
 MAX_BYTES = 8 * 1024 * 1024
-"""What a discussion may store, all versions of its comments together. An answer of the API has all
-of it."""
+"""A discussion may store about this many bytes, with all versions of its comments. The limit exists
+because the API answers all of it at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,13 @@ class Discussion:
     id: str
     repository_id: str
     num: int
-    """Counted from 1 within the repository, discussions and pull requests together."""
+    """The number in the repository, from 1. Discussions and pull requests are counted together."""
     title: str
     author: str
     status: Status
     created_at: float
     base: str | None
-    """The branch in full that a pull request is for; None for a discussion."""
+    """The full name of the branch that a pull request is for. None for a discussion."""
     merge_commit: str | None
 
     @property
@@ -83,7 +84,10 @@ def find_discussion(connection: Connection, repository: Repository, num: int) ->
     of_repository = table.c.repository_id == repository.id
     row = connection.execute(select(table).where(of_repository, table.c.num == num)).one_or_none()
     if row is None:
-        raise DiscussionNotFound(f"The {repository.name} has no discussion {num}.")
+        raise DiscussionNotFound(
+            f"The {repository.name} has no discussion and no pull request {num}: list them to find "
+            "its number."
+        )
     return _record(row)
 
 
@@ -95,7 +99,8 @@ def list_discussions(
     statuses: Sequence[Status] = (*OPEN, *CLOSED),
     author: str | None = None,
 ) -> list[Discussion]:
-    """Newest first. `pull_requests` says whether only those or none of them; None for both."""
+    """The discussions of the repository, newest first. `pull_requests` True means only pull
+    requests, False only discussions, None both. `author` None means any author."""
     wanted = select(table).where(
         table.c.repository_id == repository.id, table.c.status.in_(statuses)
     )
@@ -109,8 +114,9 @@ def list_discussions(
 
 
 def next_num(connection: Connection, repository: Repository, refs: Mapping[str, str]) -> int:
-    """The number of the next discussion. A ref whose pull request a kill kept from being stored
-    counts too, so the caller holds the repository's lock."""
+    """The number of the next discussion. It is also above the number of every ref of a pull request
+    in `refs`: if a kill came before the pull request was stored, only its ref exists. The caller
+    holds the repository's lock."""
     last = connection.execute(
         select(func.max(table.c.num)).where(table.c.repository_id == repository.id)
     ).scalar()
@@ -133,7 +139,8 @@ def add_discussion(
     base: str | None,
     status: Status,
 ) -> tuple[Discussion, DiscussionEvent]:
-    """The discussion and its first comment."""
+    """Adds a discussion with its first comment, and returns both. `base` is the full name of the
+    branch that a pull request is for, or None for a discussion. Raises BadRequest."""
     connection.execute(
         insert(table).values(
             id=secrets.token_hex(12),
@@ -161,7 +168,8 @@ def add_comment(
 def edit_comment(
     connection: Connection, discussion: Discussion, id: str, *, author: str, text: str
 ) -> DiscussionEvent:
-    """Raises DiscussionNotFound, and Conflict for a comment that is hidden."""
+    """Adds a new version of the comment. Raises DiscussionNotFound, BadRequest, and Conflict if the
+    comment is hidden or the discussion is full."""
     comment = _find_comment(connection, discussion, id)
     if comment.data["hidden"]:
         raise Conflict(f"Comment {id} is hidden, so it cannot be edited: write another comment.")
@@ -176,7 +184,7 @@ def edit_comment(
 def hide_comment(
     connection: Connection, discussion: Discussion, id: str, *, author: str
 ) -> DiscussionEvent:
-    """Its text is gone for good. Raises DiscussionNotFound."""
+    """Hides a comment. All versions of its text are deleted. Raises DiscussionNotFound."""
     comment = _find_comment(connection, discussion, id)
     return _replace(
         connection,
@@ -202,10 +210,13 @@ def change_status(
     status: Status,
     merge_commit: str | None = None,
 ) -> DiscussionEvent:
-    """Raises Conflict for a merged pull request, which stays merged, and for a status that the
-    discussion has already."""
+    """Raises Conflict for a merged pull request, whose status cannot change, and if the discussion
+    has this status already."""
     if discussion.status == "merged":
-        raise Conflict(f"Pull request {discussion.num} is merged, and stays so.")
+        raise Conflict(
+            f"Pull request {discussion.num} is merged, so its status cannot change: open another "
+            "one."
+        )
     if discussion.status == status:
         raise Conflict(f"Discussion {discussion.num} is {status} already.")
     values = {"status": status, "merge_commit": merge_commit}
@@ -214,30 +225,36 @@ def change_status(
 
 
 def list_events(connection: Connection, discussion: Discussion) -> list[DiscussionEvent]:
-    """In the order in which they happened."""
+    """The events of a discussion, oldest first."""
     wanted = select(events).where(events.c.discussion_id == discussion.id).order_by(events.c.seq)
     return [_event(row) for row in connection.execute(wanted)]
 
 
 def checked_title(title: str) -> str:
-    """Raises BadRequest."""
+    """The title in one line. Raises BadRequest if it is empty or too long, or if it has control
+    characters."""
     line = " ".join(title.split())
     if not line.isprintable():
-        # The title becomes the message of the merge, which git refuses with such a character.
-        raise BadRequest("A title has no control characters: remove them.")
+        # The title becomes the message of the merge, and git refuses control characters there.
+        raise BadRequest("A title may not have control characters: remove them.")
     if not line or len(line) > MAX_TITLE:
-        raise BadRequest(f"A title has 1 to {MAX_TITLE} characters, and this one has {len(line)}.")
+        raise BadRequest(
+            f"A title must have 1 to {MAX_TITLE} characters, and this one has {len(line)}."
+        )
     return line
 
 
 def _version(author: str, text: str) -> Json:
     if not text.strip() or len(text) > MAX_TEXT:
-        raise BadRequest(f"A comment has 1 to {MAX_TEXT} characters, and this one has {len(text)}.")
+        raise BadRequest(
+            f"A comment must have 1 to {MAX_TEXT} characters and not only white space, and this "
+            f"one has {len(text)}."
+        )
     return {"raw": text, "author": author, "updated_at": time.time()}
 
 
 def _check_room(connection: Connection, discussion: Discussion) -> None:
-    """Raises Conflict if the discussion stores as much as it may."""
+    """Raises Conflict if the discussion has reached `MAX_BYTES`."""
     stored = select(func.sum(func.length(cast(events.c.data, String))))
     size = connection.scalar(stored.where(events.c.discussion_id == discussion.id)) or 0
     if size >= MAX_BYTES:
@@ -271,7 +288,10 @@ def _find_comment(connection: Connection, discussion: Discussion, id: str) -> Di
         select(events).where(of_discussion, events.c.id == id, events.c.type == "comment")
     ).one_or_none()
     if row is None:
-        raise DiscussionNotFound(f"Discussion {discussion.num} has no comment {id!r}.")
+        raise DiscussionNotFound(
+            f"Discussion {discussion.num} has no comment {id!r}: read the discussion for the ids "
+            "of its comments."
+        )
     return _event(row)
 
 

@@ -1,23 +1,24 @@
-"""What the hub refuses, and how the Hugging Face client is told.
+"""The hub's errors, and the HTTP status and code with which each is answered.
 
     HubError                     the hub cannot start or go on; shown at the terminal
-    ├── DamagedRefs              refs whose files cannot be read
+    ├── HubInUse                 another process uses the state folder
+    ├── DamagedRefs              git cannot read the files of some refs
     ├── TooSlow                  git was ended because it needed too long
-    └── RequestError             answered to the client, never a traceback
+    └── RequestError             becomes the answer to a request, never a traceback
         ├── BadRequest           400
         ├── Unauthorized         401
-        │   └── TokenMissing     401, code RepoNotFound, where a repository is asked for
+        │   └── TokenMissing     401, code RepoNotFound, if the request names a repository
         ├── Forbidden            403
         ├── RepositoryNotFound   404, code RepoNotFound
-        │   └── RepositoryMoved  307 to the present name
+        │   └── RepositoryMoved  307, a redirect to the present name
         ├── RevisionNotFound     404, code RevisionNotFound
-        ├── EntryNotFound        404, code EntryNotFound, with the commit that lacks it
+        ├── EntryNotFound        404, code EntryNotFound, with the sha of the commit
         ├── WebhookNotFound      404
         ├── SpaceSettingNotFound 404
         ├── TokenNotFound        404
         ├── DiscussionNotFound   404
-        ├── LargeFileNotFound    404, without a code: it may still come, so no client may note
-        │                        that it does not exist
+        ├── LargeFileNotFound    404, without a code: the file may still come, so no client may
+        │                        remember that it does not exist
         ├── Conflict             409
         ├── PreconditionFailed   412
         ├── TooLarge             413
@@ -73,7 +74,8 @@ class Unauthorized(RequestError):
 
 
 class TokenMissing(Unauthorized):
-    """The Hub's code for a missing repository: without a token the client shows it as one."""
+    """The request has no token and needs one. It has the code of a missing repository, as on the
+    Hugging Face Hub, so the client shows it as one."""
 
     code = "RepoNotFound"
 
@@ -88,7 +90,7 @@ class RepositoryNotFound(RequestError):
 
 
 class RepositoryMoved(RepositoryNotFound):
-    """The repository has another name now. Routes that can answer with a redirect do so."""
+    """The repository has another name now. Most routes answer this with a redirect."""
 
     def __init__(
         self, message: str, *, repository_id: str, type: str, owner: str, name: str
@@ -101,7 +103,7 @@ class RepositoryMoved(RepositoryNotFound):
 
     @property
     def id(self) -> str:
-        """`owner/name`, as it is now."""
+        """The present name, `owner/name`."""
         return f"{self.owner}/{self.name}"
 
 
@@ -115,7 +117,7 @@ class EntryNotFound(RequestError):
     code = "EntryNotFound"
 
     def __init__(self, message: str, *, commit: str) -> None:
-        # The client caches the absence of a file, but only when it knows of which commit.
+        # The client remembers that a file does not exist, but only if it knows in which commit.
         super().__init__(message, headers={"X-Repo-Commit": commit})
 
 
@@ -136,13 +138,14 @@ class DiscussionNotFound(RequestError):
 
 
 class LargeFileNotFound(RequestError):
-    """A commit names a large file whose content never came."""
+    """A commit names a large file whose content is not on the hub."""
 
     status = 404
 
 
 class Conflict(RequestError):
-    """The body carries `url` too: the client's `exist_ok` reads it."""
+    """Something of this name exists already, or was changed meanwhile. `url` is the address of the
+    existing repository, which the client needs for `exist_ok`; None for anything else."""
 
     status = 409
 

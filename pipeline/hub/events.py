@@ -1,4 +1,4 @@
-"""Stores what happened to repositories, and in the same transaction whom it must be told."""
+"""Stores events, and in the same transaction a delivery for each webhook that gets the event."""
 
 import logging
 import time
@@ -27,13 +27,14 @@ class EventLog:
     hub_url: str
     metrics: HubMetrics
     deliver_job_commits: bool = False
-    """Whether commits that only jobs made are told as well."""
+    """Whether webhooks also get the changes of refs whose new commits all come from jobs."""
     wake: Callable[[], None]
-    """Called after a commit that left deliveries to send; from any thread."""
+    """Tells the deliverer that there are new deliveries. Called after the database transaction that
+    stored them, from any thread."""
 
     def record_refs(self, repository: Repository, refs: Mapping[str, str]) -> list[RefChange]:
-        """Compares `refs` with where the last stored event left them. All differences together are
-        one event, because one push may move several refs.
+        """Compares `refs` with the refs as they were at the last event. Stores one event with all
+        changes, because one push may move several refs, and returns the changes.
 
         The caller holds the repository's lock and read `refs` under it. When this returns, the
         event and its deliveries are on disk.
@@ -62,12 +63,15 @@ class EventLog:
     def _told(
         self, repository: Repository, changes: Sequence[RefChange], known: Mapping[str, str]
     ) -> Sequence[RefChange]:
-        """The changes that webhooks are told of."""
+        """The changes that webhooks get."""
         if self.deliver_job_commits:
             return changes
         silent = of_jobs(repository, changes, set(known.values()))
         for change in silent:
-            logger.info("%s of %s: jobs made these commits", change.ref, repository.name)
+            logger.info(
+                "%s of %s: no webhook gets this change, because jobs made all its commits",
+                *(change.ref, repository.name),
+            )
         return [change for change in changes if change not in silent]
 
     def record(
@@ -79,9 +83,8 @@ class EventLog:
         scope: str = "repo",
         moved_to: Repository | None = None,
     ) -> None:
-        """An event of the repository itself, within the caller's transaction.
-
-        The caller calls `wake` after its commit.
+        """Stores an event of the repository itself, such as its deletion, in the caller's
+        transaction. After this transaction, the caller calls `wake`.
         """
         head_sha = known_refs(connection, repository).get(DEFAULT_BRANCH)
         self._store(
@@ -103,7 +106,8 @@ class EventLog:
         *,
         action: EventAction,
     ) -> None:
-        """As `record`. A new discussion is told with its first comment."""
+        """Stores an event of a discussion, as `record` does. `comment` is the first comment of a
+        new discussion, else None."""
         self._record_talk(connection, repository, discussion, comment, action, "discussion")
 
     def record_comment(
@@ -115,7 +119,7 @@ class EventLog:
         *,
         action: EventAction,
     ) -> None:
-        """As `record`."""
+        """Stores an event of a comment, as `record` does."""
         self._record_talk(connection, repository, discussion, comment, action, "discussion.comment")
 
     def _record_talk(
@@ -152,7 +156,8 @@ class EventLog:
         discussion: Discussion | None = None,
         comment: DiscussionEvent | None = None,
     ) -> None:
-        """An event whose `changes` are not `told` is stored, and webhooks are not told of it."""
+        """Stores the event with all its `changes`, and a delivery per webhook with the changes in
+        `told`. If there are changes and none of them is in `told`, no webhook gets the event."""
         event_seq = _insert_event(
             connection, action=action, scope=scope, repository=repository, changes=changes
         )
@@ -180,9 +185,8 @@ class EventLog:
             )
 
     def ping(self, connection: Connection, webhook: StoredWebhook, about: Repository) -> str:
-        """An event of the scope `ping`, told to `webhook` only; the id of its delivery.
-
-        The caller calls `wake` after its commit.
+        """Stores an event of the scope `ping` that only `webhook` gets. Returns the id of its
+        delivery. After its transaction, the caller calls `wake`.
         """
         event_seq = _insert_event(connection, action="update", scope=PING, repository=about)
         payload = payloads.compose(
@@ -220,7 +224,7 @@ def _insert_event(
 
 
 def known_refs(connection: Connection, repository: Repository) -> dict[str, str]:
-    """Where the last stored event left each ref."""
+    """The sha of each ref at its last event, by the ref's full name."""
     table = schema.refs
     rows = connection.execute(
         select(table.c.ref, table.c.sha).where(table.c.repository_id == repository.id)
@@ -229,7 +233,7 @@ def known_refs(connection: Connection, repository: Repository) -> dict[str, str]
 
 
 def _changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefChange]:
-    # The default branch first: who reads one ref only reads the one that matters most.
+    # The default branch comes first, for receivers that read only the first ref.
     for ref in sorted(known.keys() | now.keys(), key=lambda ref: (ref != DEFAULT_BRANCH, ref)):
         old, new = known.get(ref), now.get(ref)
         if old != new:
@@ -237,7 +241,7 @@ def _changes(known: Mapping[str, str], now: Mapping[str, str]) -> Iterator[RefCh
 
 
 def remember(connection: Connection, repository: Repository, changes: Sequence[RefChange]) -> None:
-    """The next comparison starts from these refs."""
+    """Stores the new shas of these refs. The next push is compared with them."""
     table = schema.refs
     gone = delete(table).where(
         table.c.repository_id == repository.id, table.c.ref == bindparam("moved")

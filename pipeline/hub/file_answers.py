@@ -1,4 +1,5 @@
-"""Answers a request for the bytes of a file: ranges, the headers, and HEAD without the bytes."""
+"""Makes the HTTP answer that has the bytes of a file, or of one range of it. For HEAD, it has only
+the headers."""
 
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -17,7 +18,8 @@ class Read(Protocol):
 
 
 def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) -> Response:
-    """A stream, of which only a chunk is in memory. Raises RangeNotSatisfiable."""
+    """Streams the file, which has `size` bytes, so that only a chunk is in memory. `read` gives the
+    bytes. Raises RangeNotSatisfiable."""
     status, (start, end), headers = _head(request, size, headers)
     if request.method == "HEAD":
         return Response(status_code=status, headers=headers)
@@ -26,7 +28,7 @@ def answer(request: Request, size: int, headers: Mapping[str, str], read: Read) 
 
 
 def answer_small(request: Request, content: bytes, headers: Mapping[str, str]) -> Response:
-    """As `answer`, for what is in memory already."""
+    """As `answer`, for a file that is in memory already."""
     status, (start, end), headers = _head(request, len(content), headers)
     body = b"" if request.method == "HEAD" else content[start:end]
     return Response(body, status_code=status, headers=headers)
@@ -50,7 +52,8 @@ def _head(
 
 
 def _requested_range(request: Request, size: int) -> tuple[int, int]:
-    """From and to, in bytes; a range that this hub does not understand asks for everything."""
+    """The first byte of the requested range, and the byte after its last. The complete file if
+    there is no `Range`, or one that this hub does not understand, such as several ranges."""
     text = request.headers.get("range")
     found = _RANGE.fullmatch(text) if text else None
     if found is None or not any(found.groups()):
@@ -62,7 +65,7 @@ def _requested_range(request: Request, size: int) -> tuple[int, int]:
         start, end = max(0, size - int(last)), size
     if start >= size or (last and first and int(last) < int(first)):
         raise RangeNotSatisfiable(
-            f"The file has {size} bytes; {text} is past its end.",
+            f"The file has {size} bytes, and the range {text} is not in it: ask for another range.",
             headers={"Content-Range": f"bytes */{size}"},
         )
     return start, end

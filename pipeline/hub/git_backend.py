@@ -1,4 +1,5 @@
-"""One `git http-backend` process per request: its CGI environment, its answer, its end."""
+"""Runs one `git http-backend` process (a CGI program) per request: makes its environment, reads its
+answer, and ends it."""
 
 import asyncio
 import os
@@ -22,17 +23,19 @@ from pipeline.hub.repositories import Repository
 _CHUNK_BYTES = 64 * 1024
 
 _SETTINGS = (
-    # Whoever pushes `:main` means it, and cannot reach the configuration that git would refer to.
+    # `git push origin :main` may delete the default branch. By default, git refuses this and names
+    # a setting of the server, which the user cannot change.
     ("receive.denyDeleteCurrent", "ignore"),
-    # The last one that matches a ref decides. No client sees or moves a ref that is hidden.
+    # No client sees or moves a hidden ref. `!` means "not hidden"; the last setting that matches a
+    # ref decides.
     ("transfer.hideRefs", "refs"),
     *(("transfer.hideRefs", f"!{prefix.rstrip('/')}") for prefix in PUSHED_PREFIXES),
     ("uploadpack.hideRefs", f"!{PULL_REQUEST_PREFIX.rstrip('/')}"),
 )
 _HIDDEN = b"deny updating a hidden ref"
 _REASON = (
-    f"This hub takes {' and '.join(PUSHED_PREFIXES)}, and {PULL_REQUEST_PREFIX} of an open pull "
-    "request: push to a branch or a tag."
+    f"This hub only takes pushes to {' and '.join(PUSHED_PREFIXES)}, and to {PULL_REQUEST_PREFIX} "
+    "of an open pull request: push to a branch or a tag."
 )
 _MAX_REMARK_BYTES = 900
 
@@ -42,7 +45,8 @@ Headers = list[tuple[bytes, bytes]]
 def cgi_environment(
     route: str, repository: Repository, scope: Scope, num_bytes: int, open_refs: Iterable[str]
 ) -> dict[str, str]:
-    """`open_refs` are the pull requests to which a client may push."""
+    """The environment for `git http-backend`. `num_bytes` is the size of the request's body;
+    `open_refs` are the refs of open pull requests, to which a client may push."""
     cgi = {
         PLACE: str(repository.folder),
         "PATH_INFO": f"/{route}",
@@ -69,9 +73,9 @@ def header(scope: Scope, name: bytes) -> bytes:
 
 
 async def serve(environment: dict[str, str], body: IO[bytes], receive: Receive, send: Send) -> None:
-    """Streams what git answers; ends git when the client goes away."""
+    """Sends git's answer while git writes it. Ends git if the client goes away."""
     process = await _start(environment, body, stderr=asyncio.subprocess.DEVNULL)
-    # The body was received whole: the next message can only be the disconnect.
+    # The hub has the complete body, so the next message can only be that the client disconnects.
     gone = asyncio.create_task(_kill_on_disconnect(process, receive))
     try:
         assert process.stdout is not None
@@ -80,7 +84,7 @@ async def serve(environment: dict[str, str], body: IO[bytes], receive: Receive, 
         except asyncio.IncompleteReadError:
             if gone.done():
                 return
-            raise HubError("git http-backend ended without an answer.") from None
+            raise HubError("git http-backend ended without an answer to a clone.") from None
         await send_start(send, *parse_head(head))
         while chunk := await process.stdout.read(_CHUNK_BYTES):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -102,11 +106,12 @@ class Answer:
     output: bytes
     complaints: bytes
     is_whole: bool
-    """Whether git came to its end; else it was killed, and may have left its locks behind."""
+    """Whether git exited with 0. If not, it may have left locks in the repository."""
 
 
 async def run(environment: dict[str, str], body: IO[bytes]) -> Answer:
-    """Ended only where this is cancelled. When it returns, no process of this git is left."""
+    """Runs git to its end; git is killed only if this task is cancelled. When this returns or
+    raises, no process that git started is left."""
     process = await _start(environment, body, stderr=asyncio.subprocess.PIPE)
     try:
         output, complaints = await process.communicate()
@@ -130,7 +135,8 @@ async def _start(
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """With the processes that it started: asked first, so that they take their locks away."""
+    """Ends git and the processes that it started, if git has not exited with 0. They get SIGTERM
+    first, so that they can remove their locks, and after a few seconds SIGKILL."""
     if process.returncode == 0:
         return
     try:
@@ -141,7 +147,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         pass
     finally:
         _signal(process, signal.SIGKILL)
-    # To their end: until then the pipes stay open, and asyncio's `wait` waits for them.
+    # Read the pipes to their end, because asyncio's `wait` also waits until they are closed.
     for pipe in (process.stdout, process.stderr):
         while pipe is not None and await pipe.read(_CHUNK_BYTES):
             pass
@@ -149,16 +155,17 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> bool:
-    """To the whole group, which may outlive the process that leads it; False when it is gone."""
+    """Sends a signal to the process group, which may live longer than its first process. Returns
+    False if the group has no process left."""
     try:
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # the latter is macOS' word for it
+    except (ProcessLookupError, PermissionError):  # macOS raises PermissionError for this
         return False
     return True
 
 
 def parse_head(head: bytes) -> tuple[int, Headers]:
-    """A CGI head (RFC 3875, 6.3) as status and ASGI headers."""
+    """The status and the ASGI headers that the head of a CGI answer gives (RFC 3875, 6.3)."""
     status, headers = 200, []
     for line in head.strip().split(b"\r\n"):
         name, _, value = line.partition(b":")
@@ -170,7 +177,8 @@ def parse_head(head: bytes) -> tuple[int, Headers]:
 
 
 def parse_answer(told: Answer) -> tuple[int, Headers, bytes]:
-    """Status, headers and body. Raises HubError with git's own words if there is no head."""
+    """The status, headers and body of the answer. Raises HubError with git's own error text if git
+    printed no complete head."""
     head, separator, body = told.output.partition(b"\r\n\r\n")
     if not separator:
         reason = told.complaints.decode(errors="replace").strip()
@@ -179,13 +187,14 @@ def parse_answer(told: Answer) -> tuple[int, Headers, bytes]:
 
 
 def with_remarks(answer: bytes, remarks: Sequence[str]) -> bytes:
-    """The answer to a push, and before it lines for the person who pushed. Where git refused a
-    hidden ref, one of these lines says why.
+    """The answer to a push, with `remarks` before it, for the person who pushed. If git refused to
+    move a hidden ref, one more line says why.
 
     Git prints each line as "remote: …": https://git-scm.com/docs/gitprotocol-pack#_report_status
     """
     lines = [*remarks, *([_REASON] if _HIDDEN in answer else [])]
-    # Only a client that takes side bands can be told: git's answer then begins with such a packet.
+    # Remarks can be sent only in side bands. If the client takes them, git's answer begins with a
+    # packet of side band 1 or 2.
     if answer[4:5] not in (b"\x01", b"\x02"):
         return answer
     packets = []

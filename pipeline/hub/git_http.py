@@ -1,8 +1,10 @@
-"""Git's smart HTTP protocol: `git http-backend` behind a raw ASGI callable.
+"""Answers git's smart HTTP protocol: checks each request and hands it to `git http-backend`.
 
-A request is received whole before git starts: a client that stalls or goes away in the middle of a
-push then holds no lock and no process. The answer to a push is held back until the events of the
-refs it moved are on disk. https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backend
+The hub receives the complete request before it starts git. So a client that stalls or goes away in
+the middle of a push holds no lock and no process. The hub sends the answer to a push only when the
+event of the refs that the push moved is on disk.
+
+https://git-scm.com/docs/http-protocol, https://git-scm.com/docs/git-http-backend
 """
 
 import asyncio
@@ -55,17 +57,17 @@ _SPOOL_BYTES = 1024 * 1024
 class GitRequest:
     type: RepositoryType
     owner: str | None
-    """None for a URL without an owner."""
+    """None if the URL has no owner. It then means a repository of the hub's owner."""
     name: str
     route: Literal["info/refs", "git-upload-pack", "git-receive-pack"]
 
 
 class _Disconnected(Exception):
-    """The client went away before its request was whole."""
+    """The client went away before the hub had its complete request."""
 
 
 def match(scope: Scope) -> GitRequest | None:
-    """The request if it is git's, whatever it asks for; else None."""
+    """The request if its path is one of git's, else None. Checks nothing else of the request."""
     found = _PATH.fullmatch(scope["path"])
     if found is None:
         return None
@@ -96,11 +98,12 @@ class GitHttp:
         self._log = log
         self._metrics = metrics
         self._remarks_on = remarks_on
-        # Apart: clones wait for their clients, pushes never do and must not wait for those.
+        # Clones and pushes have slots of their own: the process of a clone waits for its client to
+        # read, and a push must not wait for such a client.
         self._clone_slots = asyncio.Semaphore(settings.max_git_processes)
         self._push_slots = asyncio.Semaphore(settings.max_git_processes)
-        # Every clone and push begins with the list of the refs. It is made whole before it is sent,
-        # so that its slot waits for no client.
+        # Every clone and push begins with a list of the refs. Git makes the complete list before
+        # the hub sends it, so the slot is free again before any client reads.
         self._list_slots = asyncio.Semaphore(settings.max_git_processes)
 
     async def __call__(
@@ -138,7 +141,8 @@ class GitHttp:
             await _send_error(send, error)
 
     def _admit(self, request: GitRequest, identity: Identity) -> Repository:
-        """Raises the same for a repository that the token does not reach as for none."""
+        """The repository that the request names. If the token does not reach it, this raises the
+        same error as for a repository that does not exist."""
         named = f"{request.type} {request.owner or self._settings.owner}/{request.name}"
         try:
             repository = self._find(request)
@@ -160,8 +164,9 @@ class GitHttp:
             try:
                 return self._repositories.find_as_git(connection, request.type, owner, request.name)
             except RepositoryMoved as moved:
-                # git follows the redirect of its first request only, and where that was repeated
-                # with a token, it forgets the redirect and comes back to the old name.
+                # Git follows a redirect only at its first request (info/refs). If it had to repeat
+                # this request with a token, it forgets the redirect and sends the next request to
+                # the old name. So that request is answered here, without a redirect.
                 if request.route == "info/refs":
                     raise
                 return self._repositories.find_by_id(connection, moved.repository_id)
@@ -187,8 +192,8 @@ class GitHttp:
             more = message.get("more_body", False)
             if size > self._settings.max_push_bytes:
                 raise TooLarge(
-                    f"A push may send {self._settings.max_push_bytes} bytes at most: "
-                    "push in several parts, or raise [hub] max_push_bytes."
+                    f"A push may send {self._settings.max_push_bytes} bytes at most: push fewer "
+                    "commits at once, or raise [hub] max_push_bytes."
                 )
             if waiting and (not more or len(waiting) >= _SPOOL_BYTES):
                 try:
@@ -196,7 +201,8 @@ class GitHttp:
                     await asyncio.to_thread(body.flush)
                 except OSError as error:
                     raise DiskFull(
-                        f"The push could not be stored ({error.strerror}): make room, push again."
+                        f"The hub could not store the push ({error.strerror}): make room on the "
+                        "hub's disk, then push again."
                     ) from error
                 waiting.clear()
 
@@ -215,11 +221,11 @@ class GitHttp:
         body: IO[bytes],
         send: Send,
     ) -> None:
-        # Found anew: it may have been removed or moved while the body came in, and another one,
-        # which the token does not reach, may have the name.
+        # Find the repository again under its lock. While the body came in, it may have been removed
+        # or moved, and a repository that the token does not reach may have its name now.
         async with self._repositories.locked(partial(self._admit, request, identity)) as repository:
             environment[PLACE] = str(repository.folder)
-            # Goes on to its end whether or not the client still listens: refs may move any time.
+            # Git runs to its end even if the client goes away: git may have moved refs already.
             async with self._push_slots:
                 status, headers, answer = await self._receive_pack(repository, environment, body)
         await git_backend.send_start(send, status, headers)
@@ -231,10 +237,11 @@ class GitHttp:
         told = await git_backend.run(environment, body)
         if not told.is_whole:
             await asyncio.to_thread(clear_repository, repository.folder)
-        # Not before this returns may git's "ok" reach the client.
+        # The event must be on disk before the client gets git's "ok".
         changes = await asyncio.to_thread(record_ref_changes, repository, self._log)
         status, headers, answer = git_backend.parse_answer(told)
-        # A big push begins with a POST that moves nothing; so does one that git refuses.
+        # A request that moves no ref is "unchanged": git refused the push, or this is the empty
+        # request that git sends before a large push.
         result = "error" if status != 200 else "ok" if changes else "unchanged"
         self._metrics.pushes.labels(result=result).inc()
         remarks = await asyncio.to_thread(self._remarks_on, repository, changes) if changes else []
@@ -242,28 +249,31 @@ class GitHttp:
 
 
 def _check(request: GitRequest, scope: Scope) -> str:
-    """The service that is asked for. Raises BadRequest."""
+    """The git service that the request asks for. Raises BadRequest."""
     service = scope["query_string"].decode("latin-1").removeprefix("service=")
     if request.route == "info/refs":
         if scope["method"] != "GET" or service not in _SERVICES:
             raise BadRequest(
-                "This hub speaks git's smart HTTP protocol only; use git 1.6.6 or newer."
+                "This hub only answers git's smart HTTP protocol: use git 1.6.6 or newer."
             )
     elif scope["method"] != "POST" or git_backend.header(scope, b"content-type") != (
         f"application/x-{request.route}-request".encode()
     ):
-        raise BadRequest(f"{request.route} takes a POST from git, nothing else.")
+        raise BadRequest(
+            f"{request.route} only answers the POST that git sends: use git for this address."
+        )
     return service if request.route == "info/refs" else request.route
 
 
 def _asks_for_refs(body: IO[bytes]) -> bool:
-    """As protocol version 2 does, in a request of its own: gitprotocol-v2, "ls-refs"."""
-    # Not `read`, which moves the place from which git will read.
+    """Whether the body is the command `ls-refs`. Protocol version 2 asks for the refs by it:
+    https://git-scm.com/docs/gitprotocol-v2"""
+    # `body.read` would move the position in the file from which git reads the body.
     return os.pread(body.fileno(), len(_LS_REFS), 0) == _LS_REFS
 
 
 async def _send_error(send: Send, error: RequestError, *, location: str | None = None) -> None:
-    """In plain text, which git prints as "remote: …"."""
+    """Answers in plain text: git prints each line of it after "remote: "."""
     text = f"{error}\n".encode()
     headers = [
         (b"content-type", b"text/plain; charset=utf-8"),

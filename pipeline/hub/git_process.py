@@ -1,4 +1,5 @@
-"""Runs git. Its environment is built from nothing, so that no setting of the user's own gets in."""
+"""Runs git in an environment that has only what is set here, so that git ignores the settings of
+the user who started the hub."""
 
 import os
 import subprocess
@@ -9,21 +10,25 @@ from pathlib import Path
 from pipeline.hub.errors import DiskFull, HubError, TooSlow
 
 PLACE = "GIT_PROJECT_ROOT"
-"""In the environment of each git process: the repository that it works in."""
+"""The environment variable that holds the repository of each git process. `cleanup.py` finds the
+processes of a killed hub by it."""
 KEEP_PREFIX = "refs/keep/"
-"""Of the hub's own refs, which clients neither see nor move."""
+"""Refs that keep commits which are on no branch any more (`retained_refs.py`). Clients neither see
+nor move them."""
 INCOMING_PREFIX = "refs/incoming/"
-"""Of the refs to commits that are being made. What a killed hub left of these is removed at the
-start."""
+"""Refs to commits that the API is making (`commits.py`). If a killed hub left some, the next hub
+removes them when it starts."""
 PUSHED_PREFIXES = ("refs/heads/", "refs/tags/")
-"""Of the refs that clients see and move. Any other ref might change what the hub reads."""
+"""Branches and tags. Clients see and move them; a push of any other ref might change what the hub
+reads."""
 PULL_REQUEST_PREFIX = "refs/pr/"
-"""Of the refs of pull requests, which the hub creates. Clients see them, and move those that are
-open."""
+"""Refs of pull requests. The hub creates them. Clients see all of them, and move those of open pull
+requests."""
 SEEN_PREFIXES = (*PUSHED_PREFIXES, PULL_REQUEST_PREFIX)
 
-# Bounds on the memory of each git process. A file above the first one is neither held in memory
-# whole nor compared with its other versions; smaller ones are, because that makes packs small.
+# Limits on the memory of each git process. Git never holds a file above `bigFileThreshold` in
+# memory as a whole. It stores such a file complete, and a smaller one as its difference from
+# another version, which makes packs smaller.
 _MEMORY = (
     ("core.bigFileThreshold", "16m"),
     ("core.packedGitWindowSize", "16m"),
@@ -32,14 +37,16 @@ _MEMORY = (
     ("pack.windowMemory", "64m"),
 )
 
-# In the words of the system (LC_ALL is C), of fast-import, and of git's own files of refs.
+# A full disk in an error text of git: the first two come from the system (in English, because
+# LC_ALL is C), the others from git itself.
 _DISK_FULL = ("No space left", "Disk quota", "write error", "couldn't write")
 
 
 def git_environment(
     extra: Mapping[str, str] | None = None, settings: Iterable[tuple[str, str]] = ()
 ) -> dict[str, str]:
-    """settings: of git's configuration, for this process alone."""
+    """The environment of one git process: `extra` are further variables, and `settings` are keys
+    and values of git's configuration for this process only."""
     configured = [*_MEMORY, *settings]
     configuration = {"GIT_CONFIG_COUNT": str(len(configured))}
     for number, (key, value) in enumerate(configured):
@@ -52,7 +59,7 @@ def git_environment(
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_OPTIONAL_LOCKS": "0",
-        # A ref refs/replace/SHA would have git give other bytes for this sha.
+        # Otherwise, a ref named refs/replace/SHA would make git return other bytes for this sha.
         "GIT_NO_REPLACE_OBJECTS": "1",
         **configuration,
         **(extra or {}),
@@ -60,19 +67,21 @@ def git_environment(
 
 
 def lines_of(output: bytes) -> list[str]:
-    """What git printed, by line. `str.splitlines` would also split at U+2028, which names of refs
-    and files may have. Bytes that are not UTF-8 become `\\xff`: no two of them become the same."""
+    """The lines that git printed. `str.splitlines` would also split at U+2028, which may be in the
+    name of a ref or a file. A byte that is not UTF-8 becomes an escape such as `\\xff`, so that two
+    different names stay different."""
     return output.decode(errors="backslashreplace").removesuffix("\n").split("\n") if output else []
 
 
 def is_disk_full(reason: str) -> bool:
-    """Whether git failed because nothing more can be written."""
+    """Whether `reason`, an error text of git, says that the disk is full or cannot be written."""
     return any(words in reason for words in _DISK_FULL)
 
 
 def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
-    """The first `max_bytes` of what `git` prints; git is ended then. Empty if git fails. What git
-    printed until then if it needs more than `seconds`."""
+    """The first `max_bytes` bytes that `git` prints; after them git is ended. Empty if git fails
+    before it prints anything. If git needs more than `seconds`, it is ended, and the result is what
+    it has printed until then."""
     process = subprocess.Popen(
         ["git", f"--git-dir={folder}", *arguments],
         stdin=subprocess.DEVNULL,
@@ -100,11 +109,11 @@ def git(
     seconds: float | None = None,
     complaints: list[str] | None = None,
 ) -> bytes:
-    """What `git` printed in the bare repository `folder`.
+    """Runs `git` in the bare repository `folder` and returns what it printed.
 
-    Raises HubError with git's own words if git exits with a code that is neither 0 nor in
-    `may_exit_with`. Raises TooSlow if git needs more than `seconds`; git is then ended. What git
-    complained of is added to `complaints`.
+    Raises HubError with git's own error text if the exit code is neither 0 nor in `may_exit_with`,
+    or DiskFull if this text says that the disk is full. Raises TooSlow, and ends git, if git needs
+    more than `seconds`. The lines that git wrote to standard error are added to `complaints`.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,5 @@
-"""How the API reads a body and answers: JSON, and errors in the one shape that the client knows."""
+"""Reads the bodies of API requests, and writes answers and errors in the form that
+`huggingface_hub` reads."""
 
 import errno
 import re
@@ -26,7 +27,7 @@ from pipeline.hub.errors import (
 from pipeline.hub.unsupported import feature
 from serving.http.bodies import BodiesInFlight
 
-# Whatever is longer, or not visible ASCII, is not sent back.
+# The hub sends a client's request id back only if it matches: visible ASCII, 200 bytes at most.
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 _HEADER_CHARACTERS = 4000
 """Clients and proxies refuse an answer whose headers are longer than 8 KiB or more."""
@@ -57,15 +58,16 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def _as_header(text: str) -> str:
-    """One line of Latin-1 without control characters (RFC 9110, 5.5), cut to what clients read."""
+    """The text as a header: one line of Latin-1 without control characters (RFC 9110, 5.5), cut to
+    `_HEADER_CHARACTERS`."""
     line = "".join(character if character.isprintable() else " " for character in text)
     short = " ".join(line.split())[:_HEADER_CHARACTERS]
     return short.encode("latin-1", "replace").decode("latin-1")
 
 
 def client_warning(topic: str, lines: Sequence[str]) -> dict[str, str]:
-    """A header that the client prints as a warning; none if there is nothing to say. The client
-    prints one warning of each topic, and no other until its process ends."""
+    """A header that `huggingface_hub` prints as a warning. No header if there are no `lines`. A
+    client's process prints only the first warning of each topic."""
     sentences = (line if line.endswith((".", "!", "?")) else f"{line}." for line in lines)
     return {"X-HF-Warning": f"{topic}; {_as_header(' '.join(sentences))}"} if lines else {}
 
@@ -76,7 +78,8 @@ async def on_request_error(_: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """What is refused before a route sees it: no such route, no such method, too many bodies."""
+    """The answer if there is no such route or method, or if the server has too many bodies in
+    memory. 501 for a feature of the Hugging Face Hub that this hub does not have."""
     assert isinstance(error, HTTPException)
     status, path = error.status_code, request.url.path
     message = f"{request.method} {path}: {error.detail}"
@@ -90,7 +93,8 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_failed_disk(_: Request, error: Exception) -> Response:
-    """507 if a file or the database could not grow. Any other error is a crash."""
+    """507 if the disk is full. Any other error of a file or the database is raised again, and
+    `on_crash` answers it."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if is_full or (isinstance(error, OperationalError) and "is full" in str(error.orig)):
         return error_response(DiskFull("The hub's disk is full: make room, and try again."))
@@ -105,7 +109,8 @@ async def on_crash(_: Request, error: Exception) -> Response:
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
-    """A `send` that adds `X-Request-Id` to the answer: the client's own id, or else a new one."""
+    """A `send` that adds the header `X-Request-Id` to the answer. It is the client's id, or a new
+    one if the client sent none or an unusual one."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8).encode()
 
@@ -127,8 +132,8 @@ EXCEPTION_HANDLERS: Mapping[Any, ExceptionHandler] = {
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises TooLarge, BadRequest if the client goes away in the middle, and
-    HTTPException if the bodies of all requests together have too many bytes."""
+    """The complete body. Raises TooLarge; BadRequest if the client goes away in the middle;
+    HTTPException if the bodies of all present requests together have too many bytes."""
     in_flight: BodiesInFlight = request.app.state.bodies
     body = bytearray()
     try:
@@ -137,14 +142,17 @@ async def read_body(request: Request) -> bytes:
                 count(len(chunk))
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
-                    raise TooLarge(f"A request's body may have {MAX_BODY_BYTES} bytes at most.")
+                    raise TooLarge(
+                        f"A request's body may have {MAX_BODY_BYTES} bytes at most: send less in "
+                        "one request."
+                    )
     except ClientDisconnect:
-        raise BadRequest("The request's body ended early.") from None
+        raise BadRequest("The request's body ended early: send it again.") from None
     return bytes(body)
 
 
 async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> None:
-    """Writes the request's body to `file`, with a piece of it in memory at a time.
+    """Writes the request's body to `file`, piece by piece: it is never in memory as a whole.
 
     Raises TooLarge, DiskFull, and BadRequest if the client goes away in the middle.
     """
@@ -153,11 +161,12 @@ async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> 
     async def write() -> None:
         try:
             await run_in_threadpool(file.write, bytes(waiting))
-            # A small body stays in the file's buffer until here.
+            # Without this, a small body could stay in the file's buffer.
             await run_in_threadpool(file.flush)
         except OSError as error:
             raise DiskFull(
-                f"The request could not be stored ({error.strerror}): make room, send it again."
+                f"The hub could not store the request ({error.strerror}): make room on the hub's "
+                "disk, then send it again."
             ) from error
         waiting.clear()
 
@@ -173,20 +182,21 @@ async def receive_into(file: IO[bytes], request: Request, *, max_bytes: int) -> 
             if len(waiting) >= _SPOOL_BYTES:
                 await write()
     except ClientDisconnect:
-        raise BadRequest("The request's body ended early.") from None
+        raise BadRequest("The request's body ended early: send it again.") from None
     await write()
 
 
 async def read_json(request: Request, model: type[Model]) -> Model:
-    """Raises BadRequest that names each wrong field; quotes none: values may be secret."""
+    """The body as a `model`; an empty body counts as `{}`. Raises BadRequest, which names the wrong
+    fields but not their values: values may be secret."""
     try:
         return model.model_validate_json(await read_body(request) or b"{}")
     except ValidationError as error:
-        raise BadRequest(f"The request's JSON is not as it should be: {reasons(error)}.") from None
+        raise BadRequest(f"The request's JSON is wrong: {reasons(error)}.") from None
 
 
 def reasons(error: ValidationError) -> str:
-    """The first wrong fields and why they are wrong. Quotes no value: values may be secret."""
+    """The first wrong fields, each with its reason. Never quotes a value: values may be secret."""
     items = error.errors(include_url=False, include_input=False)
     named = [
         f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}"
@@ -197,11 +207,13 @@ def reasons(error: ValidationError) -> str:
 
 
 def query_int(request: Request, name: str, default: int, *, at_most: int) -> int:
+    """The query parameter `name`, or `default` if it is missing. A larger number than `at_most`
+    becomes `at_most`. Raises BadRequest for anything but a whole number."""
     text = request.query_params.get(name)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise BadRequest(f"{name}={text!r} is not a whole number from 0 on.")
+        raise BadRequest(f"{name}={text!r} is not a whole number: give 0 or more.")
     return min(int(text), at_most)
 
 
@@ -210,7 +222,7 @@ def query_flag(request: Request, name: str) -> bool:
 
 
 def hub_url(request: Request) -> str:
-    """As the client calls it: the client refuses URLs of any other host."""
+    """The hub's URL with the host that the client used: the client refuses URLs of other hosts."""
     return str(request.base_url).rstrip("/")
 
 

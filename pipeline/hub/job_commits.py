@@ -1,7 +1,8 @@
-"""Tells commits that jobs made from all others, so that a job cannot set itself off for ever.
+"""Finds the commits that jobs made, so that the commit of a job does not start the job again.
 
-The mark is the committer that the runner gives to git in a job's environment, or, for commits that
-are made by other means, the trailer `Pipeline-Job: <job id>` at the end of the message.
+A commit is a job's if its committer has the mail domain that the runner sets for git in a job's
+environment. A commit that is made without this environment can have the trailer
+`Pipeline-Job: <job id>` at the end of its message instead.
 """
 
 import logging
@@ -21,7 +22,8 @@ TRAILER = "Pipeline-Job"
 def of_jobs(
     repository: Repository, changes: Sequence[RefChange], known: Collection[str]
 ) -> list[RefChange]:
-    """Those of `changes` that brought commits beyond the `known` ones, all of them made by jobs."""
+    """The changes that brought new commits, if jobs made all of these commits. `known` are shas
+    that the refs had before: what they lead to is not new."""
     news = [change.new_sha for change in changes if change.new_sha is not None]
     try:
         marks = _marks(repository, news, known)
@@ -29,7 +31,7 @@ def of_jobs(
             return []
         if len(news) == 1:
             return [one for one in changes if one.new_sha is not None and all(marks)]
-        # Each change by itself: one of them may bring commits of people.
+        # Look at each change by itself, because another one may bring commits of people.
         return [
             one
             for one in changes
@@ -38,13 +40,16 @@ def of_jobs(
             and all(own)
         ]
     except HubError as error:
-        # A tag of a file, or a damaged repository: what cannot be told apart fires.
-        logger.warning("who made the commits of %s is unknown: %s", repository.name, error)
+        # A tag of a file, or a damaged repository. Without an answer, webhooks get the changes.
+        logger.warning(
+            "cannot find out who made the new commits of %s, so webhooks get them: %s",
+            *(repository.name, error),
+        )
         return []
 
 
 def _marks(repository: Repository, shas: Sequence[str], known: Collection[str]) -> list[bool]:
-    """For each commit that `shas` lead to and `known` do not: whether a job made it."""
+    """Whether a job made it, for each commit that `shas` lead to and `known` do not lead to."""
     revisions = "".join(f"{sha}\n" for sha in (*shas, *(f"^{sha}" for sha in known)))
     lines = git(
         repository.folder,

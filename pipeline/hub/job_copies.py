@@ -1,4 +1,5 @@
-"""Starts a copy of a webhook's job, with the payload in its environment, in the store of jobs."""
+"""Delivers to a webhook that starts a job instead of calling a URL: submits a copy of the webhook's
+job, with the payload in the environment of the copy."""
 
 import json
 import time
@@ -14,14 +15,14 @@ from receiver.payload import PING, WebhookPayload
 
 
 class JobLauncher:
-    """`secret_key` is the Fernet key that the runner of these jobs has too."""
+    """`secret_key` is the Fernet key of the hub. The runner of these jobs has the same key."""
 
     def __init__(self, store: JobStore, secret_key: bytes) -> None:
         self._store = store
         self._secret_key = secret_key
 
     def describe(self, job_id: str) -> dict[str, object]:
-        """The job that is copied, in the client's words. Raises JobNotFound."""
+        """The job that is copied, as `huggingface_hub` parses it. Raises JobNotFound."""
         spec = self._store.get(job_id).spec
         return {
             "sourceId": job_id,
@@ -32,7 +33,8 @@ class JobLauncher:
         }
 
     def launch(self, due: Due, webhook: StoredWebhook, cipher: SecretCipher) -> Attempt:
-        """A delivery that is repeated gets the job that it led to. Never raises for the store."""
+        """Starts the copy, and answers 202 with its id. A repeated delivery gets the id of the job
+        that it started the first time. An error of the job store becomes the attempt's `error`."""
         assert webhook.job_id is not None
         started_at, clock = time.time(), time.perf_counter()
         answer: dict[str, object] | None = None
@@ -56,7 +58,8 @@ class JobLauncher:
         payload = json.loads(due.payload)
         if payload["event"]["scope"] == PING:
             return {"pong": True}
-        # A forced replay has an id of its own, so it is no repetition.
+        # The store recognizes a repeated delivery by its id. A forced replay has a new id, so it
+        # starts another job.
         delivery = Delivery(source=f"webhook/{webhook.id}", id=due.id, body=due.payload)
         copy = self._copy(source, due, webhook, cipher)
         return {"job": self._store.submit(copy, payload=payload, delivery=delivery).job.id}
@@ -67,7 +70,7 @@ class JobLauncher:
         return source.model_copy(
             update={
                 "sealed_env": self._sealed_env(source, webhook, cipher),
-                # It is another answer to another event, whatever the first one was for.
+                # The key of the source would make the store return an earlier job.
                 "dedupe_key": None,
                 "revisions": _revisions(source, due),
                 "labels": {**source.labels, "webhook": webhook.id, "copy-of": webhook.job_id or ""},
@@ -77,7 +80,8 @@ class JobLauncher:
     def _sealed_env(
         self, source: JobSpec, webhook: StoredWebhook, cipher: SecretCipher
     ) -> str | None:
-        """The source's own secrets and the webhook's, which go before them."""
+        """The secrets of the source and of the webhook. If both have a variable, the webhook's
+        value counts."""
         variables = cipher.decrypt_variables(webhook)
         if (secret := cipher.decrypt_secret(webhook)) is not None:
             variables["WEBHOOK_SECRET"] = secret
@@ -89,7 +93,8 @@ class JobLauncher:
 
 
 def _revisions(source: JobSpec, due: Due) -> RevisionRange | None:
-    """The commits that the copy answers for, where the source answers for commits of that ref."""
+    """The commits that the copy is for. None if the source is not for commits of a ref, or if the
+    delivery does not move this ref."""
     if source.revisions is None:
         return None
     payload = WebhookPayload.model_validate_json(due.payload)

@@ -1,8 +1,8 @@
-"""The content of large files, by its sha256, in `lfs/` of each repository's folder.
+"""Stores the content of large files in the folder of their repository, so that it is moved and
+removed with the repository.
 
-The layout is that of `git lfs`: `lfs/objects/ab/cd/<sha256>`. A file is moved and removed with its
-repository. What comes in is written to `lfs/incoming` first, and renamed when it is whole and its
-sha256 is right, so a reader never sees half of a file.
+The path is that of `git lfs`: `lfs/objects/ab/cd/<sha256>`. The hub writes a file to `lfs/incoming`
+and renames it when it is complete and its sha256 is right. So a reader never sees half of a file.
 """
 
 import asyncio
@@ -20,36 +20,37 @@ from pipeline.hub.errors import BadRequest, Conflict, DiskFull
 from pipeline.pointers import OID
 
 CHUNK_BYTES = 1024 * 1024
-"""How much of a file is in memory at a time."""
+"""How many bytes of a file are in memory at a time."""
 GRACE_SECONDS = 3600.0
-"""A file that no commit names is kept this long, because its commit may still come."""
+"""How many seconds a file that no commit names is kept, because its commit may still come."""
 
 _DEPTH = 4
-"""Of the folders that a file is in, below the repository's."""
+"""How many folders there are between the repository's folder and a file."""
 
 
 class LargeFiles:
-    """`folder` is the folder of a repository."""
+    """The large files of the repository in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._objects = folder / "lfs" / "objects"
         self.incoming = folder / "lfs" / "incoming"
-        """Half-received files; emptied when the hub starts."""
+        """The folder of unfinished files. It is emptied when the hub starts."""
 
     def path(self, oid: str) -> Path:
-        """Where the file is if it is here. Raises BadRequest for what is no sha256."""
+        """The path of the file, whether or not it exists. Raises BadRequest if `oid` is not a
+        sha256."""
         _check_oid(oid)
         return self._objects / oid[:2] / oid[2:4] / oid
 
     def size(self, oid: str) -> int | None:
-        """None where the file is not here."""
+        """The size in bytes. None if the file is not stored."""
         try:
             return self.path(oid).stat().st_size
         except FileNotFoundError:
             return None
 
     def keep(self, oid: str) -> bool:
-        """Whether the file is here. If so, its time in which its commit may come begins anew."""
+        """Whether the file is stored. If it is, its `GRACE_SECONDS` begin again."""
         try:
             os.utime(self.path(oid))
         except FileNotFoundError:
@@ -57,8 +58,8 @@ class LargeFiles:
         return True
 
     async def receive(self, body: AsyncIterator[bytes], oid: str, size: int) -> None:
-        """Store what comes. Raises BadRequest where it is not `size` bytes with the sha256 `oid`,
-        and DiskFull."""
+        """Stores a file that a client sends. Raises BadRequest if it does not have `size` bytes and
+        the sha256 `oid`, and DiskFull."""
         with self._draft() as draft:
             async for piece in in_chunks(body):
                 draft.check_size(size, num_more=len(piece))
@@ -67,8 +68,8 @@ class LargeFiles:
             await asyncio.to_thread(self.adopt, draft.file, oid)
 
     def store(self, pieces: Iterable[bytes], oid: str | None, size: int) -> str:
-        """As `receive`, for what is on this machine; without an `oid`, whatever it is. Returns the
-        sha256."""
+        """As `receive`, for content that is already on this machine. If `oid` is None, the content
+        may have any sha256. Returns its sha256."""
         with self._draft() as draft:
             for piece in pieces:
                 draft.check_size(size, num_more=len(piece))
@@ -79,14 +80,16 @@ class LargeFiles:
         return oid
 
     def adopt(self, file: BinaryIO, oid: str) -> None:
-        """A file that is in `incoming`, and of which the caller knows that it is `oid`."""
+        """Moves a file from `incoming` to its path. The caller has checked that its sha256 is
+        `oid`."""
         path = self.path(oid)
         publish(file, path, below=path.parents[_DEPTH])
 
     def link(self, other: "LargeFiles", oid: str) -> bool:
-        """Take the file from the store of another repository. Returns whether it is here now.
+        """Takes the file from another repository, as a hard link. Returns whether it is stored here
+        now.
 
-        Both stores share the bytes on disk: a large file never changes.
+        Both repositories can share the bytes on disk, because a large file never changes.
         """
         if self.keep(oid):
             return True
@@ -103,7 +106,7 @@ class LargeFiles:
         return self.keep(oid)
 
     async def read(self, oid: str, *, start: int, length: int) -> AsyncIterator[bytes]:
-        """`length` bytes from `start` on. Raises FileNotFoundError."""
+        """Gives `length` bytes from the offset `start`, in pieces. Raises FileNotFoundError."""
         with await asyncio.to_thread(self.path(oid).open, "rb") as file:
             file.seek(start)
             while length and (
@@ -113,13 +116,13 @@ class LargeFiles:
                 yield piece
 
     def oids(self) -> Iterator[str]:
-        """The sha256 of every file that is here."""
+        """The sha256 of every stored file."""
         for path in self._objects.glob("??/??/*"):
             if OID.fullmatch(path.name):
                 yield path.name
 
     def remove(self, oids: Iterable[str]) -> int:
-        """Returns how many bytes that makes free."""
+        """Deletes files, and returns how many bytes they had. Skips a file that does not exist."""
         num_bytes = 0
         for oid in oids:
             with contextlib.suppress(FileNotFoundError):
@@ -129,8 +132,8 @@ class LargeFiles:
         return num_bytes
 
     def remove_others(self, named: Collection[str], *, grace_seconds: float) -> int:
-        """Remove what is not `named` and came more than `grace_seconds` ago; returns the number of
-        bytes. It also removes what began to come and did not go on for as long."""
+        """Deletes the files that are not in `named` and came more than `grace_seconds` ago. Returns
+        how many bytes they had. Also deletes unfinished files that did not grow for this time."""
         before = time.time() - grace_seconds
         for path in self.incoming.glob("*"):
             with contextlib.suppress(FileNotFoundError):
@@ -144,7 +147,7 @@ class LargeFiles:
         return self.remove(doomed)
 
     def clear_leftovers(self) -> None:
-        """Only safe while nothing comes in."""
+        """Deletes all unfinished files. Called only while no client sends a file."""
         shutil.rmtree(self.incoming, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -160,7 +163,7 @@ class LargeFiles:
 
 
 class _Draft:
-    """A file that comes in, with the sha256 of what is there."""
+    """A file that is being written, and the sha256 of what is written so far."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -172,9 +175,12 @@ class _Draft:
         return self._hash.hexdigest()
 
     def check_size(self, size: int, *, num_more: int) -> None:
-        """Raises BadRequest as soon as more comes than was told."""
+        """Raises BadRequest if `num_more` further bytes would be more than `size` in all."""
         if self._num_bytes + num_more > size:
-            raise BadRequest(f"More than the {size} bytes that were announced came: send them all.")
+            raise BadRequest(
+                f"The client announced {size} bytes and sent more: the file changed while it was "
+                "sent, so send it again."
+            )
 
     def write(self, piece: bytes) -> None:
         with to_disk():
@@ -187,27 +193,29 @@ class _Draft:
 
 
 def check(sha256: str, num_bytes: int, *, oid: str, size: int) -> None:
-    """Raises BadRequest where what came is not what was announced."""
+    """Raises BadRequest if a file with `num_bytes` bytes and this `sha256` is not the announced
+    file, which has `size` bytes and the sha256 `oid`."""
     _check_oid(oid)
     if num_bytes != size:
         raise BadRequest(f"{num_bytes} bytes came instead of {size}: send the file again.")
     if sha256 != oid:
         raise BadRequest(
-            f"What came has the sha256 {sha256} instead of {oid}: "
+            f"The file that came has the sha256 {sha256} instead of {oid}: "
             "the file changed while it was sent, so send it again."
         )
 
 
 def _check_oid(oid: str) -> None:
     if not OID.fullmatch(oid):
-        raise BadRequest(f"{oid!r} is no sha256: write 64 hexadecimal digits in lower case.")
+        raise BadRequest(f"{oid!r} is not a sha256: write 64 hexadecimal digits in lower case.")
 
 
 def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
-    """Move a whole file to where readers look for it. After a power cut it is whole or not there.
+    """Moves a complete file to `path`, where readers look for it. After a power cut, the file is
+    there completely or not at all.
 
-    below: what must be there already; the folders in it are made. Raises Conflict where it is not
-    there any more, and DiskFull.
+    Makes the missing folders between `below` and `path`. Raises Conflict if the folder `below` does
+    not exist any more, and DiskFull.
     """
     changed = [path.parent]
     with to_disk():
@@ -229,14 +237,17 @@ def publish(file: BinaryIO, path: Path, *, below: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """`lfs/<name>` of a repository. Raises Conflict where the repository is not there any more: a
-    folder of that name would be taken for a new one."""
+    """Makes the folder `lfs/<name>` of a repository. Raises Conflict if the repository's folder
+    does not exist any more. It must not be made again: the hub would take it for a repository."""
     for each in (folder.parent, folder):
         try:
             with contextlib.suppress(FileExistsError):
                 each.mkdir()
         except FileNotFoundError:
-            raise Conflict("The repository was moved or removed: look for it again.") from None
+            raise Conflict(
+                "The repository was moved or removed meanwhile: check its name, then send the file "
+                "again."
+            ) from None
         except OSError as error:
             raise _disk_full(error) from error
 
@@ -251,7 +262,7 @@ def _fsync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def to_disk() -> Iterator[None]:
-    """Raises DiskFull for what the system says of a disk."""
+    """Turns every OSError within the block into DiskFull."""
     try:
         yield
     except OSError as error:
@@ -259,11 +270,15 @@ def to_disk() -> Iterator[None]:
 
 
 def _disk_full(error: OSError) -> DiskFull:
-    return DiskFull(f"The file could not be stored ({error.strerror}): make room, send it again.")
+    return DiskFull(
+        f"The hub could not store the file ({error.strerror}): make room on the hub's disk, then "
+        "send the file again."
+    )
 
 
 async def in_chunks(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes in pieces of about `CHUNK_BYTES`: each is a thread's work of its own."""
+    """The same bytes in pieces of at least `CHUNK_BYTES`, except the last. Each piece is written in
+    a thread, so small pieces would be slow."""
     waiting = bytearray()
     async for piece in body:
         waiting += piece

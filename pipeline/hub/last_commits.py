@@ -12,13 +12,14 @@ from pipeline.hub.repositories import Repository
 
 MAX_COMMITS = 50_000
 MAX_SECONDS = 10.0
-"""What one walk may cost. Paths that last changed before its end are left without a commit."""
+"""A walk ends after this many commits or seconds. A path that did not change in these commits gets
+no commit."""
 _CHUNK_BYTES = 64 * 1024
 
 
 def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> Mapping[str, Commit]:
-    """For each of `paths`, files and folders, the commit that brought it to `commit` as it is now.
-    Of a merge, that is the merge itself: only first parents are followed."""
+    """For each file or folder in `paths`, the last commit up to `commit` that changed it. Only
+    first parents are followed, so for a change that came with a merge this is the merge."""
     wanted = set(paths)
     shas: dict[str, str] = {}
     deadline = time.monotonic() + MAX_SECONDS
@@ -35,11 +36,11 @@ def last_commits(repository: Repository, commit: str, paths: Iterable[str]) -> M
 
 
 def _changes(repository: Repository, commit: str) -> Generator[tuple[str, str], None, None]:
-    """(sha, path) of each change, newest first. Ends git when it is closed."""
+    """The sha and the path of each change, newest first. Closing the generator ends git."""
     process = subprocess.Popen(
         [
             *("git", f"--git-dir={repository.folder}", "log", "--first-parent", "-m", "-z"),
-            # With modes before each name: a name alone might be one that reads like a sha.
+            # `--raw` prints the modes before each name. Without them, a name could look like a sha.
             *("--raw", "--no-renames", f"--max-count={MAX_COMMITS}", "--format=%H", commit, "--"),
         ],
         env=git_environment(),

@@ -1,4 +1,5 @@
-"""The API of Git LFS: which files a client may send and fetch, and where. It moves no content.
+"""The batch API of Git LFS. It tells a client which files to send or fetch, and at which URLs;
+`transfer_routes.py` moves the content.
 
 https://github.com/git-lfs/git-lfs/blob/main/docs/api/README.md
 """
@@ -35,8 +36,8 @@ from pipeline.hub.service import Hub
 from pipeline.pointers import OID
 
 MULTIPART_BYTES = 512 * 1024 * 1024
-"""From this size on a file is sent in parts if the client can, so that a connection that breaks
-costs a part."""
+"""A file of at least this size is sent in parts, if the client can do so. If a connection breaks,
+the client then sends only one part again."""
 PART_BYTES = 128 * 1024 * 1024
 _MAX_PARTS = 1000
 _MAX_OBJECTS = 10_000
@@ -45,7 +46,7 @@ Json = dict[str, object]
 
 
 class _Body(BaseModel):
-    # Clients send what later versions of the protocol may know.
+    # Newer clients may send fields that this version of the protocol does not have.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
@@ -62,8 +63,8 @@ class Batch(_Body):
 
 
 async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]) -> Response:
-    """`info/lfs/<rest>` of a repository, written as git users write it. Errors have the shape that
-    `git lfs` prints."""
+    """Answers `info/lfs/<rest>` of a repository, which may be named as in a git URL (without its
+    type). Errors have the form that `git lfs` prints."""
     try:
         repository = await run_in_threadpool(hub.find_as_git, name.type, name.owner, name.name)
         match request.method, *rest:
@@ -71,12 +72,12 @@ async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
                 return await _batch(request, hub, repository)
             case "GET", "locks":
                 return _json({"locks": []})
-            # Also `locks/verify`, before each push: at 501 git lfs asks no more, and says nothing.
-            # At 200 it says that this hub has locks.
+            # `git lfs` also sends `locks/verify` before each push. After 501 it stops asking,
+            # without a message. After 200 it would tell the user that this hub has locks.
             case "POST", "locks", *_:
                 raise NotSupported(
-                    "This hub locks no files, and nobody else can hold a lock here: push without "
-                    "one."
+                    "This hub has no locks of files, so nobody else can hold one either: push "
+                    "without a lock."
                 )
         raise HTTPException(404)
     except RepositoryMoved:
@@ -86,10 +87,12 @@ async def answer(request: Request, hub: Hub, name: RepositoryName, rest: Sequenc
 
 
 def refusal_by_guard(scope: Scope, error: RequestError) -> Response | None:
-    """What `git lfs` is told of a wrong token; None for what it does not ask."""
+    """The answer to a request of `git lfs` that was refused because of its token. None if the
+    request is not of `git lfs`."""
     if "/info/lfs/" not in scope["path"]:
         return None
-    # At 401 it asks its credential helper again and again, also one that knows one token only.
+    # After 401, `git lfs` asks its credential helper again, without end if the helper has only this
+    # token. So a wrong token gets 403.
     if isinstance(error, Unauthorized) and header(scope, b"authorization"):
         error = Forbidden(str(error))
     return _refusal(error)
@@ -106,7 +109,7 @@ def _refusal(error: RequestError) -> Response:
 async def _batch(request: Request, hub: Hub, repository: Repository) -> Response:
     batch = await read_json(request, Batch)
     if batch.hash_algo != "sha256":
-        raise BadRequest(f"hash_algo is {batch.hash_algo!r}: this hub knows sha256 only.")
+        raise BadRequest(f"hash_algo is {batch.hash_algo!r}: this hub only knows sha256.")
     if batch.operation == "upload":
         identity_of(request).require_write("an upload of large files")
     offer = _Offer(hub, repository, hub_url(request), batch)
@@ -131,8 +134,8 @@ class Duplicate(_Body):
 async def duplicate(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """`lfs-files/duplicate` copies large files of this repository to another one. The client asks
-    for this before it commits there."""
+    """`lfs-files/duplicate`: copies large files of this repository to another one. The client calls
+    this before it commits the pointers in the other repository."""
     if list(rest) != ["duplicate"]:
         raise HTTPException(404)
     body = await read_json(request, Duplicate)
@@ -144,7 +147,10 @@ async def duplicate(
         target = hub.find_reached(target_name, identity)
         files, copies = LargeFiles(source.folder), LargeFiles(target.folder)
         missing = [each.sha256 for each in body.files if not copies.link(files, each.sha256)]
-        return [{"sha256": oid, "error": "This large file is not here."} for oid in missing]
+        return [
+            {"sha256": oid, "error": f"The {source.name} does not have this large file."}
+            for oid in missing
+        ]
 
     return JSONResponse({"failed": await run_in_threadpool(act)})
 
@@ -155,7 +161,7 @@ def _target(hub: Hub, target: Target) -> RepositoryName:
 
 
 class _Offer:
-    """What the hub answers to the files of one batch."""
+    """Makes the hub's answer for each file of one batch."""
 
     def __init__(self, hub: Hub, repository: Repository, url: str, batch: Batch) -> None:
         self._hub = hub
@@ -164,7 +170,7 @@ class _Offer:
         self._url = url
         self._is_upload = batch.operation == "upload"
         self._free_bytes = shutil.disk_usage(repository.folder).free
-        # All of a batch goes one way: the answer names one.
+        # The answer names one way of transfer for all files of the batch.
         in_parts = (
             self._is_upload
             and "multipart" in batch.transfers
@@ -189,23 +195,32 @@ class _Offer:
 
     def _error(self, wanted: LargeObject) -> tuple[int, str] | None:
         if not OID.fullmatch(wanted.oid):
-            return 422, "The oid is no sha256: write 64 hexadecimal digits in lower case."
+            return 422, "The oid is not a sha256: write 64 hexadecimal digits in lower case."
         if wanted.size < 0:
-            return 422, f"A file cannot have {wanted.size} bytes."
+            return 422, f"A file cannot have {wanted.size} bytes: send its size."
         size = self._files.size(wanted.oid)
         if not self._is_upload and size is None:
-            return 404, f"The {self._repository.name} has no such large file: push it again."
+            return 404, (
+                f"The {self._repository.name} does not have this large file: push it from a clone "
+                "that has it."
+            )
         if size is not None and size != wanted.size:
-            return 422, f"The file with this sha256 has {size} bytes, not {wanted.size}."
+            return 422, (
+                f"The file with this sha256 has {size} bytes, and the request says {wanted.size}: "
+                "send its size."
+            )
         limit = self._hub.settings.max_push_bytes
         if self._is_upload and wanted.size > limit:
             return 422, f"A file may have {limit} bytes at most: raise [hub] max_push_bytes."
         if self._is_upload and size is None and wanted.size > self._free_bytes:
-            return 507, f"The hub's disk has {self._free_bytes} bytes left: make room there."
+            return 507, (
+                f"The hub's disk has only {self._free_bytes} bytes left: make room there, then "
+                "send the file again."
+            )
         return None
 
     def _with_actions(self, told: Json, actions: Json) -> Json:
-        # What is signed needs no login.
+        # "authenticated" says that the client needs no token for these URLs: they are signed.
         return {**told, "authenticated": True, "actions": actions}
 
     def _signed(self, method: str, wanted: LargeObject) -> Json:
@@ -213,7 +228,8 @@ class _Offer:
         return self._action(method, path, wanted.size)
 
     def _parts(self, wanted: LargeObject) -> Json:
-        """`chunk_size`, and the URL of each part by its number, as `huggingface_hub.lfs` wants."""
+        """The action for an upload in parts. Its `header` has `chunk_size`, in bytes, and the URL
+        of each part by its number, because `huggingface_hub.lfs` reads them there."""
         part_bytes = max(PART_BYTES, ceil(wanted.size / _MAX_PARTS))
         path = transfer_routes.upload_path(self._repository, wanted.oid, secrets.token_hex(16))
         parts = {}

@@ -1,4 +1,4 @@
-"""API: lists of repositories, sorted, filtered and in pages."""
+"""API routes that list repositories, sorted, filtered and in pages."""
 
 import os
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ from pipeline.hub.schema import refs
 from pipeline.hub.service import Hub, hub_of
 
 PER_PAGE = 1000
-# This hub counts no downloads and no likes: sorted by these, a list is in the order of creation.
+# This hub counts no downloads and likes, so a list that is sorted by these is sorted by creation.
 _SORTS = ("createdAt", "lastModified", "downloads", "likes", "likes30d", "trendingScore")
 
 Heads = Mapping[str, str]
-"""The id of each repository that has a main branch → the commit there."""
+"""Maps the id of each repository that has a main branch to the head of this branch."""
 
 
 def routes() -> list[Route]:
@@ -38,8 +38,9 @@ def routes() -> list[Route]:
 
 
 async def list_repositories(request: Request, hub: Hub, type: RepositoryType) -> Response:
-    """Newest first, and a `Link` names the next page. Takes `author`, `search` and `filter` (each
-    several times), `gated`, `sort`, `direction`, `limit`, `full` and `expand`."""
+    """The repositories of one type, by default the newest first. The header `Link` has the URL of
+    the next page. The query may have `author`, `gated`, `sort`, `direction`, `limit`, `full`,
+    `cardData`, and several `search`, `filter` and `expand`."""
     query = request.query_params
     author = query.get("author", "").lower()
     searched = [text.lower() for text in query.getlist("search")]
@@ -63,7 +64,8 @@ async def list_repositories(request: Request, hub: Hub, type: RepositoryType) ->
             present = hub.repositories.all(connection) if is_there_any else []
 
         def key(repository: Repository) -> str:
-            """Sorts as text, so that it can be a cursor."""
+            """A text by which the list is sorted. The key of the last item on a page is the cursor
+            of the next page."""
             is_by_change = sort == "lastModified"
             time = _modified(repository, heads) if is_by_change else repository.created_at
             return f"{time:020.6f}-{repository.id}"
@@ -99,7 +101,7 @@ def _is_after(key: str, cursor: str, ascending: bool) -> bool:
 
 
 async def own_repositories(request: Request) -> Response:
-    """Of the user of the token, with the space that each takes."""
+    """The repositories of the token's user, each with its size on disk in bytes."""
     return await _owned(request, identity_of(request).user)
 
 
@@ -188,5 +190,5 @@ def _bytes_on_disk(folder: Path) -> int:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
             except FileNotFoundError:
-                continue  # git has just renamed it or removed it
+                continue  # git has just renamed or removed this file
     return total

@@ -1,4 +1,4 @@
-"""Keeps the repositories small: stops keeping what nothing needs, and collects git's garbage."""
+"""Keeps the repositories small: removes commits and large files that nothing needs any more."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ NeededCommits = Callable[[], Collection[str]]
 @dataclass(frozen=True, kw_only=True)
 class Collected:
     num_commits: int
-    """Which are kept no longer."""
+    """The number of commits that are not kept any more."""
     large_bytes: int
-    """Of large files that were removed."""
+    """The total size of the large files that were removed."""
 
 
 def collect_garbage(
@@ -29,10 +29,11 @@ def collect_garbage(
     *,
     grace_seconds: float = GRACE_SECONDS,
 ) -> Collected:
-    """Remove the objects that no ref leads to, and the large files that no commit names any more.
+    """Removes the git objects that no ref leads to, and the large files that no commit names.
 
-    grace_seconds: how long a large file is kept whose commit has not come. What `hf_xet` has sent
-    is removed too if it was quiet for as long; the client sends it again when it needs it.
+    A large file may come before its commit, so it stays for at least `grace_seconds`. The chunks
+    that `hf_xet` has sent are removed if no upload began in this time; the client sends them again
+    when it needs them.
 
     The caller holds the repository's lock, because objects of a push that is under way have no ref
     yet.
@@ -51,6 +52,8 @@ def collect_garbage(
 async def release_all_unneeded(
     repositories: Repositories, database: Database, needed_commits: NeededCommits | None
 ) -> None:
+    """Stops keeping, in every repository, the commits that nothing needs (`retained_refs.py`).
+    Does nothing if `needed_commits` is None, because the needed commits are then not known."""
     if needed_commits is not None:
         await repositories.for_each(
             database, lambda repository: release_unneeded(repository, database, needed_commits())

@@ -1,4 +1,4 @@
-"""API: `pipeline hub gc` and `pipeline hub purge`, while the hub runs."""
+"""API routes for the commands `pipeline hub gc` and `pipeline hub purge` while the hub runs."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -28,9 +28,9 @@ def routes() -> list[Route]:
 
 
 async def gc(request: Request) -> Response:
-    """Stops keeping what nothing needs, has git remove the objects of all repositories that no ref
-    leads to, and removes the large files that no commit names. Pushes to a repository wait
-    meanwhile."""
+    """Removes from all repositories the commits that nothing needs, the objects that no ref leads
+    to, and the large files that no commit names. Pushes to a repository wait while it is cleaned.
+    """
     hub, collected = hub_of(request), list[Collected]()
 
     def collect(repository: Repository) -> None:
@@ -46,7 +46,7 @@ async def gc(request: Request) -> Response:
 
 
 async def plan(request: Request) -> Response:
-    """What a purge would remove; 409 where a branch or a tag leads to the commit."""
+    """What a purge would remove. 409 if a branch, a tag or a pull request leads to the commit."""
     return await _locked(request, plan_purge)
 
 

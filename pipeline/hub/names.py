@@ -1,4 +1,4 @@
-"""Names that come from outside: repositories, revisions, files. Checked here, before any use."""
+"""Checks the names that clients send: of repositories, revisions and files."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ REPOSITORY_TYPES: tuple[RepositoryType, ...] = get_args(RepositoryType)
 DEFAULT_BRANCH = "refs/heads/main"
 SHA = re.compile(r"[0-9a-f]{40}")
 
-# As huggingface_hub.utils.validate_repo_id has it, for either half of `owner/name`.
+# The rule of `huggingface_hub.utils.validate_repo_id`, for either half of `owner/name`.
 _NAME = re.compile(r"(?!.*(--|\.\.))(?![.-])[A-Za-z0-9._-]{1,96}(?<![.-])")
 RESERVED_OWNERS = frozenset(
     {
@@ -21,8 +21,9 @@ RESERVED_OWNERS = frozenset(
         *("api", "settings", "buckets", "collections", "oauth", "papers", "uploads"),
     }
 )
-"""First parts of addresses that mean something else. In lower case."""
-# What git check-ref-format forbids, and so everything that git would read as an expression.
+"""Owners that no repository may have, because URLs that begin with them mean something else. In
+lower case."""
+# What `git check-ref-format` forbids. A name without it cannot be an expression such as `main~1`.
 _FORBIDDEN_IN_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^[-/.]|/\.|[./]$|\.lock(/|$)")
 _IGNORED_BY_HFS = re.compile("[\u200c-\u200f\u202a-\u202e\u206a-\u206f\ufeff]")
 MAX_PATH_BYTES = 4000
@@ -39,12 +40,13 @@ class RepositoryName:
 
     @property
     def id(self) -> str:
-        """`owner/name`, as clients say it."""
+        """`owner/name`, which clients call the repository's id."""
         return f"{self.owner}/{self.name}"
 
     @property
     def path(self) -> str:
-        """Below the hub's URL: `datasets/owner/name`, `owner/name` for a model."""
+        """The path after the hub's URL: `owner/name` for a model, `datasets/owner/name` or
+        `spaces/owner/name` for the others."""
         return self.id if self.type == "model" else f"{self.type}s/{self.id}"
 
     def __str__(self) -> str:
@@ -52,50 +54,56 @@ class RepositoryName:
 
 
 def repository_name(type: str, owner: str, name: str) -> RepositoryName:
-    """Raises BadRequest for what can be no repository's name."""
+    """Raises BadRequest if a repository cannot have this type or name."""
     if type not in REPOSITORY_TYPES:
         raise BadRequest(
-            f"{type!r} is no type of repository: choose one of {', '.join(REPOSITORY_TYPES)}."
+            f"{type!r} is not a type of repository: choose one of {', '.join(REPOSITORY_TYPES)}."
         )
     for part in (owner, name):
         if not _NAME.fullmatch(part) or part.endswith(".git"):
             raise BadRequest(
-                f"{f'{owner}/{name}'!r} is no repository name: use owner/name, each of 1 to "
-                "96 letters, digits, '-', '_' and '.', without '--' or '..', not ending in '.git'."
+                f"{f'{owner}/{name}'!r} is not a valid repository name: use owner/name, each of 1 "
+                "to 96 letters, digits, '-', '_' and '.', without '--' or '..', not beginning or "
+                "ending with '-' or '.', not ending in '.git'."
             )
     return RepositoryName(type=type, owner=owner, name=name)
 
 
 def requested_name(type: RepositoryType, owner: str, name: str) -> RepositoryName:
-    """As `repository_name`, where a bad name is simply one that does not exist."""
+    """As `repository_name`, but raises RepositoryNotFound for an invalid name: no repository can
+    have it."""
     try:
         return repository_name(type, owner, name)
     except BadRequest as error:
-        raise RepositoryNotFound(f"No {type} {f'{owner}/{name}'!r} here. {error}") from None
+        raise RepositoryNotFound(
+            f"There is no {type} {f'{owner}/{name}'!r} here. {error}"
+        ) from None
 
 
 def segments(raw_path: bytes) -> list[str]:
-    """The decoded segments of a request's path; an encoded slash stays inside its segment."""
+    """The decoded segments of a request's path. An encoded slash (`%2F`) does not end a segment."""
     try:
         return [unquote_to_bytes(part).decode() for part in raw_path.strip(b"/").split(b"/")]
     except UnicodeDecodeError:
-        raise BadRequest(f"The path {raw_path!r} is not UTF-8 once decoded.") from None
+        raise BadRequest(
+            f"The path {raw_path!r} is not UTF-8 after decoding: encode the names as UTF-8."
+        ) from None
 
 
 def is_ref_name(name: str) -> bool:
-    """Whether git would take `name` below `refs/heads/` or `refs/tags/`."""
+    """Whether git allows `name` as the name of a branch or a tag."""
     return bool(name) and not _FORBIDDEN_IN_REF.search(name)
 
 
 def parents_of(path: str) -> list[str]:
-    """The folders on the way to `path`, without the root: `a/b/c` has `a` and `a/b`."""
+    """The folders above `path`, without the root: `a` and `a/b` for `a/b/c`."""
     pieces = path.split("/")
     return ["/".join(pieces[:depth]) for depth in range(1, len(pieces))]
 
 
 def folders_of(paths: Iterable[str]) -> set[str]:
-    """Every folder on the way to each of `paths`, and the root (`""`). Raises BadRequest if their
-    names together would fill the memory: a path of 4,000 bytes may have 2,000 folders."""
+    """Every folder above the `paths`, and the root (`""`). Raises BadRequest if the names of the
+    folders together would fill the memory: a path of 4,000 bytes may have 2,000 folders."""
     folders, num_characters = {""}, 0
     for path in paths:
         for folder in reversed(parents_of(path)):
@@ -112,17 +120,20 @@ def folders_of(paths: Iterable[str]) -> set[str]:
 
 
 def new_file_path(path: str) -> str:
-    """A path that a commit may add or delete. Raises BadRequest for one that git cannot check out
-    on every system."""
+    """The path, if a commit over the API may add or delete it. Raises BadRequest for a path that
+    git cannot check out on every system."""
     checked = file_path([path])
     if _SURROGATE.search(path):
         raise BadRequest(
-            f"{path!r} is no path of a file: it has half of a character (a surrogate)."
+            f"{path!r} is not a valid path: it has half of a character (a surrogate). Rename the "
+            "file."
         )
     if len(path.encode()) > MAX_PATH_BYTES:
-        raise BadRequest(f"{path[:100]!r}… has more than {MAX_PATH_BYTES} bytes.")
+        raise BadRequest(
+            f"The path {path[:100]!r}… has more than {MAX_PATH_BYTES} bytes: shorten it."
+        )
     for piece in checked.split("/"):
-        # Some file systems ignore these characters, so `.g\u200cit` is git's own folder there.
+        # Some file systems ignore certain characters, and so read `.g\u200cit` as `.git`.
         plain = _IGNORED_BY_HFS.sub("", piece).partition(":")[0].rstrip(" .").casefold()
         if plain in (".git", "git~1"):
             raise BadRequest(f"{path!r} leads into git's own folder: choose another name.")
@@ -130,16 +141,23 @@ def new_file_path(path: str) -> str:
 
 
 def file_path(parts: Sequence[str]) -> str:
-    """The parts of a path inside a repository, joined. Raises BadRequest for a path no tree has."""
+    """Joins the parts of a path inside a repository. Raises BadRequest for a path that no file can
+    have, and for control characters."""
     path = stored_path(parts)
     if _CONTROL.search(path):
-        raise BadRequest(f"{path!r} is no path of a file: it has a control character.")
+        raise BadRequest(
+            f"{path!r} is not a valid path: it has a control character. Rename the file."
+        )
     return path
 
 
 def stored_path(parts: Sequence[str]) -> str:
-    """As `file_path`, for what is only read: a push may bring names with control characters."""
+    """As `file_path`, but allows control characters. It is for reading, because files that came
+    with a push may have such names."""
     path = "/".join(parts)
     if "\0" in path or any(piece in ("", ".", "..") for piece in path.split("/")):
-        raise BadRequest(f"{path!r} is no path of a file in a repository.")
+        raise BadRequest(
+            f"{path!r} is not a path of a file in a repository: write folder/file, without an "
+            "empty part, '.' or '..'."
+        )
     return path

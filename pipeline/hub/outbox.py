@@ -1,8 +1,10 @@
-"""The deliveries on disk: what is due, how attempts ended, what a webhook was sent. Sends nothing.
+"""Stores the deliveries, and finds the one to send next. `deliveries.py` sends them.
 
-A delivery is `pending` from the event on until a 2xx answer (`delivered`) or its last attempt
-(`dead`). Nothing marks one as being sent, so a killed hub sends it again: at least once.
-What a suspended webhook is sent is a probe: where it fails, its delivery stays as it was.
+A delivery is `pending` until a 2xx answer makes it `delivered`, or the hub gives up and it is
+`dead`. The database does not say which delivery is being sent. So if the hub is killed meanwhile,
+the next hub sends the delivery again: a receiver gets each delivery at least once.
+An attempt for a suspended webhook is a probe. If it fails, the state of the delivery and its number
+of attempts do not change.
 """
 
 import random
@@ -36,30 +38,33 @@ from pipeline.hub.states import DELIVERY_MOVES, DeliveryEvent, DeliveryStatus, m
 from pipeline.hub.webhook_store import StoredWebhook
 
 HEAD_CHARACTERS = 1000
+"""How much of an answer is stored."""
 
-# Literal, as in the partial index: SQLite cannot match an index with a bound value.
+# Without a bound value: SQLite uses the index `deliveries_pending` only for this exact condition.
 PENDING = text("deliveries.status = 'pending'")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """The delivery that a webhook gets next, and when."""
+    """The delivery that a webhook gets next, and when. Times are in seconds since the epoch."""
 
     id: str
     payload: str
     attempt: int
-    """Attempts that were made."""
+    """The number of attempts so far. Failed probes, and attempts whose connection was refused, do
+    not count."""
     queued_at: float
     next_attempt_at: float
     replay_of: str | None = None
     is_probe: bool = False
     status: DeliveryStatus = "pending"
-    """Only a probe may be `dead` already."""
+    """`dead` only for a probe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How one attempt ended: with an answer, or with an error."""
+    """How one attempt ended: with an answer (`response_status` and `response_head`) or with an
+    `error`. The fields of the other kind are None."""
 
     started_at: float
     milliseconds: float
@@ -68,7 +73,7 @@ class Attempt:
     retry_after_seconds: float | None = None
     error: str | None = None
     refused: bool = False
-    """A loopback receiver that does not listen (yet)."""
+    """Whether the receiver is on this machine and does not listen. It may be starting."""
 
     @property
     def succeeded(self) -> bool:
@@ -76,17 +81,21 @@ class Attempt:
 
 
 def webhooks_to_serve(connection: Connection) -> list[str]:
+    """The ids of the webhooks that may have something to send now or later."""
     pending = exists().where(table.c.webhook_id == webhooks.c.id, PENDING)
-    # A suspended one may have nothing but what died since its failures began.
+    # A suspended webhook may have no pending delivery, and yet a dead one that can be a probe
+    # (`died_unheard`).
     waiting = or_(pending, webhooks.c.suspended_at.is_not(None))
     rows = connection.execute(select(webhooks.c.id).where(webhooks.c.disabled.is_(False), waiting))
     return [row.id for row in rows]
 
 
 def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
-    """Of what is due now the oldest event's, else what is due soonest; None for nothing to send.
+    """The delivery that the webhook gets next, or None if there is none.
 
-    For a suspended webhook: its next probe. For a disabled one: None.
+    Among the deliveries that are due now, this is the one of the oldest event. If none is due, it
+    is the one that is due first. A suspended webhook gets its newest delivery as a probe. A
+    disabled webhook gets None.
     """
     if webhook.disabled:
         return None
@@ -106,9 +115,10 @@ def next_due(connection: Connection, webhook: StoredWebhook) -> Due | None:
 
 
 def died_unheard(webhook: StoredWebhook) -> ColumnElement[bool]:
-    """Of a suspended webhook: what died because nothing listened, and so used up no attempt.
+    """The condition for deliveries of a suspended webhook that died because their connections were
+    refused: no receiver got them, and their number of attempts is 0.
 
-    It is sent when the webhook is back. What used up its schedule is dead for good.
+    They are sent when the suspension ends. A delivery that died after its last attempt is not.
     """
     return and_(
         table.c.status == "dead",
@@ -118,7 +128,8 @@ def died_unheard(webhook: StoredWebhook) -> ColumnElement[bool]:
 
 
 def num_failing(connection: Connection, webhook: StoredWebhook, since: float) -> int:
-    """How many deliveries of the webhook were tried since then, and not delivered."""
+    """The number of deliveries of the webhook that were tried at or after the time `since` and are
+    not delivered."""
     failing = select(func.count()).where(
         table.c.webhook_id == webhook.id,
         table.c.last_attempt_at >= since,
@@ -143,8 +154,9 @@ def _due(row: Row[tuple[object, ...]], probe_at: float | None = None) -> Due:
 def settle(
     connection: Connection, due: Due, attempt: Attempt, settings: HubSettings
 ) -> DeliveryStatus:
-    """Stores how an attempt ended and plans the next one."""
-    # A replay while it was under way starts over; its end is not this attempt's to decide.
+    """Stores how an attempt ended and plans the next one. Returns the state of the delivery."""
+    # If the delivery was replayed during the attempt, it has another `queued_at` and starts over.
+    # The end of this attempt then changes nothing.
     this = table.c.id == due.id, table.c.queued_at == due.queued_at
     ended: dict[str, object] = {
         "last_attempt_at": attempt.started_at,
@@ -159,7 +171,7 @@ def settle(
     made = due.attempt if attempt.refused else due.attempt + 1
     event, next_attempt_at = _plan(due, attempt, made, settings)
     if attempt.refused and event == "given up":
-        made = 0  # `died_unheard` finds it by this
+        made = 0  # `died_unheard` finds the delivery by this number
     move_deliveries(
         connection, event, *this, **ended, attempt=made, next_attempt_at=next_attempt_at
     )
@@ -173,7 +185,7 @@ def _plan(
     if attempt.succeeded:
         return "taken", None
     if attempt.refused:
-        # Costs nothing and says nothing about the receiver, so only age ends it.
+        # A refused connection uses up no attempt, so the delivery dies only when it is too old.
         given_up = now - due.queued_at > settings.refused_give_up_seconds
         return ("given up", None) if given_up else ("failed", now)
     schedule = settings.delivery_schedule_seconds
@@ -186,7 +198,7 @@ def _plan(
 
 @dataclass(frozen=True, kw_only=True)
 class OutboxDelivery:
-    """One line of a webhook's activity."""
+    """One delivery as the API lists it. Times are in seconds since the epoch."""
 
     id: str
     webhook_id: str
@@ -210,7 +222,8 @@ class OutboxDelivery:
 def list_deliveries(
     connection: Connection, webhook_id: str | None, *, status: DeliveryStatus | None, limit: int
 ) -> Sequence[OutboxDelivery]:
-    """The newest events' first; of every webhook where none is named."""
+    """At most `limit` deliveries, those of the newest events first. `webhook_id` None means every
+    webhook, and `status` None means every state."""
     query = _activity()
     if webhook_id is not None:
         query = query.where(table.c.webhook_id == webhook_id)
@@ -223,30 +236,36 @@ def list_deliveries(
 
 
 def get_delivery(connection: Connection, webhook_id: str, delivery_id: str) -> OutboxDelivery:
-    """Raises WebhookNotFound where the webhook has none of that id."""
+    """Raises WebhookNotFound if the webhook has no delivery of this id."""
     row = connection.execute(
         _activity().where(table.c.id == delivery_id, table.c.webhook_id == webhook_id)
     ).one_or_none()
     if row is None:
-        raise WebhookNotFound(f"Webhook {webhook_id!r} has no delivery {delivery_id!r}.")
+        raise WebhookNotFound(
+            f"Webhook {webhook_id!r} has no delivery {delivery_id!r}: list its deliveries with "
+            f"`pipeline webhooks deliveries {webhook_id}`."
+        )
     return _record(row)
 
 
 def webhook_of(connection: Connection, delivery_id: str) -> str:
-    """Raises WebhookNotFound for an unknown delivery."""
+    """The id of the webhook that gets this delivery. Raises WebhookNotFound for an unknown id."""
     found = connection.scalar(select(table.c.webhook_id).where(table.c.id == delivery_id))
     if found is None:
-        raise WebhookNotFound(f"No delivery {delivery_id!r} here.")
+        raise WebhookNotFound(
+            f"There is no delivery {delivery_id!r} here: list the deliveries with "
+            "`pipeline webhooks deliveries`."
+        )
     return str(found)
 
 
 def replay(
     connection: Connection, webhook_id: str, delivery_id: str, *, force: bool = False
 ) -> OutboxDelivery:
-    """Puts a delivery in line again, with the whole schedule before it.
+    """Makes a delivery due again, with no attempt counted, and returns it.
 
-    Under its old id, so that a receiver that did the work answers with the first result; with
-    `force` under a new one that names the old one, so that the work is done again.
+    It keeps its id, so a receiver that has done the work answers with its first answer. With
+    `force`, a new delivery is made whose `replay_of` is the old id: the receiver works again.
     """
     old = get_delivery(connection, webhook_id, delivery_id)
     now = time.time()
@@ -280,7 +299,8 @@ def put(
     replay_of: str | None = None,
     not_before: float = 0,
 ) -> str:
-    """A new delivery, due at once unless `not_before` is later; its id."""
+    """Adds a delivery and returns its id. It is due now, or at `not_before` (seconds since the
+    epoch) if that is later."""
     id, now = str(uuid.uuid4()), time.time()
     connection.execute(
         insert(table).values(

@@ -1,7 +1,9 @@
-"""Plain pages for a person: the webhooks, and each one's activity with a button to send it again.
+"""HTML pages for a person: the list of webhooks, and for each webhook its deliveries, with a button
+that sends a delivery again.
 
-A browser proves itself by Basic authentication (any name, the hub's token) and sends that along
-with whatever another site makes it post; so each form carries a token that only our pages know.
+A browser shows the hub's token by Basic authentication, with any user name. It also sends the token
+with a form that a page of another site posts to the hub. So each form has a second token, which
+only the hub's own pages know.
 """
 
 import json
@@ -70,10 +72,14 @@ async def show(request: Request) -> Response:
 
 
 async def send_again(request: Request) -> Response:
-    """Raises Forbidden for a form that is not one of ours."""
+    """Sends a delivery again. Raises Forbidden if the form does not have the token of this hub's
+    pages."""
     fields = parse_qs((await read_body(request)).decode("latin-1"))
     if not secrets.compare_digest(fields.get("token", [""])[0].encode(), _form_token.encode()):
-        raise Forbidden("This form is not of this hub as it runs now: load the page again.")
+        raise Forbidden(
+            "This form does not come from a page of this hub, or the hub has restarted since: load "
+            "the page again."
+        )
     id = request.path_params["id"]
     delivery_id = fields.get("delivery", [""])[0]
     await run_in_threadpool(replay, hub_of(request), id, delivery_id, force="force" in fields)

@@ -1,4 +1,5 @@
-"""Large files that come in parts. Each upload is one file, in which every part has its place."""
+"""Receives large files that come in parts. Each upload is one file, and each part is written at its
+offset in this file."""
 
 import asyncio
 import contextlib
@@ -15,19 +16,20 @@ from pipeline.hub.large_files import CHUNK_BYTES, LargeFiles, check, in_chunks, 
 _turns = threading.Condition()
 _num_writing: Counter[Path] = Counter()
 _closed: set[Path] = set()
-"""Uploads that are being completed: nothing may write to them."""
+"""The uploads that are being completed. No part may be written to them."""
 
 
 class PartialUpload:
-    """`id` is of this upload alone, so that two clients with the same file do not meet."""
+    """One upload. Each upload has its own `id`, so two clients can send the same file at once."""
 
     def __init__(self, files: LargeFiles, id: str) -> None:
         self._files = files
         self._path = files.incoming / f"parts-{id}"
 
     async def receive(self, body: AsyncIterator[bytes], *, start: int, size: int) -> None:
-        """One part. It may come again. Raises BadRequest where it is not of that size, Conflict if
-        the upload was completed meanwhile, and DiskFull."""
+        """Writes one part, whose first byte is at the offset `start`. A client may send a part
+        again. Raises BadRequest if the part does not have `size` bytes, Conflict if the upload was
+        completed meanwhile, and DiskFull."""
         make_folder(self._path.parent)
         with to_disk():
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -53,12 +55,14 @@ class PartialUpload:
 
     @contextlib.contextmanager
     def _turn(self, descriptor: int) -> Iterator[None]:
-        """Raises Conflict if the file is no longer that of the upload. A client may have given up
-        this part, sent it again and completed the upload; what still comes of it must not be
-        written into a file that readers get."""
+        """Lets the block write to the upload. Raises Conflict if the upload was completed. A client
+        may break off a part, send it again and complete the upload. The rest of the first try must
+        then not be written, because the file is already the one that readers get."""
         with _turns:
             if self._path in _closed or not self._is_open_here(descriptor):
-                raise Conflict("The upload was completed while this part came.")
+                raise Conflict(
+                    "The upload was completed while this part came: do not send the part again."
+                )
             _num_writing[self._path] += 1
         try:
             yield
@@ -77,7 +81,7 @@ class PartialUpload:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nothing writes to the upload within the block."""
+        """Waits until no part is being written, and keeps others from writing within the block."""
         with _turns:
             _turns.wait_for(lambda: self._path not in _closed and not _num_writing[self._path])
             _closed.add(self._path)
@@ -89,7 +93,8 @@ class PartialUpload:
                 _turns.notify_all()
 
     def complete(self, oid: str, size: int) -> None:
-        """Raises BadRequest where the parts are not the file `oid`, and Conflict."""
+        """Stores the file. Raises BadRequest if the parts together do not have `size` bytes and the
+        sha256 `oid`, and Conflict if the repository does not exist any more."""
         try:
             with self._alone(), self._path.open("r+b") as file:
                 digest, num_bytes = hashlib.sha256(), 0
@@ -99,6 +104,8 @@ class PartialUpload:
                 check(digest.hexdigest(), num_bytes, oid=oid, size=size)
                 self._files.adopt(file, oid)
         except FileNotFoundError:
-            # Complete already, and the client did not get the answer?
+            # The upload may be complete already, if the client did not get the first answer.
             if self._files.size(oid) != size:
-                raise BadRequest("No part of the file is here: send it again.") from None
+                raise BadRequest(
+                    "The hub has no part of the file any more: send the file again."
+                ) from None

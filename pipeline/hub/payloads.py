@@ -1,4 +1,4 @@
-"""Composes what a receiver is sent, in the receiver's own record."""
+"""Writes the JSON that a webhook's receiver gets: a `WebhookPayload` of `receiver/payload.py`."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from receiver import payload as wire
 
 @dataclass(frozen=True, kw_only=True)
 class RefChange:
-    """`old_sha` is None for a new ref, `new_sha` for a deleted one."""
+    """`old_sha` is None for a new ref, and `new_sha` is None for a deleted ref."""
 
     ref: str
     old_sha: str | None
@@ -33,7 +33,7 @@ def compose(
     discussion: Discussion | None = None,
     comment: DiscussionEvent | None = None,
 ) -> str:
-    """The JSON of a `WebhookPayload`; keys without a value are left out, as the Hub does."""
+    """The JSON of a `WebhookPayload`. As on the Hugging Face Hub, it has no key without a value."""
     name = repository.name
     web, api = f"{hub_url}/{name.path}", f"{hub_url}/api/{name.type}s/{name.id}"
     payload = wire.WebhookPayload(
@@ -61,7 +61,7 @@ def compose(
     )
     document = payload.model_dump(mode="json", exclude_none=True)
     if changes:
-        # Here a missing sha is said as null: it is how a new and a deleted ref are told.
+        # A missing sha is null here, because null says that the ref is new or deleted.
         document["updatedRefs"] = [
             wire.UpdatedRef(
                 ref=change.ref, oldSha=change.old_sha, newSha=change.new_sha
@@ -106,5 +106,6 @@ def _moved_to(name: RepositoryName) -> wire.MovedTo:
 
 
 def owner_id(owner: str) -> str:
-    """24 hex digits, as the Hub's ids are; the same for an owner each time."""
+    """The id of an owner: 24 hex digits, as on the Hugging Face Hub. It follows from the name, so
+    an owner always has the same id."""
     return hashlib.sha256(owner.encode()).hexdigest()[:24]

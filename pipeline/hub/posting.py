@@ -1,7 +1,8 @@
-"""Posts one delivery to a webhook's URL. Headers: https://www.standardwebhooks.com and the Hub's.
+"""Posts one delivery to a webhook's URL, with the headers of https://www.standardwebhooks.com and
+of the Hugging Face Hub.
 
-The host is resolved once per attempt and the connection goes to the address that was checked, so
-that a name cannot lead elsewhere between the check and the call.
+The host is resolved once per attempt, and the connection goes to the address that was checked. So
+the name cannot get another address between the check and the connection.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ MAX_RETRY_AFTER_SECONDS = 3600.0
 
 
 class Poster:
-    """Of one webhook. Its connections stay open from one delivery to the next."""
+    """Posts the deliveries of one webhook. Its connections stay open between deliveries."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -36,7 +37,8 @@ class Poster:
             self._client = None
 
     async def post(self, due: Due, url: str, secret: str | None) -> Attempt:
-        """Never raises for what the receiver or the network does; the attempt says it."""
+        """Posts the delivery to each address of the host until one can be connected. An error of
+        the receiver or the network is not raised: it becomes the `error` of the attempt."""
         started_at, clock = time.time(), time.perf_counter()
         status = head = retry_after = error = None
         refused = False
@@ -80,11 +82,13 @@ class Poster:
         )
 
     async def _client_for(self, target: httpx.URL) -> httpx.AsyncClient:
-        # A connection was opened to an address under one host's name and certificate.
+        # An open connection belongs to one host, whose certificate was checked. The URLs of httpx
+        # have only the address, so another host at the same address needs a new client.
         origin = f"{target.scheme}://{target.netloc.decode()}"
         if self._client is None or origin != self._origin:
             await self.close()
-            # No proxy from the environment: it would be asked for receivers on this very machine.
+            # `trust_env=False`: a proxy from the environment would also get the requests to
+            # receivers on this machine.
             self._client = httpx.AsyncClient(
                 verify=_certificates(),
                 follow_redirects=False,
@@ -103,7 +107,7 @@ def _certificates() -> ssl.SSLContext:
 def _request(
     client: httpx.AsyncClient, target: httpx.URL, address: Address, due: Due, secret: str | None
 ) -> httpx.Request:
-    """To the address itself; the host's name stays in the Host header and in TLS."""
+    """The request. Its URL has the address; the host's name is in the Host header and in TLS."""
     is_private = target.scheme == "https" or address.is_loopback
     extensions = {}
     if literal(target.host) is None:
@@ -118,11 +122,13 @@ def _request(
 
 
 def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
-    """What goes with a payload. The id stays the same over retries and replays.
+    """The headers of a delivery. `Webhook-Id` is the same in all retries and replays, except in a
+    forced replay.
 
-    The key of the signature is the base64 part of a `whsec_` secret, else the secret's own bytes.
-    A `whsec_` secret is made for signing and never travels where somebody could read it on the way;
-    any other is what the receiver compares, and goes along as the Hub sends it.
+    The key of the signature is the base64 part of a secret `whsec_…`, or the bytes of any other
+    secret. The header `X-Webhook-Secret` has the secret itself, as on the Hugging Face Hub, because
+    a receiver may compare it. Only a `whsec_` secret is left out if somebody could read it on the
+    way, that is if not `is_private`: it is made for signing.
     """
     now = datetime.now(UTC)
     found = {
@@ -138,7 +144,8 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
             found["webhook-signature"] = signer(secret).sign(due.id, now, due.payload)
         except ValueError as error:
             raise HubError(
-                f"The secret begins with whsec_, and the rest is no base64: {error}."
+                f"The secret begins with whsec_, but the rest is not base64 ({error}): give the "
+                "webhook another secret."
             ) from None
         if is_private or not is_signing_secret(secret):
             found["X-Webhook-Secret"] = secret
@@ -146,7 +153,7 @@ def headers(due: Due, secret: str | None, is_private: bool) -> dict[str, str]:
 
 
 async def _head(response: httpx.Response) -> str:
-    """The first characters of the answer; the rest is not read."""
+    """The first `HEAD_CHARACTERS` characters of the answer. The rest is not read."""
     body = b""
     async for chunk in response.aiter_bytes():
         body += chunk
@@ -156,7 +163,8 @@ async def _head(response: httpx.Response) -> str:
 
 
 def _retry_after_seconds(value: str | None) -> float | None:
-    """Seconds or an HTTP date (RFC 9110, 10.2.3), at most an hour; None for anything else."""
+    """The seconds that the header `Retry-After` asks for, at most an hour. The header has seconds
+    or an HTTP date (RFC 9110, 10.2.3); None if it has neither."""
     if value is None:
         return None
     try:

@@ -1,7 +1,5 @@
-"""The git side of a pull request: its commits, its difference, and the merge.
-
-The caller holds the repository's lock where a ref moves.
-"""
+"""What git does for a pull request: lists its commits, shows its difference, and merges it. Nothing
+here moves a ref; the caller does, under the repository's lock."""
 
 import re
 from collections.abc import Sequence
@@ -23,21 +21,22 @@ _UNKNOWN_OPTION = re.compile(r"unknown option|usage: git merge-tree")
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What a merge of two commits would be."""
+    """The result of merging two commits."""
 
     tree: str
     conflicts: Sequence[str]
-    """The files that both sides changed; without any, `tree` is the result."""
+    """The files that git cannot merge. If there is none, `tree` is the merged tree."""
 
 
 def commits_of(repository: Repository, base: str, head: str) -> list[Commit]:
-    """Those that are not on the base, oldest first."""
+    """The commits of `head` that are not on `base`, oldest first: the newest `MAX_COMMITS` of
+    them."""
     found = list_commits(repository, head, skip=0, limit=MAX_COMMITS, without=base)
     return found[::-1]
 
 
 def difference(repository: Repository, base: str, head: str) -> str:
-    """What the pull request changes since it left the base, as `git diff` shows it."""
+    """The output of `git diff` from the last common commit of `base` and `head` to `head`."""
     output = git_beginning(
         repository.folder,
         *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
@@ -49,8 +48,8 @@ def difference(repository: Repository, base: str, head: str) -> str:
 
 
 def try_merge(repository: Repository, base: str, head: str) -> Merged:
-    """Merges without a work tree, and moves no ref. Raises HubError if git is older than 2.38, and
-    TooSlow."""
+    """Merges two commits into a tree, and moves no ref. Raises HubError if git is older than 2.38,
+    which cannot merge without a work tree. Raises TooSlow if git needs more than `MAX_SECONDS`."""
     try:
         output = git(
             repository.folder,
@@ -60,20 +59,23 @@ def try_merge(repository: Repository, base: str, head: str) -> Merged:
         )
     except HubError as error:
         if _UNKNOWN_OPTION.search(str(error)):
-            raise HubError("To merge pull requests, the hub needs git 2.38 or newer.") from None
+            raise HubError(
+                "This git is too old to merge pull requests: install git 2.38 or newer."
+            ) from None
         raise
     tree, *files = output.decode(errors="replace").rstrip("\0").split("\0")
     return Merged(tree=tree, conflicts=[file for file in files if file])
 
 
 def squash(repository: Repository, base: str, head: str, *, message: str, author: Signature) -> str:
-    """One commit on top of `base` that holds what the commits up to `head` change. The base itself
-    if they change nothing. Raises Conflict, which names files."""
+    """Makes one commit on top of `base` that has all changes of the commits up to `head`, and
+    returns its sha. Returns `base` if they change nothing. Raises Conflict, which names the files
+    that git cannot merge."""
     merged = try_merge(repository, base, head)
     if merged.conflicts:
         raise Conflict(
             f"The pull request cannot be merged, because both sides changed "
-            f"{', '.join(merged.conflicts[:10])}: send a commit to it that settles the difference."
+            f"{', '.join(merged.conflicts[:10])}: merge the branch into the pull request first."
         )
     if git(repository.folder, "rev-parse", f"{base}^{{tree}}").decode().strip() == merged.tree:
         return base

@@ -1,7 +1,7 @@
-"""Removes a commit that was pushed by mistake: its refs, its objects, its large files, and the
+"""Removes a commit that was pushed by mistake, with its objects, its large files, and the kept
 commits after it.
 
-Every step may be repeated, so a purge that was killed is begun again and comes to its end.
+Every step may be repeated. So if a purge is killed, it can be started again.
 """
 
 from collections.abc import Mapping
@@ -21,35 +21,39 @@ MAX_NAMED = 5
 
 class Purge(TypedDict):
     commits: list[str]
-    """The commit, and those after it: they contain it, and so they go with it."""
+    """The shas of the commit and of the kept commits after it, which contain it. All of them are
+    removed."""
     refs: list[str]
-    """The hub's own refs that lead to it."""
+    """The hub's own refs (`refs/keep/…`) that lead to the commit."""
     is_there: bool
-    """False where the repository no longer has the commit."""
+    """False if the repository does not have the commit (any more)."""
 
 
 def plan_purge(repository: Repository, sha: str) -> Purge:
-    """What a purge would remove. Raises BadRequest for what is no sha of a commit, and Conflict
-    where a branch or a tag leads to the commit."""
+    """What a purge would remove. Raises BadRequest if `sha` is not the sha of a commit, and
+    Conflict if a branch, a tag or a pull request leads to the commit."""
     if not SHA.fullmatch(sha):
-        raise BadRequest(f"{sha!r} is no commit: give all 40 characters of its sha.")
+        raise BadRequest(f"{sha!r} is not the sha of a commit: give all 40 digits of its sha.")
     kind = _kind(repository, sha)
     if kind is None:
         return Purge(commits=[sha], refs=[], is_there=False)
     if kind != "commit":
-        raise BadRequest(f"{sha} is a {kind}: give the sha of the commit that brought it.")
+        raise BadRequest(
+            f"{sha} is a {kind}, not a commit: give the sha of the commit that brought it."
+        )
     leading = _refs_to(repository, sha)
     pushed = [ref for ref in leading if ref.startswith(SEEN_PREFIXES)]
     if pushed:
         more = f" and {len(pushed) - MAX_NAMED} more" if len(pushed) > MAX_NAMED else ""
         raise Conflict(
             f"{', '.join(pushed[:MAX_NAMED])}{more} of the {repository.name} still "
-            f"{'leads' if len(pushed) == 1 else 'lead'} to {sha}: first take the commit out of it "
-            "(git push --force), or delete it."
+            f"{'leads' if len(pushed) == 1 else 'lead'} to {sha}: first remove the commit from "
+            f"{'it' if len(pushed) == 1 else 'them'} (git push --force), or delete "
+            f"{'it' if len(pushed) == 1 else 'them'}."
         )
     commits = [sha]
     if leading:
-        # Every commit on the way from these refs down to the purged one.
+        # All commits between the commit and the refs that lead to it.
         between = "\n".join([*leading.values(), f"^{sha}"])
         path = git(
             repository.folder, "rev-list", "--ancestry-path", "--stdin", stdin=between.encode()
@@ -59,19 +63,20 @@ def plan_purge(repository: Repository, sha: str) -> Purge:
 
 
 def purge(repository: Repository, sha: str) -> Purge:
-    """The caller holds the repository's lock. Raises what `plan_purge` raises, and HubError if the
-    commit is still there afterwards."""
+    """Removes what `plan_purge` returns, and returns it. The caller holds the repository's lock.
+    Raises what `plan_purge` raises, and HubError if the commit is still there afterwards."""
     planned = plan_purge(repository, sha)
     _keep_parents(repository, planned)
     delete_refs(repository, planned["refs"])
-    # While their pointers are still there, so that a purge that is killed finds them again.
+    # The large files go first, while their pointers are still there: if the purge is killed, the
+    # next one finds them again.
     named = {pointer.oid for pointer in reachable_pointers(repository)}
     LargeFiles(repository.folder).remove(
         pointer.oid for pointer in all_pointers(repository) if pointer.oid not in named
     )
     xet_store.empty(repository.folder, grace_seconds=0)
-    # A killed push leaves such a file, and git would keep the pack beside it for ever. No push runs
-    # now.
+    # A killed push leaves a `.keep` file, and git keeps the pack of this name for ever. No push
+    # needs it now, because the caller holds the lock.
     for mark in repository.folder.glob("objects/pack/*.keep"):
         mark.unlink()
     git(repository.folder, "reflog", "expire", "--expire=now", "--all")
@@ -79,14 +84,15 @@ def purge(repository: Repository, sha: str) -> Purge:
     git(repository.folder, "prune", "--expire=now")
     if _kind(repository, sha) is not None:
         raise HubError(
-            f"{sha} is still in {repository.folder}: something that is no ref leads to it, such as "
-            "objects/info/alternates, or HEAD."
+            f"{sha} is still in {repository.folder}: something that is not a ref leads to it, such "
+            "as objects/info/alternates or HEAD. Remove that, then purge again."
         )
     return planned
 
 
 def _keep_parents(repository: Repository, planned: Purge) -> None:
-    """What lay before the purged commit was kept by the same refs, and stays."""
+    """Keeps the commits before the purged one: the refs that are going to be deleted may be the
+    only ones that lead to them."""
     if not planned["is_there"]:
         return
     doomed = set(planned["commits"])
@@ -100,19 +106,19 @@ def _keep_parents(repository: Repository, planned: Purge) -> None:
 
 
 def _refs_to(repository: Repository, sha: str) -> Mapping[str, str]:
-    """Every ref from which the commit is reached → what it names."""
+    """Every ref that leads to the commit, with the sha that the ref names."""
     lines = git(
         repository.folder,
         "for-each-ref",
         f"--contains={sha}",
         "--format=%(refname) %(objectname)",
     )
-    # Neither a ref nor a sha has a blank.
+    # A line has exactly one blank, because neither a ref nor a sha can have one.
     return dict(line.split(" ") for line in lines_of(lines))
 
 
 def _kind(repository: Repository, sha: str) -> str | None:
-    """The type of the object; None where there is no such object."""
+    """The type of the object, such as `commit`. None if there is no such object."""
     answer = git(
         repository.folder, "cat-file", "--batch-check=%(objecttype)", stdin=f"{sha}\n".encode()
     )

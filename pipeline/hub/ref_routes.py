@@ -1,4 +1,5 @@
-"""API: branches and tags, listed, made and deleted. A change here is an event, as a push is."""
+"""API routes that list, create and delete branches and tags. Each change stores an event, as a push
+does."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -28,7 +29,7 @@ class NewBranch(BaseModel):
 
 
 Message = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
-"""Of a commit or a tag. Git takes no NUL character in it."""
+"""The message of a commit or a tag. Git allows no NUL character in it."""
 
 
 class Squash(BaseModel):
@@ -69,7 +70,8 @@ async def create_branch(
         _refuse_existing(repository, ref)
         if body.startingPoint is None and not read_refs(repository):
             raise BadRequest(
-                f"The {name} has no commit to branch from yet: push one, a push makes the branch."
+                f"The {name} has no commit yet, so no branch can begin at one: push a commit to "
+                "the branch, which also creates the branch."
             )
         start = resolve_revision(repository, body.startingPoint or "main")
         git(repository.folder, "update-ref", ref, start, _NO_REF)
@@ -83,7 +85,10 @@ async def delete_branch(
 ) -> Response:
     ref = _full("refs/heads/", "/".join(rest))
     if ref == DEFAULT_BRANCH:
-        raise BadRequest(f"Cannot delete {DEFAULT_BRANCH}: it is the default branch.")
+        raise BadRequest(
+            f"Cannot delete {DEFAULT_BRANCH}: it is the default branch. Delete another branch, or "
+            "the repository."
+        )
     await _change_refs(request, hub, name, lambda repository: _delete(repository, ref))
     return Response(status_code=200)
 
@@ -122,7 +127,7 @@ async def delete_tag(
 async def super_squash(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """The branch becomes one commit that has the present files and no parent."""
+    """Replaces all commits of the branch by one commit that has the present files and no parent."""
     ref = _full("refs/heads/", "/".join(rest))
     body = await read_json(request, Squash)
     who = signature(identity_of(request))
@@ -168,7 +173,10 @@ def _as_json(repository: Repository, prefix: str) -> list[dict[str, str]]:
 
 def _full(prefix: str, name: str) -> str:
     if not is_ref_name(name) or name == "HEAD" or name.startswith("refs/"):
-        raise BadRequest(f"{name!r} is no name for a branch or tag.")
+        raise BadRequest(
+            f"{name!r} is not a valid name for a branch or a tag: use letters, digits, '-', '_', "
+            "'.' and '/', and neither HEAD nor a name that begins with refs/."
+        )
     return f"{prefix}{name}"
 
 
@@ -177,10 +185,15 @@ def _refuse_existing(repository: Repository, ref: str) -> None:
         if existing == ref:
             raise Conflict(f"Reference {ref} already exists")
         if existing.startswith(f"{ref}/") or ref.startswith(f"{existing}/"):
-            raise Conflict(f"Reference {ref} cannot be beside {existing}: git keeps refs as files.")
+            raise Conflict(
+                f"Reference {ref} cannot exist together with {existing}, because git stores refs "
+                "as files and one of the two would be a folder: choose another name."
+            )
 
 
 def _delete(repository: Repository, ref: str) -> None:
     if ref not in read_refs(repository):
-        raise RevisionNotFound(f"The {repository.name} has no {ref}.")
+        raise RevisionNotFound(
+            f"The {repository.name} has no {ref}, so it cannot be deleted: check the name."
+        )
     git(repository.folder, "update-ref", "-d", ref)

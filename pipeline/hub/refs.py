@@ -1,5 +1,5 @@
-"""Branches and tags: where they are now. This is the one place where a ref that moved becomes an
-event."""
+"""Reads where the branches, tags and pull requests of a repository are now, and turns every change
+into an event. No other module does this for refs."""
 
 import logging
 import os
@@ -20,9 +20,10 @@ _DAMAGED = re.compile(r"ignoring broken ref (.+)$")
 
 
 def read_refs(repository: Repository) -> Mapping[str, str]:
-    """Branches, tags and pull requests in full (`refs/heads/main`) → the sha that each names.
+    """The sha of each branch, tag and pull request, by its full name such as `refs/heads/main`.
 
-    Raises DamagedRefs. Git leaves such a ref out, and it would be taken for one that was deleted.
+    Raises DamagedRefs if git cannot read a ref. Git leaves this ref out of its list, so the hub
+    would otherwise record that it was deleted.
     """
     complaints: list[str] = []
     lines = git(
@@ -33,15 +34,17 @@ def read_refs(repository: Repository) -> Mapping[str, str]:
     damaged = [found[1] for line in complaints if (found := _DAMAGED.search(line))]
     if damaged:
         raise DamagedRefs(
-            f"{', '.join(damaged)} of the {repository.name} cannot be read.", refs=damaged
+            f"Git cannot read {', '.join(damaged)} of the {repository.name}: restore the files "
+            "of these refs from a backup.",
+            refs=damaged,
         )
     pairs = (line.split(" ", 1) for line in lines_of(lines))
     return {ref: sha for sha, ref in pairs}
 
 
 def _repair(repository: Repository, log: EventLog, damaged: Collection[str]) -> None:
-    """Gives each damaged ref the sha of its last event. Raises HubError if the repository does not
-    have this commit."""
+    """Sets each damaged ref to the commit that it had at its last event. Leaves a ref without any
+    event as it is. Raises HubError if the repository does not have this commit."""
     with log.database.read() as connection:
         known = known_refs(connection, repository)
     for ref in damaged:
@@ -50,14 +53,15 @@ def _repair(repository: Repository, log: EventLog, damaged: Collection[str]) -> 
         git(repository.folder, "cat-file", "-e", known[ref])
         _replace(repository.folder / ref, f"{known[ref]}\n")
         logger.error(
-            "%s of %s could not be read: it is %s again, as at its last event",
+            "git could not read %s of %s: the hub has set it to %s, its commit at the last event",
             *(ref, repository.name, known[ref]),
         )
 
 
 def _replace(file: Path, content: str) -> None:
-    """As git does it, which itself refuses to change a ref that it cannot read: at each moment
-    there is a file, so that a kill leaves no ref that looks deleted."""
+    """Writes the file of a ref as git would: into a lock file that is then renamed. The ref has a
+    file at every moment, so a kill does not leave a ref that looks deleted. Git itself refuses to
+    change a ref that it cannot read."""
     lock = file.with_name(f"{file.name}.lock")
     try:
         with lock.open("x") as draft:
@@ -66,12 +70,12 @@ def _replace(file: Path, content: str) -> None:
             os.fsync(draft.fileno())
         lock.rename(file)
     except OSError as error:
-        raise HubError(f"{file} cannot be repaired: {error}.") from error
+        raise HubError(f"The ref in {file} cannot be repaired: {error}.") from error
 
 
 def record_ref_changes(repository: Repository, log: EventLog) -> list[RefChange]:
-    """Stores one event of all refs that moved since the last event, and keeps the commits that no
-    ref leads to any more.
+    """Stores one event with all refs that changed since the last event, and returns these changes.
+    Keeps the commits that no ref leads to any more (`retained_refs.py`).
 
     The caller holds the repository's lock. When this returns, the event is on disk.
     """

@@ -1,4 +1,5 @@
-"""The bare git repositories on disk, and the table that names them. It never stores an event."""
+"""Creates, finds, moves and removes the bare git repositories and their rows in the database. It
+stores no events; its callers do."""
 
 import asyncio
 import logging
@@ -33,9 +34,11 @@ from pipeline.hub.schema import repositories as table
 
 logger = logging.getLogger(__name__)
 
-# gc: a push must not wait for one. uploadpack: any commit is served when it is asked for by its
-# sha: a job may need one that a force-push left. fsync: an acknowledged push outlives a power cut.
-# fsck: a tree with '..' or '.git' in it is refused when it is pushed, not where it is checked out.
+# gc, autogc: git collects no garbage during a push, so that the push does not wait for it.
+# allowAnySHA1InWant: a client can fetch any commit by its sha. A job may need a commit that a
+# force-push removed from its branch.
+# fsync: a push that the hub has confirmed survives a power cut.
+# fsckObjects: git refuses a tree with '..' or '.git' in it when it is pushed, so nobody clones it.
 _CONFIG = """\
 [core]
 \trepositoryformatversion = 0
@@ -67,11 +70,12 @@ class Repository:
 
 
 class Repositories:
-    """`root/repos/<type>s/<owner>/<name>.git`, with `root/incoming` and `root/removed` beside."""
+    """The repositories in `root/repos/<type>s/<owner>/<name>.git`. New ones are made in
+    `root/incoming`, and deleted ones go through `root/removed`."""
 
     def __init__(self, root: Path) -> None:
         self.incoming = root / "incoming"
-        """Half-made repositories and half-received pushes; emptied at start."""
+        """Holds unfinished repositories and pushes. It is emptied when the hub starts."""
         self._root = root
         self._removed = root / "removed"
         self._repos = root / "repos"
@@ -79,11 +83,11 @@ class Repositories:
 
     @asynccontextmanager
     async def locked(self, find: Callable[[], Repository]) -> AsyncIterator[Repository]:
-        """The repository that `find` finds, its lock held: whoever changes refs holds it from
-        before the change until the events are stored.
+        """Gives the repository that `find` returns, and holds its lock within the block. Code that
+        changes refs holds the lock from before the change until the event is stored.
 
-        It is found once more under the lock, because it may have been moved or removed meanwhile,
-        and another one may have its name. Raises what `find` raises.
+        `find` is called again under the lock: while this waited, the repository may have been moved
+        or removed, and another one may have its name. Raises what `find` raises.
         """
         while True:
             found = await asyncio.to_thread(find)
@@ -94,7 +98,7 @@ class Repositories:
                     return
 
     async def for_each(self, database: Database, act: Callable[[Repository], object]) -> None:
-        """Does `act` in a thread for each repository that has its folder, its lock held."""
+        """Calls `act` in a thread for each repository whose folder exists, under its lock."""
 
         def find(id: str) -> Repository:
             with database.read() as connection:
@@ -103,7 +107,7 @@ class Repositories:
         with database.read() as connection:
             ids = [repository.id for repository in self.all(connection)]
         for id in ids:
-            with suppress(RepositoryNotFound):  # removed meanwhile
+            with suppress(RepositoryNotFound):  # the repository was removed meanwhile
                 async with self.locked(partial(find, id)) as repository:
                     if repository.folder.exists():
                         await asyncio.to_thread(act, repository)
@@ -112,8 +116,9 @@ class Repositories:
         return self._repos / f"{name.type}s" / name.owner / f"{name.name}.git"
 
     def find(self, connection: Connection, name: RepositoryName) -> Repository:
-        """Names are compared without case. A hub of an older release may have names that differ
-        by case only: then the exact spelling is found, and any other spelling finds the oldest.
+        """The repository of this name. Names are compared without case. The state of an older
+        release may have names that differ only in case: then the exact name is preferred, and any
+        other spelling finds the oldest repository.
 
         Raises RepositoryMoved for a former name, and RepositoryNotFound.
         """
@@ -135,15 +140,15 @@ class Repositories:
                 name=now.name,
             )
         raise RepositoryNotFound(
-            f"No {name} here: create it with `hf repos create {name.id} --type {name.type}`, "
-            "or check the name."
+            f"There is no {name} here: check the name, or create the repository with "
+            f"`hf repos create {name.id} --type {name.type}`."
         )
 
     def find_as_git(
         self, connection: Connection, type: RepositoryType, owner: str, name: str
     ) -> Repository:
-        """Git users write /owner/name for datasets too. Raises RepositoryMoved and
-        RepositoryNotFound."""
+        """As `find`. A git URL `/owner/name` may also mean a dataset, if there is no such model.
+        Raises RepositoryMoved and RepositoryNotFound."""
         try:
             return self.find(connection, requested_name(type, owner, name))
         except RepositoryMoved:
@@ -157,19 +162,21 @@ class Repositories:
             raise
         except RepositoryNotFound:
             raise RepositoryNotFound(
-                f"No model and no dataset {owner}/{name} here: create it with "
-                f"`hf repos create {owner}/{name} --type dataset`."
+                f"There is no model and no dataset {owner}/{name} here: check the name, or create "
+                f"a dataset with `hf repos create {owner}/{name} --type dataset`."
             ) from None
 
     def find_by_id(self, connection: Connection, id: str) -> Repository:
-        """Whatever its name is now. Raises RepositoryNotFound."""
+        """The repository of this id, whatever its name is now. Raises RepositoryNotFound."""
         row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
         if row is None:
-            raise RepositoryNotFound(f"No repository with the id {id} here.")
+            raise RepositoryNotFound(
+                f"There is no repository with the id {id} here any more: look it up by its name."
+            )
         return self._record(row)
 
     def former_ids(self, connection: Connection, repository: Repository) -> list[str]:
-        """The names that lead to the repository since it was moved, in lower case."""
+        """The former names of the repository that still lead to it: `owner/name` in lower case."""
         owned = former_names.c.repository_id == repository.id
         return [
             f"{row.owner}/{row.name}"
@@ -187,9 +194,10 @@ class Repositories:
         private: bool,
         on_error: ExitStack,
     ) -> Repository:
-        """An empty repository. Raises Conflict where the name is taken.
+        """Makes an empty repository. Raises Conflict if the name is taken.
 
-        `on_error` gets what takes the folder away again, for a transaction that fails.
+        Adds to `on_error` a callback that removes the folder. The caller calls it if its
+        transaction fails.
         """
         self._check_free(connection, name)
         aside = self.incoming / f"{secrets.token_hex(12)}.git"
@@ -202,7 +210,7 @@ class Repositories:
         return self.adopt(connection, name, private=private)
 
     def adopt(self, connection: Connection, name: RepositoryName, *, private: bool) -> Repository:
-        """Enters the folder of a repository into the table."""
+        """Makes the row of a repository whose folder exists."""
         values = {
             "id": secrets.token_hex(12),
             "type": name.type,
@@ -220,7 +228,8 @@ class Repositories:
 
     @contextmanager
     def removal(self, repository: Repository) -> Iterator[None]:
-        """Within the block the folder is put aside: back on an error, gone for good after it."""
+        """Moves the folder away within the block. Moves it back if the block raises, else deletes
+        it after the block."""
         aside = self._removed / f"{repository.id}.git"
         if repository.folder.exists():
             repository.folder.rename(aside)
@@ -232,7 +241,7 @@ class Repositories:
         shutil.rmtree(aside, ignore_errors=True)
 
     def forget(self, connection: Connection, repository: Repository) -> None:
-        """Takes the repository out of the table."""
+        """Deletes the row of the repository."""
         connection.execute(delete(table).where(table.c.id == repository.id))
 
     def move(
@@ -243,9 +252,10 @@ class Repositories:
         *,
         on_error: ExitStack,
     ) -> Repository:
-        """Raises Conflict where the name is taken. `on_error` gets what moves the folder back.
+        """Gives the repository the name `to`. Raises Conflict if this name is taken. Adds to
+        `on_error` a callback that moves the folder back.
 
-        The old name leads to the repository until another one takes it.
+        The old name still leads to the repository, until another repository gets it.
         """
         self._check_free(connection, to, but=repository)
         for former in (repository.name, to):
@@ -273,13 +283,19 @@ class Repositories:
         taken = connection.execute(select(table).where(_is_in_any_case(name))).all()
         for row in taken:
             if but is None or row.id != but.id:
-                raise Conflict(f"There is a {self._record(row).name} here already.")
-        # A file system may compare without case too: then this is the folder that is renamed.
+                raise Conflict(
+                    f"There is a {self._record(row).name} here already: choose another name."
+                )
+        # If `name` differs only in case from the present name, a file system that ignores case
+        # finds the repository's own folder here. `taken` then has its row.
         if not taken and self.folder(name).exists():
-            raise Conflict(f"There is a folder of a {name} here already.")
+            raise Conflict(
+                f"There is a folder for a {name} here already: choose another name, or restart the "
+                "hub, which then enters the repository in this folder."
+            )
 
     def clear_leftovers(self) -> None:
-        """What a killed hub left half-made. Only safe before the first request."""
+        """Removes what a killed hub left unfinished. Called before the hub answers a request."""
         end_processes(self._root)
         for folder in (self.incoming, self._removed):
             shutil.rmtree(folder, ignore_errors=True)
@@ -289,13 +305,14 @@ class Repositories:
             LargeFiles(repository).clear_leftovers()
 
     def on_disk(self) -> Iterator[RepositoryName]:
+        """The names of all repository folders. Skips, and logs, a folder with an invalid name."""
         for type in REPOSITORY_TYPES:
             for folder in sorted(self._repos.glob(f"{type}s/*/*.git")):
                 name = folder.name.removesuffix(".git")
                 try:
                     yield repository_name(type, folder.parent.name, name)
                 except BadRequest as error:
-                    logger.warning("%s is left alone: %s", folder, error)
+                    logger.warning("the hub ignores the folder %s: %s", folder, error)
 
     def _record(self, row: Row[tuple[object, ...]]) -> Repository:
         name = RepositoryName(type=row.type, owner=row.owner, name=row.name)

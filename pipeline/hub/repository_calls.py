@@ -1,4 +1,4 @@
-"""Takes what is asked of a repository to its route, by the verb in the path.
+"""Calls the route for a request about a repository. The path names the route by a verb.
 
 The paths are those of the Hugging Face Hub: `/api/datasets/<owner>/<name>/<verb>/…` and
 `/datasets/<owner>/<name>/resolve/…`.
@@ -61,7 +61,7 @@ VERBS = frozenset({"refs", "settings", "auth-check"}).union(*_BY_METHOD.values()
 
 
 async def api(request: Request) -> Response:
-    """`/api/<type>s`, and `/api/<type>s/[<owner>/]<name>[/<verb>/…]`."""
+    """Answers `/api/<type>s`, and `/api/<type>s/[<owner>/]<name>[/<verb>/…]`."""
     hub = hub_of(request)
     parts = segments(request.scope["raw_path"])
     type = type_of(parts[1] if len(parts) > 1 else "")
@@ -83,7 +83,7 @@ async def _call(
     request: Request, hub: Hub, name: RepositoryName, verb: str, arguments: list[str]
 ) -> Response:
     method = request.method
-    if verb == "xet-write-token":  # a GET, but what it gives is used to write
+    if verb == "xet-write-token":  # a GET, but the client writes with the token that it gets
         auth.identity_of(request).require_write(f"{method} {request.url.path}")
     if verb == "" and method in ("GET", "HEAD"):
         return await content_routes.describe(request, hub, name, [])
@@ -103,7 +103,8 @@ async def _call(
 
 
 async def files(request: Request) -> Response:
-    """`[<type>s/][<owner>/]<name>/resolve/<revision>/<path>`, and where git-lfs asks."""
+    """Answers `[<type>s/][<owner>/]<name>/{resolve,raw}/<revision>/<path>`, and `info/lfs/…` of a
+    repository for `git lfs`."""
     hub = hub_of(request)
     path = await run_in_threadpool(
         file_path_of, request.scope["raw_path"], hub.settings.owner, hub.is_there
@@ -123,11 +124,12 @@ async def files(request: Request) -> Response:
 
 
 def _redirect(request: Request, path: RepositoryPath, moved: RepositoryMoved) -> Response:
-    """The client repeats the same request there, method and body included."""
+    """Redirects to the same path at the repository's present name. Status 307 makes the client
+    repeat the request with its method and body."""
     query = request.scope["query_string"].decode("latin-1")
     location = path.at(moved.id) + (f"?{query}" if query else "")
     answer = http_json.error_response(moved)
     answer.status_code = 307
-    # Within this hub, so it holds under whatever name the client called the hub.
+    # Without a host, so that it is right for every host name of the hub.
     answer.headers["Location"] = location
     return answer

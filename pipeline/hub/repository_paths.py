@@ -1,8 +1,9 @@
-"""Takes a request's path apart: which repository it names, and what it asks of the repository.
+"""Parses the path of a request: finds the name of the repository, and what the request asks of it.
 
-A path may leave the owner out, as `/api/datasets/facts/tree/main` does: it then means the hub's
-owner. The path alone does not always tell which of two segments is the name, so the parser asks
-whether there is a repository `owner/name` where the name reads like a part of a route.
+A path without an owner, such as `/api/datasets/facts/tree/main`, means a repository of the hub's
+owner. Such a path can have two meanings: `facts/tree` may also be the repository `tree` of the
+owner `facts`. So if the second segment is a word of a route, the parser asks the database whether
+there is such a repository.
 """
 
 from collections.abc import Callable, Collection
@@ -22,7 +23,8 @@ from pipeline.hub.unsupported import UNSUPPORTED_VERBS
 
 
 class _AnyText(PathConvertor):
-    """Starlette's own `path` matches no line feed, which names of files may have."""
+    """Any text, also with line feeds, which names of files may have. Starlette's `path` matches
+    none."""
 
     regex = r"[\s\S]*"
 
@@ -30,7 +32,8 @@ class _AnyText(PathConvertor):
 register_url_convertor("anytext", _AnyText())
 
 FILE_VERBS = frozenset({"resolve", "raw", "info"})
-# These end a path. The other verbs have arguments, so one that ends a path is a repository's name.
+# A verb is the segment after the repository's name. Only these can be the last segment of a path.
+# The other verbs have arguments, so as the last segment they are the name of a repository.
 _BARE_VERBS = frozenset({"refs", "settings", "auth-check", "discussions"})
 
 IsThere = Callable[[RepositoryName], bool]
@@ -40,26 +43,30 @@ IsThere = Callable[[RepositoryName], bool]
 class RepositoryPath:
     name: RepositoryName
     rest: tuple[str, ...]
-    """The segments after the name, decoded."""
+    """The decoded segments after the name. The first one is the verb."""
     prefix: bytes
-    """The path before the name, and after it, as they were sent."""
+    """The path before the name, as the client sent it."""
     suffix: bytes
+    """The path after the name, as the client sent it."""
 
     def at(self, id: str) -> str:
-        """The same path at another repository of the type, for a redirect."""
+        """The same path with the name `id` (`owner/name`) instead, for a redirect."""
         return (self.prefix + id.encode() + self.suffix).decode("latin-1")
 
 
 def api_path(
     raw_path: bytes, verbs: Collection[str], owner: str, is_there: IsThere
 ) -> RepositoryPath:
-    """Of `/api/<type>s/[<owner>/]<name>[/<verb>/…]`. Raises RepositoryNotFound for a path that
-    names no repository."""
+    """Parses `/api/<type>s/[<owner>/]<name>[/<verb>/…]`. `owner` is the hub's owner. Raises
+    RepositoryNotFound for a path that names no repository."""
     raw = raw_path.strip(b"/").split(b"/")
     parts = segments(raw_path)
     type = type_of(parts[1])
     if type is None or len(parts) < 3:
-        raise RepositoryNotFound(f"{'/'.join(parts)} names no repository.")
+        raise RepositoryNotFound(
+            f"/{'/'.join(parts)} names no repository: write "
+            "/api/datasets, /api/models or /api/spaces, then /owner/name."
+        )
 
     def ends_the_name(verb: str) -> bool:
         if verb in UNSUPPORTED_VERBS:
@@ -70,7 +77,8 @@ def api_path(
 
 
 def file_path_of(raw_path: bytes, owner: str, is_there: IsThere) -> RepositoryPath | None:
-    """Of `/[<type>s/][<owner>/]<name>/<verb>/…`; None for a path that has no such verb."""
+    """Parses `/[<type>s/][<owner>/]<name>/<verb>/…`. Returns None if the path has none of the
+    `FILE_VERBS`."""
     raw = raw_path.strip(b"/").split(b"/")
     parts = segments(raw_path)
     type = type_of(parts[0])
@@ -108,7 +116,7 @@ def _parsed(
             num_segments = 1
     named = parts[start : start + num_segments]
     end = start + num_segments
-    if parts[end : end + 1] == ["info"]:  # git lfs asks at `<name>.git/info/lfs`
+    if parts[end : end + 1] == ["info"]:  # `git lfs` sends requests to `<name>.git/info/lfs`
         named[-1] = named[-1].removesuffix(".git")
     suffix = b"/".join(raw[end:])
     return RepositoryPath(

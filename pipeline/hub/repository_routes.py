@@ -1,4 +1,4 @@
-"""API: repositories come, go, move, and change their settings."""
+"""API routes that create, delete and move repositories, and change their settings."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class _Body(BaseModel):
-    # The client sends options of hardware and templates too, which say nothing here.
+    # The client also sends options that this hub does not have, such as hardware and templates.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
@@ -41,8 +41,8 @@ class NamedRepository(_Body):
     visibility: Literal["private", "protected", "public"] | None = None
     private: bool | None = None
     empty: bool = False
-    """Without a first commit, so that a first `git push` needs no pull. The Hub knows no such
-    repositories."""
+    """Whether to create the repository without a first commit, so that the first `git push` needs
+    no pull. The Hugging Face Hub does not have this option."""
 
 
 class Move(_Body):
@@ -121,7 +121,7 @@ async def move(request: Request) -> Response:
                 with hub.database.write() as connection:
                     moved = hub.repositories.move(connection, repository, target, on_error=on_error)
                     hub.log.record(connection, repository, action="move", moved_to=moved)
-                    # After the event, which those are told who watch the old name.
+                    # After the event: it goes to the webhooks that watch the old name.
                     webhook_store.follow_move(connection, repository.name, moved.name)
                 on_error.pop_all()
 
@@ -130,13 +130,13 @@ async def move(request: Request) -> Response:
 
 
 async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> Response:
-    """The visibility. Other settings that the client may send mean nothing here."""
+    """Changes the visibility. Raises BadRequest for `gated`, and ignores all other settings."""
     body = await read_json(request, RepositorySettings)
     require_a_person(identity_of(request), "the settings of a repository")
     if body.gated:
         raise BadRequest(
-            "Gated repositories are not supported by this hub: make the repository private, and "
-            "give a token for it with `pipeline hub tokens create`."
+            "This hub has no gated repositories: make the repository private, and create a token "
+            "for it with `pipeline hub tokens create`."
         )
 
     async with hub.locked(name, identity_of(request)) as repository:
@@ -154,7 +154,7 @@ async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> R
 
 
 async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:
-    """Runs what stores an event, then tells the deliverer."""
+    """Runs `act`, which stores an event, and then wakes the deliverer."""
     answer = await run_in_threadpool(act)
     hub.log.wake()
     return answer
@@ -162,7 +162,7 @@ async def _changing(hub: Hub, act: Callable[[], Answer]) -> Answer:
 
 def _is_private(body: NamedRepository | RepositorySettings, *, default: bool) -> bool:
     if body.visibility is not None:
-        # `protected` hides the files, so here it hides the repository.
+        # On the Hugging Face Hub, `protected` hides the files. Here it hides the repository.
         return body.visibility != "public"
     return default if body.private is None else body.private
 
@@ -173,15 +173,17 @@ def _halves(id: str) -> tuple[str | None, str]:
 
 
 def _new_name(hub: Hub, type: RepositoryType, owner: str | None, name: str) -> RepositoryName:
-    """Of a repository to come. The user and the organizations of the settings keep their spelling.
+    """The name of a new repository. If the owner is the user or an organization of the settings, it
+    gets the spelling of the settings.
 
-    Raises BadRequest for an owner under which no route would find the repository.
+    Raises BadRequest for an invalid name, and for an owner under which no route would find the
+    repository.
     """
     known = {each.lower(): each for each in (*hub.settings.orgs, hub.settings.owner)}
     wanted = owner or hub.settings.owner
     if wanted.lower() in RESERVED_OWNERS:
         raise BadRequest(
-            f"{wanted!r} cannot own a repository: addresses of this hub begin with this word, so "
-            "the repository could never be reached. Choose another owner."
+            f"{wanted!r} cannot own a repository: other URLs of this hub begin with this word, so "
+            "nobody could reach the repository. Choose another owner."
         )
     return repository_name(type, known.get(wanted.lower(), wanted), name)

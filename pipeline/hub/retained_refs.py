@@ -1,6 +1,7 @@
-"""Refs that keep commits which left every branch: releases name them, and `git gc` would drop them.
+"""Keeps commits that are on no branch any more, because a release may name them. Each gets a ref
+`refs/keep/<sha>`; without a ref, `git gc` would remove it.
 
-No client sees these refs; the commits are fetched by their sha.
+No client sees these refs. A client fetches such a commit by its sha.
 """
 
 import logging
@@ -18,9 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def retain_unreachable(repository: Repository, database: Database, refs: Mapping[str, str]) -> None:
-    """Keep what each ref named at the last event, where `refs` does not lead back to it.
+    """Keeps the commit that a ref had at the last event, if the same ref does not lead to it any
+    more. `refs` has the present sha of each ref.
 
-    Called before the change is stored: after a kill it is found again then.
+    Called before the event is stored. If the hub is killed in between, the next comparison finds
+    the same change and keeps the commit.
     """
     table = schema.refs
     with database.read() as connection:
@@ -33,19 +36,20 @@ def retain_unreachable(repository: Repository, database: Database, refs: Mapping
             try:
                 keep(repository, sha)
             except HubError as error:
-                # Gone, by a purge or a damaged disk: no reason to refuse what is pushed now.
+                # The commit is missing, because of a purge or a damaged disk. This is no reason to
+                # refuse the present push.
                 logger.error(
-                    "what %s of %s left behind is not kept: %s", ref, repository.name, error
+                    "the former commit of %s in %s is not kept: %s", ref, repository.name, error
                 )
 
 
 def keep(repository: Repository, sha: str) -> None:
-    """Raises HubError if the repository has no such object."""
+    """Adds the ref that keeps `sha`. Raises HubError if the repository has no object `sha`."""
     git(repository.folder, "update-ref", f"{KEEP_PREFIX}{sha}", sha)
 
 
 def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
-    """All of them or none; a ref that is not there is deleted already."""
+    """Deletes all of these refs, or none if one fails. A ref that does not exist is no failure."""
     commands = "".join(f"delete {ref}\n" for ref in refs)
     git(repository.folder, "update-ref", "--stdin", stdin=commands.encode())
 
@@ -53,9 +57,10 @@ def delete_refs(repository: Repository, refs: Iterable[str]) -> None:
 def release_unneeded(
     repository: Repository, database: Database, needed: Collection[str]
 ) -> list[str]:
-    """Stop keeping commits that are neither `needed` nor named by a stored event; returns them.
+    """Deletes the keeping refs of commits that neither `needed` nor a stored event names. Returns
+    the shas of these commits.
 
-    The caller holds the repository's lock. Git removes their objects at its next collection.
+    The caller holds the repository's lock. The next `git gc` removes the objects of the commits.
     """
     events = schema.events.c
     named = set(needed)
@@ -69,7 +74,7 @@ def release_unneeded(
     unneeded = [sha for sha in kept if sha not in named]
     if not unneeded:
         return []
-    # What only these lead to, but is named: it is kept by a ref of its own from now on.
+    # A named commit may be kept only because an unneeded commit leads to it. It gets its own ref.
     revisions = [sha if sha not in named else f"^{sha}" for sha in kept]
     lost = git(
         repository.folder,
@@ -80,7 +85,7 @@ def release_unneeded(
     for sha in named.intersection(lost.decode().split()):
         keep(repository, sha)
     delete_refs(repository, [f"{KEEP_PREFIX}{sha}" for sha in unneeded])
-    logger.info("%s: %d commits are kept no longer", repository.name, len(unneeded))
+    logger.info("%s: %d commits are not kept any more", repository.name, len(unneeded))
     return unneeded
 
 
@@ -92,6 +97,6 @@ def _kept(repository: Repository) -> list[str]:
 def _leads_to(repository: Repository, descendant: str, ancestor: str) -> bool:
     try:
         git(repository.folder, "merge-base", "--is-ancestor", ancestor, descendant)
-    except HubError:  # "no", and tags of what is no commit
+    except HubError:  # git says no, or one of the two is a tag of something else than a commit
         return False
     return True

@@ -1,5 +1,5 @@
-"""Removes old deliveries and the events that they told of. What is old is found without a lock, and
-deleted a few rows at a time, so that no push waits."""
+"""Removes old deliveries, and old events that have no delivery any more. It reads the old rows
+without a lock and deletes a few at a time, so that no push waits."""
 
 import time
 from collections.abc import Sequence
@@ -14,9 +14,11 @@ BATCH = 200
 
 
 def prune(database: Database, *, keep_days: float) -> None:
-    """Removes deliveries that ended more than `keep_days` ago, then the events of all that went.
+    """Removes deliveries that ended more than `keep_days` days ago, and then the events of that age
+    that have no delivery.
 
-    Not the dead ones of a suspended webhook: they are sent when it is back.
+    Keeps the dead deliveries of a suspended webhook, because some are sent when its suspension
+    ends.
     """
     before = time.time() - 86400 * keep_days
     _remove(database, deliveries.c.id, _is_over(before))
@@ -41,7 +43,8 @@ def _remove(database: Database, key: ColumnElement[object], is_over: ColumnEleme
     with database.read() as connection:
         keys: Sequence[object] = connection.scalars(select(key).where(is_over)).all()
     for first in range(0, len(keys), BATCH):
-        # Again whether it is over: it may be sent again meanwhile. A power cut may bring some back.
+        # Check the condition again, because a delivery may have been replayed meanwhile. Relaxed:
+        # if a power cut brings some rows back, the next call removes them.
         with database.write_relaxed() as connection:
             batch = key.in_(keys[first : first + BATCH])
             connection.execute(delete(key.table).where(batch, is_over))

@@ -46,7 +46,7 @@ former_names = Table(
     ),
 )
 
-# Where each ref stood when its last event was stored: what the next comparison starts from.
+# The sha of each ref at its last event. The next push is compared with it.
 refs = Table(
     "refs",
     metadata,
@@ -60,7 +60,7 @@ refs = Table(
     Column("sha", String, nullable=False),
 )
 
-# Outlives its repository: the event of a deletion is delivered when the repository is gone.
+# An event is not deleted with its repository, because the event of the deletion must be delivered.
 events = Table(
     "events",
     metadata,
@@ -71,7 +71,7 @@ events = Table(
     Column("name", String, nullable=False),
     Column("action", String, nullable=False),
     Column("scope", String, nullable=False),
-    # [{"ref", "old_sha", "new_sha"}, …]: what one push moved, the default branch first.
+    # [{"ref", "old_sha", "new_sha"}, …]: the refs that one push moved, the default branch first.
     Column("updated_refs", JSON, nullable=False, server_default="[]"),
     Column("created_at", Float, nullable=False),
     sqlite_autoincrement=True,
@@ -82,10 +82,10 @@ tokens = Table(
     metadata,
     Column("id", String, primary_key=True),
     Column("name", String, nullable=False, unique=True),
-    # SHA-256 of the token. The token itself is shown once, and stored nowhere.
+    # SHA-256 of the token. The token itself is shown once and never stored.
     Column("digest", String, nullable=False, unique=True),
     Column("role", String, nullable=False),
-    # The ids of the only repositories that the token reaches; null for all.
+    # The ids of the only repositories that the token reaches; null if it reaches all.
     Column("repositories", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
     Column("last_used_at", Float),
@@ -105,7 +105,7 @@ discussions = Table(
     Column("title", String, nullable=False),
     Column("author", String, nullable=False),
     Column("status", String, nullable=False),
-    # The branch in full that a pull request is for; empty for a discussion.
+    # The full name of the branch that a pull request is for; null for a discussion.
     Column("base", String),
     Column("merge_commit", String),
     Column("created_at", Float, nullable=False),
@@ -130,7 +130,7 @@ discussion_events = Table(
     Column("data", JSON, nullable=False),
 )
 
-# The environment of a Space's app. A secret has no `value`, a variable no `encrypted_value`.
+# The environment of a Space's app. `value` is null for a secret, `encrypted_value` for a variable.
 space_settings = Table(
     "space_settings",
     metadata,
@@ -160,7 +160,8 @@ webhooks = Table(
     Column("encrypted_secret", LargeBinary),
     Column("disabled", Boolean, nullable=False),
     Column("created_at", Float, nullable=False),
-    # Attempts that failed since the last one that succeeded, and when the first of them did.
+    # The number of failed attempts since the last successful one, and the time of the first failed
+    # one.
     Column("num_failures", Integer, nullable=False, server_default="0"),
     Column("failing_since", Float),
     Column("suspended_at", Float),
@@ -185,7 +186,7 @@ deliveries = Table(
     Column("response_head", String),
     Column("error", String),
     Column("milliseconds", Float),
-    # The delivery that this one sends again under an id of its own.
+    # The id of the delivery that this one repeats after a forced replay; null for any other.
     Column("replay_of", String),
     Index("deliveries_of_webhook", "webhook_id", "event_seq"),
     Index(

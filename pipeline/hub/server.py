@@ -7,7 +7,7 @@ from receiver import listen
 from serving.http.server import Server, http_config
 
 SHUTDOWN_SECONDS = 10
-"""How long a push that is under way may take when the hub is told to stop."""
+"""When the hub is told to stop, it waits this long for the requests that are under way."""
 
 
 def serve(app: ASGIApp, settings: HubSettings) -> None:

@@ -1,4 +1,4 @@
-"""What every route of the hub is given."""
+"""The record `Hub`: the settings, database, repositories and so on that the routes need."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -22,8 +22,8 @@ from pipeline.hub.signatures import AccessTokens, SignedUrls
 from pipeline.hub.webhook_store import SecretCipher
 
 Remarks = Callable[[Repository, Sequence[str], Sequence[RefChange]], Sequence[str]]
-"""What to tell the person who moved these refs of a repository, one line each. The names in the
-middle are those that the repository had before it was moved, in lower case."""
+"""Makes the lines to show to the person who pushed. Its arguments are the repository, the former
+names (`owner/name`, in lower case) that still lead to it, and the changes of its refs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,13 @@ class Hub:
     signed_urls: SignedUrls
     xet_tokens: AccessTokens
     needed_commits: Callable[[], Collection[str]] | None = None
-    """What releases and jobs need of any repository; None if that is not known."""
+    """Returns the shas of the commits that releases and jobs need, in all repositories. None if
+    nobody knows them; the hub then keeps every commit."""
     remarks_on: Callable[[Repository, Sequence[RefChange]], Sequence[str]] = lambda *_: ()
-    """What to tell the person who moved these refs, one line each."""
+    """Makes the lines to show to the person who pushed these changes."""
     commit_slots: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
-    """For those who read the body of a commit: a line of it may take 250 MB while it is read."""
+    """How many bodies of commits may be parsed at once. A single line of a body may take 250 MB of
+    memory while it is parsed."""
 
     def find(self, name: RepositoryName) -> Repository:
         """Raises RepositoryNotFound."""
@@ -50,6 +52,7 @@ class Hub:
             return self.repositories.find(connection, name)
 
     def is_there(self, name: RepositoryName) -> bool:
+        """Whether a repository has this name or had it before it was moved."""
         try:
             return bool(self.find(name))
         except RepositoryNotFound as error:
@@ -66,10 +69,10 @@ class Hub:
             return self.repositories.find_by_id(connection, id)
 
     def find_reached(self, name: RepositoryName, identity: Identity) -> Repository:
-        """As `find`. Raises RepositoryNotFound for a repository that the token does not reach, too.
+        """The repository, as `find`. Also raises RepositoryNotFound if the token does not reach it.
 
-        Needed after a body has come in: meanwhile the repository that was checked may have been
-        deleted, and another repository may have its name.
+        A route needs this after a body has come in: `access.py` checked before. Meanwhile the
+        repository may have been deleted, and another repository may have its name.
         """
         repository = self.find(name)
         check_sees(identity, name, repository)
@@ -78,7 +81,7 @@ class Hub:
     def locked(
         self, name: RepositoryName, identity: Identity
     ) -> AbstractAsyncContextManager[Repository]:
-        """The repository, its lock held. Raises what `find_reached` raises."""
+        """A context manager that holds the repository's lock. Raises what `find_reached` raises."""
         return self.repositories.locked(partial(self.find_reached, name, identity))
 
 

@@ -1,4 +1,4 @@
-"""What the embedded hub is told: where it listens, who owns it, how patiently it delivers."""
+"""The settings of the embedded hub."""
 
 from typing import Annotated
 
@@ -13,54 +13,60 @@ class HubSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """The address to listen on. Clients must use exactly this name."""
+    """The address to listen on. It is also the host in the URLs of events and of `pipeline env`."""
     port: int = Field(default=8070, ge=1, le=65535)
     """The port to listen on."""
     owner: OwnerName = "local"
-    """The user name that `whoami` answers, and the owner of a repository named without one."""
+    """The user name that `whoami` answers. A repository that is named without an owner is this
+    user's."""
     orgs: tuple[OwnerName, ...] = ()
-    """The organizations that `whoami` answers. Repositories can be created under their names."""
+    """The organizations that `whoami` answers. A repository may have any other owner too."""
     public_reads: bool = False
     """Whether anybody who reaches this address may read, without a token, the repositories whose
     visibility is `public`. All others always need a token."""
     delivery_schedule_seconds: tuple[float, ...] = Field(
         default=(0, 5, 30, 120, 600, 1800, 7200, 18000, 36000, 36000), min_length=1
     )
-    """The wait before each attempt, including the first. After the last one a delivery is dead."""
+    """The wait before each attempt, including the first. A delivery is dead when its last attempt
+    has failed."""
     delivery_jitter: float = Field(default=0.2, ge=0, lt=1)
     """Each wait is lengthened or shortened by up to this share, so that retries spread out."""
     delivery_timeout_seconds: float = Field(default=15, gt=0)
-    """Time limit of an attempt, from connecting to the last byte of the answer."""
+    """The time limit of an attempt. It includes the look-up of the host, and ends when the
+    beginning of the answer is read."""
     suspend_after_failures: int = Field(default=3, ge=1)
-    """A webhook is suspended when this many deliveries fail in a row, however often each is tried,
-    …"""
+    """A webhook is suspended when this many different deliveries have failed and none has succeeded
+    for `suspend_after_seconds`. How often each was tried does not count."""
     suspend_after_seconds: float = Field(default=300, ge=0)
-    """… and no attempt has succeeded for this long. The deliveries of a suspended webhook wait and
-    use up no attempt. From time to time one is sent, to see whether the receiver is back."""
+    """How long a webhook's attempts must all fail before it is suspended. The deliveries of a
+    suspended webhook wait and use up no attempt. From time to time one is sent as a probe, to see
+    whether the receiver works again."""
     probe_min_seconds: float = Field(default=60, gt=0)
-    """How long a suspended webhook waits before the first such try. The wait doubles …"""
+    """How long a suspended webhook waits before its first probe. The wait doubles after each probe
+    that fails."""
     probe_max_seconds: float = Field(default=3600, gt=0)
-    """… up to this."""
+    """The longest wait before a probe."""
     refused_min_seconds: float = Field(default=0.5, gt=0)
-    """A loopback receiver that refuses connections is probably starting. It is tried again this
-    soon; the wait doubles …"""
+    """A loopback receiver that refuses connections is probably starting. It is tried again after
+    this wait, which doubles each time. These tries use up no attempt."""
     refused_max_seconds: float = Field(default=5, gt=0)
-    """… up to this. Such a try does not use up an attempt."""
+    """The longest wait after a refused connection."""
     refused_give_up_seconds: float = Field(default=48 * 3600, gt=0)
-    """A delivery is dead when all its connections were refused for this long."""
+    """A delivery is dead if its connection is still refused this long after the event."""
     deliver_job_commits: bool = False
-    """Whether webhooks are sent for a push whose new commits all come from jobs. If so, a job that
-    commits to a followed dataset starts another job, without end."""
+    """Whether webhooks also get a push whose new commits all come from jobs. If they do, a job that
+    commits to the dataset that it follows starts another job, without end."""
     keep_deliveries_days: float = Field(default=30, gt=0)
-    """How long a delivery is kept after it was delivered or is dead, to be listed and replayed."""
+    """How many days a delivery is kept after it is delivered or dead, to be listed and replayed."""
     reconcile_seconds: float = Field(default=60, gt=0)
-    """How often the refs are compared with the stored events. This happens at start and after every
-    push too."""
+    """The seconds between two comparisons of the refs with the stored events. The hub also compares
+    them when it starts and after every push."""
     max_push_bytes: int = Field(default=4 * GIB, gt=0)
-    """The largest pack that one push may send, and the largest file of Git LFS."""
+    """The largest pack of one push, the largest body of one commit over the API, and the largest
+    file of Git LFS."""
     max_git_processes: int = Field(default=16, ge=1)
-    """How many clones may run at once, and as many pushes beside them. Later ones wait. A clone is
-    ended if its client reads nothing for a minute."""
+    """How many clones may run at once, and how many pushes. Others wait. A clone is ended if its
+    client does not read for a minute."""
 
     @property
     def url(self) -> str:

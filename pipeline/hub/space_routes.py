@@ -1,4 +1,4 @@
-"""API: the secrets and the variables of a Space."""
+"""API routes for the secrets and the variables of a Space."""
 
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -75,7 +75,8 @@ async def _changed(
     kind: Kind,
     change: Callable[[Connection, Repository], None],
 ) -> Response:
-    """Change the settings and tell it, as the Hub does, as an event about the configuration."""
+    """Changes the settings, and stores an event of the scope `repo.config`, as the Hugging Face Hub
+    does. Answers the settings of this kind after the change."""
 
     def act() -> dict[str, object]:
         with hub.database.write() as connection:

@@ -1,5 +1,5 @@
-"""The secrets and the variables of a Space: the environment of its app. A secret is encrypted, and
-no route gives its value."""
+"""Stores the secrets and the variables of a Space, which are the environment of its app. Secrets
+are encrypted, and no route shows their values."""
 
 import sqlite3
 import time
@@ -60,11 +60,11 @@ def put_setting(
     value: str,
     description: str | None,
 ) -> None:
-    """Raises BadRequest where the Space has the other kind under this key: the environment of its
-    app has one value for each name."""
+    """Adds or replaces a setting. Raises BadRequest if the Space has a setting of the other kind
+    with this key, because an environment has only one value for each name."""
     other: Kind = "variable" if kind == "secret" else "secret"
     if any(each.key == key for each in list_settings(connection, space, other)):
-        raise BadRequest(f"{space.name} has a {other} {key} already: delete it first.")
+        raise BadRequest(f"The {space.name} has a {other} {key} already: delete it first.")
     values = {
         "value": value if kind == "variable" else None,
         "encrypted_value": cipher.seal(value) if kind == "secret" else None,
@@ -81,13 +81,15 @@ def put_setting(
 def delete_setting(connection: Connection, space: Repository, kind: Kind, key: str) -> None:
     """Raises SpaceSettingNotFound."""
     if all(each.key != key for each in list_settings(connection, space, kind)):
-        raise SpaceSettingNotFound(f"{space.name} has no {kind} {key}.")
+        raise SpaceSettingNotFound(
+            f"The {space.name} has no {kind} {key}: list its {kind}s for the right name."
+        )
     connection.execute(delete(table).where(table.c.repository_id == space.id, table.c.key == key))
 
 
 def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> dict[str, str]:
-    """Secrets and variables of a Space, read from the hub's file from outside; empty if there is
-    no such Space. Raises HubError."""
+    """The secrets and variables of a Space, by their names. Reads the database file `path` of a hub
+    that another process may be running. Empty if there is no such Space. Raises HubError."""
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True)) as connection:
             rows = connection.execute(
@@ -97,7 +99,9 @@ def environment_of(path: Path, name: RepositoryName, cipher: SecretCipher) -> di
                 (name.type, name.owner, name.name),
             ).fetchall()
     except sqlite3.Error as error:
-        raise HubError(f"{path} cannot be read: {error}") from error
+        raise HubError(
+            f"The settings of the {name} cannot be read from {path}: {error}."
+        ) from error
     return {
         key: value if sealed is None else cipher.unseal(sealed, f"secret {key} of {name}")
         for key, value, sealed in rows

@@ -1,4 +1,5 @@
-"""The hub's state folder: its database and its repositories, for one process at a time."""
+"""The hub's state folder, with its database and its repositories. Only one process may use it at a
+time."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,15 +18,16 @@ def database_path(root: Path) -> Path:
 
 @contextlib.contextmanager
 def only_hub_in(root: Path) -> Iterator[None]:
-    """Raises HubInUse."""
-    # Only for its owner: what is pushed here is private.
+    """Holds the lock of the state folder, which it makes if needed. Raises HubInUse if another
+    process holds it."""
+    # Only the owner may read the folder, because pushed data is private.
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = FileLock(root / "hub.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
         raise HubInUse(
-            f"Another hub uses {root}: stop it first, or give this one a folder of its own."
+            f"Another hub uses {root}: stop that hub first, or choose another folder."
         ) from None
     try:
         yield
@@ -35,7 +37,8 @@ def only_hub_in(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_hub(root: Path) -> Iterator[tuple[Database, Repositories]]:
-    """What a hub that is not running has; none can start meanwhile. Raises HubInUse."""
+    """Opens the database and the repositories of a hub that does not run. No hub can start in the
+    folder within the block. Raises HubInUse."""
     with only_hub_in(root):
         database = open_database(database_path(root))
         try:

@@ -1,7 +1,8 @@
-"""The states of a webhook and of a delivery: every move, and the only code that makes one.
+"""The states of webhooks and deliveries, and the events that move them from one state to another.
+No other module changes a state.
 
-Each table says what may happen, in which states, and what it leads to. `docs/architecture.md` draws
-both tables.
+Each table says in which states an event has an effect, and to which state it leads.
+`docs/architecture.md` draws both tables.
 """
 
 import time
@@ -24,7 +25,7 @@ State = TypeVar("State", bound=str)
 @dataclass(frozen=True, kw_only=True)
 class Move(Generic[State]):
     sources: frozenset[State] = frozenset()
-    """Empty for the first state of a new row."""
+    """The states in which the event has an effect. Empty for the event that makes a new row."""
     target: State
 
 
@@ -36,8 +37,8 @@ DELIVERY_MOVES: Mapping[DeliveryEvent, Move[DeliveryStatus]] = {
     "heard again": Move(sources=frozenset({"dead"}), target="pending"),
     "replayed": Move(sources=frozenset({"pending", "delivered", "dead"}), target="pending"),
 }
-"""A dead delivery is taken only as the probe of a suspended webhook, and heard again only if nobody
-had listened to it. A probe that fails moves nothing."""
+"""A dead delivery can be "taken" only as the probe of a suspended webhook, and "heard again" only
+if it died of refused connections (`outbox.died_unheard`). A probe that fails changes no state."""
 
 WEBHOOK_MOVES: Mapping[WebhookEvent, Move[WebhookStatus]] = {
     "created": Move(target="enabled"),
@@ -48,14 +49,15 @@ WEBHOOK_MOVES: Mapping[WebhookEvent, Move[WebhookStatus]] = {
     "disabled": Move(sources=frozenset({"enabled", "suspended"}), target="disabled"),
     "gone": Move(sources=frozenset({"enabled", "suspended"}), target="disabled"),
 }
-"""What happens in a state that is not named leaves the webhook as it is: a new URL does not enable
-a disabled webhook."""
+"""An event in a state that is not among its sources changes nothing. For example, a new URL
+("changed") does not enable a disabled webhook."""
 
 
 def move_deliveries(
     connection: Connection, event: DeliveryEvent, *which: ColumnElement[bool], **values: object
 ) -> None:
-    """Moves those deliveries of `which` that are in a state where this may happen."""
+    """Moves the deliveries that meet the conditions `which` and are in a source state of `event`.
+    Sets the columns `values` in the same rows."""
     move = DELIVERY_MOVES[event]
     may = deliveries.c.status.in_(move.sources)
     connection.execute(update(deliveries).where(*which, may).values(**values, status=move.target))
@@ -64,7 +66,7 @@ def move_deliveries(
 def move_webhook(
     connection: Connection, id: str, status: WebhookStatus, event: WebhookEvent
 ) -> None:
-    """Moves the webhook if `status`, its state, is one where this may happen."""
+    """Moves the webhook if `status`, its present state, is a source state of `event`."""
     move = WEBHOOK_MOVES[event]
     if status in move.sources:
         connection.execute(
@@ -73,7 +75,8 @@ def move_webhook(
 
 
 def webhook_columns(status: WebhookStatus) -> dict[str, object]:
-    """The columns that hold the state. No webhook is both disabled and suspended."""
+    """The values of the two columns that hold the state. A webhook is never both disabled and
+    suspended."""
     return {
         "disabled": status == "disabled",
         "suspended_at": time.time() if status == "suspended" else None,

@@ -1,10 +1,14 @@
-"""When a webhook is given a rest, and how it comes back. Changes rows only; sends nothing.
+"""Decides when a webhook is suspended, and when the suspension ends. Changes only rows of the
+database; `deliveries.py` sends.
 
-A webhook is suspended when several deliveries in a row fail, for some time: what it would be sent
-waits and uses up no attempt. One delivery that fails again and again says nothing about the others:
-it dies alone. Now and then the newest delivery that waits is sent all the same, a probe: the oldest
-may be what the receiver fails at. The first probe that succeeds ends the suspension.
-A receiver that asks for a pause, by `Retry-After`, gets it from all deliveries of the webhook.
+A webhook is suspended when several different deliveries have failed and none has succeeded for some
+time. Its deliveries then wait and use up no attempt. If only one delivery fails again and again,
+the others do not wait: this one dies alone. From time to time a suspended webhook gets its newest
+delivery as a probe; the oldest might be one that the receiver always fails at. The first probe that
+succeeds ends the suspension.
+
+If the answer to a failed attempt has the header `Retry-After`, all deliveries of the webhook wait
+that long.
 """
 
 import time
@@ -22,7 +26,7 @@ from pipeline.hub.webhook_store import StoredWebhook
 
 Turn = Literal["suspended", "resumed", "gone"]
 GONE = 410
-"""The receiver's way to say that it wants no more: https://www.standardwebhooks.com"""
+"""With this status, a receiver says that it wants no more: https://www.standardwebhooks.com"""
 
 
 def after_attempt(
@@ -32,7 +36,8 @@ def after_attempt(
     status: DeliveryStatus,
     settings: HubSettings,
 ) -> Turn | None:
-    """Notes how an attempt ended; what that turned the webhook into, if anything."""
+    """Stores what the end of an attempt means for its webhook. Returns the change of the webhook's
+    state, or None if the state stays the same."""
     if attempt.succeeded:
         if webhook.suspended_at is not None:
             resume(connection, webhook, "answered")
@@ -47,7 +52,7 @@ def after_attempt(
         _plan_probe(connection, webhook, attempt, webhook.num_probes + 1, settings)
         return None
     if attempt.refused and status == "pending":
-        return None  # a receiver that is being started
+        return None  # the receiver is probably starting
     if attempt.retry_after_seconds:
         _hold_back(connection, webhook, time.time() + attempt.retry_after_seconds)
     failing_since = webhook.failing_since or attempt.started_at
@@ -63,8 +68,8 @@ def after_attempt(
 
 
 def resume(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) -> None:
-    """Ends what `event` ends, and forgets every failure: what waits is due now, and so is what
-    nobody listened to."""
+    """Moves the webhook by `event` and forgets its failures. Its pending deliveries are due now. If
+    it was suspended, those that died of refused connections are pending and due too."""
     now = time.time()
     if webhook.suspended_at is not None:
         move_deliveries(
@@ -84,13 +89,15 @@ def resume(connection: Connection, webhook: StoredWebhook, event: WebhookEvent) 
 
 
 def probe_now(connection: Connection, webhook: StoredWebhook) -> None:
-    """Has a suspended webhook tried at once, because somebody asks for it."""
+    """Makes the next probe of a suspended webhook due now, because a person replays a delivery or
+    sends a test."""
     if webhook.suspended_at is not None:
         _change(connection, webhook, probe_at=time.time())
 
 
 def _hold_back(connection: Connection, webhook: StoredWebhook, until: float) -> None:
-    """What waits, and what is still to come, goes no earlier; what somebody sends again does."""
+    """Sends neither a pending delivery nor a new one before the time `until`. A delivery that a
+    person replays meanwhile is sent at once."""
     connection.execute(
         update(deliveries)
         .where(deliveries.c.webhook_id == webhook.id, PENDING, deliveries.c.next_attempt_at < until)

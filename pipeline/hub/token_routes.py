@@ -1,4 +1,5 @@
-"""API: `pipeline hub tokens`, while the hub runs. Only the hub's own token may ask this."""
+"""API routes that the command `pipeline hub tokens` calls while the hub runs. `access.py` lets only
+the hub's own token use them."""
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,7 +24,8 @@ async def show(request: Request) -> Response:
 
 
 async def create(request: Request) -> Response:
-    """`?role=read|write&repositories=dataset:local/facts,…`"""
+    """Creates a token. The query is `role=read` or `role=write`, and
+    `repositories=dataset:local/facts,…`; without repositories, the token is for all."""
     hub, query = hub_of(request), request.query_params
     reaches = [each for each in query.get("repositories", "").split(",") if each]
     made = await run_in_threadpool(

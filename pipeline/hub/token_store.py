@@ -1,6 +1,8 @@
-"""Tokens that the hub's owner gives away: for reading or writing, for all repositories or some.
+"""Stores the tokens that were created with the hub's own token. Each may read or also write, in all
+repositories or only some.
 
-Of a token only its SHA-256 is stored. It has 160 random bits, so no slower hash is needed.
+Only the SHA-256 of a token is stored. A token has 160 random bits, so nobody can find it by trying,
+and a slower hash is not needed.
 """
 
 import hashlib
@@ -30,27 +32,32 @@ class StoredToken:
     name: str
     role: Role
     repositories: tuple[str, ...] | None
-    """The ids of the only repositories that it reaches; None for all."""
+    """The ids of the only repositories that it reaches. None if it reaches all."""
     created_at: float
     last_used_at: float | None
-    """To the minute."""
+    """The time of its last use. It may be a minute old, because it is stored at most once a minute.
+    None if the token was never used."""
 
 
 def check_name(name: str) -> None:
-    """Raises BadRequest."""
+    """Raises BadRequest if a token cannot have this name."""
     if not _NAME.fullmatch(name):
         raise BadRequest(
-            f"{name!r} is no name for a token: use 1 to 96 letters, digits, '-', '_' and '.'."
+            f"{name!r} is not a valid name for a token: use 1 to 96 letters, digits, '-', '_' and "
+            "'.', beginning with a letter or a digit."
         )
 
 
 def create_token(
     connection: Connection, name: str, role: Role, repositories: Sequence[str] | None
 ) -> str:
-    """The token, which cannot be read again. Raises BadRequest, and Conflict for a name in use."""
+    """Creates a token and returns it; it cannot be read again. `repositories` are ids, or None for
+    all. Raises BadRequest for an invalid name, and Conflict if the name is in use."""
     check_name(name)
     if connection.execute(select(table.c.id).where(table.c.name == name)).first() is not None:
-        raise Conflict(f"There is a token {name!r} already: revoke it first, or choose a name.")
+        raise Conflict(
+            f"There is a token {name!r} already: revoke it first, or choose another name."
+        )
     token = f"hf_{secrets.token_hex(20)}"
     connection.execute(
         insert(table).values(
@@ -70,13 +77,16 @@ def list_tokens(connection: Connection) -> list[StoredToken]:
 
 
 def revoke_token(connection: Connection, name: str) -> None:
-    """The next request with the token is refused. Raises TokenNotFound."""
+    """Deletes a token, so that the next request with it is refused. Raises TokenNotFound."""
     if connection.execute(delete(table).where(table.c.name == name)).rowcount == 0:
-        raise TokenNotFound(f"No token {name!r} here; list them with `pipeline hub tokens ls`.")
+        raise TokenNotFound(
+            f"There is no token {name!r} here: list the tokens with `pipeline hub tokens ls`."
+        )
 
 
 def identity_of_token(database: Database, token: bytes, user: str) -> Identity | None:
-    """Who shows the token; None if it is no token of this hub."""
+    """The identity that the token gives to a request. None if the hub has no such token. `user` is
+    the user for whom all tokens act."""
     digest = _digest(token)
     with database.read() as connection:
         row = connection.execute(select(table).where(table.c.digest == digest)).one_or_none()
@@ -89,8 +99,10 @@ def identity_of_token(database: Database, token: bytes, user: str) -> Identity |
             with database.write_relaxed() as connection:
                 connection.execute(used)
         except OperationalError as error:
-            # A full or read-only disk keeps nobody from reading.
-            logger.warning("the use of the token %r is not stored: %s", row.name, error.orig)
+            # A request that only reads must work even if the disk is full or read-only.
+            logger.warning(
+                "the hub cannot store that the token %r was used: %s", row.name, error.orig
+            )
     stored = _record(row)
     return Identity(
         user=user,

@@ -1,5 +1,5 @@
-"""Creates, lists and revokes tokens by the names of repositories, for the routes and for the
-command line, which does it itself while no hub runs."""
+"""Creates, lists and revokes tokens, with the names of repositories instead of their ids. The
+routes use it, and so does the command line while no hub runs."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -22,17 +22,21 @@ def create(
     role: str,
     reaches: Sequence[str],
 ) -> Json:
-    """`reaches` are repositories such as `dataset:local/facts`; none for all. The answer has the
-    token, which is shown only here."""
+    """Creates a token. `reaches` are the only repositories for which it is valid, such as
+    `dataset:local/facts`; if it is empty, the token is for all repositories. Only this answer
+    shows the token."""
     if role not in get_args(Role):
-        raise BadRequest(f"{role!r} is no role: choose read or write.")
+        raise BadRequest(f"{role!r} is not a role: choose read or write.")
     with database.write() as connection:
         ids = []
         for item in reaches:
             type, _, id = item.partition(":")
             owner, slash, short = id.partition("/")
             if not slash:
-                raise BadRequest(f"{item!r} names no repository: write dataset:owner/name.")
+                raise BadRequest(
+                    f"{item!r} does not name a repository: write its type, owner and name, such as "
+                    "dataset:owner/name."
+                )
             wanted = repository_name(type, owner, short)
             ids.append(repositories.find(connection, wanted).id)
         token = token_store.create_token(

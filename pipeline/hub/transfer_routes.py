@@ -1,7 +1,7 @@
-"""The content of large files, to and from the hub, by URLs that the hub signed.
+"""Routes that receive and send the content of large files, at URLs that the hub has signed.
 
-`huggingface_hub` shows no token when it sends a file, so the URL is the proof: it is good for one
-method, one repository, one file, one size, and some hours.
+`huggingface_hub` sends no token with a file, so the signature of the URL replaces the token. It is
+valid for one method, repository, file and size, and for some hours.
 """
 
 from collections.abc import AsyncIterator
@@ -21,7 +21,8 @@ from pipeline.hub.repositories import Repository
 from pipeline.hub.service import hub_of
 
 PREFIX = "/api/lfs/"
-"""Below it every route checks the signature of its URL first, and nothing asks for a token."""
+"""The beginning of these routes' paths. Each route first checks the signature of its URL; none
+needs a token."""
 
 
 def routes() -> list[Route]:
@@ -48,7 +49,10 @@ async def fetch(request: Request) -> Response:
     files, oid, _ = await _signed(request)
     size = await run_in_threadpool(files.size, oid)
     if size is None:
-        raise LargeFileNotFound(f"{oid} is not here any more: push it again.")
+        raise LargeFileNotFound(
+            f"The hub does not have the large file {oid} any more: push it from a clone that has "
+            "it."
+        )
     return file_answers.answer(request, size, {"ETag": f'"{oid}"'}, partial(files.read, oid))
 
 
@@ -59,21 +63,24 @@ async def send(request: Request) -> Response:
 
 
 async def verify(request: Request) -> Response:
-    """Whether the file came whole: clients ask once they have sent it."""
+    """Checks that the complete file is stored. Clients ask for this when they have sent it."""
     files, oid, size = await _signed(request)
     await read_body(request)
     found = await run_in_threadpool(files.size, oid)
     if found != size:
-        raise LargeFileNotFound(f"{oid} is not here with its {size} bytes: send it again.")
+        raise LargeFileNotFound(
+            f"The hub does not have the large file {oid} with {size} bytes: send it again."
+        )
     return JSONResponse({})
 
 
 async def send_part(request: Request) -> Response:
     files, _, size = await _signed(request)
-    start = int(request.path_params["start"])  # of a path that the hub signed
+    start = int(request.path_params["start"])  # always a number, because the hub signed the path
     upload = PartialUpload(files, request.path_params["upload_id"])
     await upload.receive(body_of(request), start=start, size=size)
-    # The client hands the tags of all parts back; the sha256 of the whole file says more.
+    # The client needs a tag for each part, and sends all tags to `complete`. The hub ignores them,
+    # because it checks the sha256 of the complete file.
     return Response(headers={"ETag": f'"{start}-{size}"'})
 
 
@@ -86,8 +93,8 @@ async def complete(request: Request) -> Response:
 
 
 async def _signed(request: Request) -> tuple[LargeFiles, str, int]:
-    """The store, the file and the size that the URL is good for. Raises Forbidden, and
-    RepositoryNotFound where the repository was removed meanwhile."""
+    """The large files, the sha256 and the size for which the URL is signed. Raises Forbidden if the
+    URL is not valid, and RepositoryNotFound if the repository does not exist any more."""
     hub = hub_of(request)
     size = hub.signed_urls.check(request)
     repository = await run_in_threadpool(hub.find_by_id, request.path_params["repository_id"])
@@ -95,9 +102,9 @@ async def _signed(request: Request) -> tuple[LargeFiles, str, int]:
 
 
 async def body_of(request: Request) -> AsyncIterator[bytes]:
-    """Raises BadRequest for a client that goes away."""
+    """The pieces of the body. Raises BadRequest if the client goes away."""
     try:
         async for piece in request.stream():
             yield piece
     except ClientDisconnect:
-        raise BadRequest("The request's body ended early.") from None
+        raise BadRequest("The request's body ended early: send it again.") from None

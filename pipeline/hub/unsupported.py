@@ -1,7 +1,8 @@
-"""What the Hugging Face Hub has and this hub does not, so that a client is told which it met.
+"""Names the features of the Hugging Face Hub that this hub does not have, for the error that a
+client gets.
 
-The answer is 501: a client takes 404 for a job, a file or a repository that is missing, and it
-repeats a request after most other errors of a server.
+The status is 501. After 404, a client would report that a job, a file or a repository is missing.
+After most other errors of a server, it would repeat the request.
 """
 
 import re
@@ -64,9 +65,10 @@ _REPOSITORY = re.compile(r"/api/(?:model|dataset|space)s/[^/]+/(.+)")
 
 
 def feature(path: str) -> str | None:
-    """What the path asks for, if it is something that the Hub has and this hub does not."""
+    """The name of the feature to which the path belongs, if only the Hugging Face Hub has it. None
+    for any other path."""
     if (below := _REPOSITORY.fullmatch(path)) is not None:
-        # The name may have an owner before it, or none.
+        # Without an owner, the verb is the segment after the name; with an owner, the next one.
         verbs = below[1].split("/")[:2]
         return next((_OF_REPOSITORY[verb] for verb in verbs if verb in _OF_REPOSITORY), None)
     first, _, rest = path.strip("/").partition("/")

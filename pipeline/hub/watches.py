@@ -1,4 +1,4 @@
-"""Finds what a webhook watches in vain, such as a repository whose name is misspelt."""
+"""Finds what a webhook watches although it does not exist, such as a misspelt repository."""
 
 import difflib
 from collections.abc import Collection, Iterator
@@ -8,8 +8,9 @@ from pipeline.hub.webhook_store import HubWatchedItem, StoredWebhook
 
 
 def warnings(webhook: StoredWebhook, present: Collection[RepositoryName]) -> list[str]:
-    """Why the webhook is not told of something that it watches. A repository that is still to come
-    is told of once it is there, so this refuses nothing."""
+    """A warning for each watched item of which the webhook gets no events now. It is no error,
+    because the repository may still be created, and the webhook then gets its events. `present` are
+    the names of all repositories."""
     return [reason for item in webhook.watched for reason in _in_vain(item, present)]
 
 

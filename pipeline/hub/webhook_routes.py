@@ -1,4 +1,4 @@
-"""API: webhooks as `HfApi` manages them."""
+"""API routes with which `HfApi` of `huggingface_hub` manages webhooks."""
 
 import contextlib
 
@@ -60,7 +60,7 @@ async def create(request: Request) -> Response:
     if body.url is None and body.jobSourceId is None:
         raise BadRequest("url: a webhook needs the URL that it calls, or a job in `jobSourceId`.")
     if body.secrets is not None and body.jobSourceId is None:
-        raise BadRequest("secrets: only a webhook that starts a job has them.")
+        raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
 
     def act() -> WebhookJson:
         _check_job(hub, body)
@@ -75,8 +75,8 @@ async def create(request: Request) -> Response:
 
 
 async def change(request: Request) -> Response:
-    """What waits for a new attempt is sent at once where the webhook now calls something else, or
-    with another secret."""
+    """Changes a webhook. If it gets another URL, job or secret, a suspension ends and its pending
+    deliveries are sent at once."""
     hub = hub_of(request)
     body = await read_json(request, UpdateWebhook)
 
@@ -96,14 +96,16 @@ async def change(request: Request) -> Response:
 
 
 async def enable(request: Request) -> Response:
-    """Ends a suspension too. What was pending is sent now, and earlier failures do not count."""
+    """Enables a disabled webhook, and ends a suspension. Its pending deliveries are sent at once,
+    and earlier failures do not count any more."""
     changed = await _resume(request, "enabled")
     hub_of(request).log.wake()
     return changed
 
 
 async def disable(request: Request) -> Response:
-    """What is pending waits; what happens from here on is told to nobody."""
+    """Disables a webhook. Its pending deliveries wait until it is enabled. Of events that happen
+    meanwhile, it gets no delivery."""
     return await _resume(request, "disabled")
 
 
@@ -131,13 +133,16 @@ async def _resume(request: Request, event: WebhookEvent) -> Response:
 
 
 def _check_job(hub: Hub, body: CreateWebhook | UpdateWebhook) -> None:
-    """Raises BadRequest for a job that no webhook could start."""
+    """Raises BadRequest if the request names a job that a webhook cannot start."""
     if body.jobSourceId is None:
         return
     if body.url is not None:
-        raise BadRequest("Set `url` or `jobSourceId` but not both.")
+        raise BadRequest("`url` and `jobSourceId` are both set: set only one of them.")
     if hub.launcher is None:
-        raise BadRequest("This hub was started without a store of jobs; give the webhook a `url`.")
+        raise BadRequest(
+            "This hub was started without a job store, so a webhook cannot start jobs: give the "
+            "webhook a `url`."
+        )
     try:
         hub.launcher.describe(body.jobSourceId)
     except JobNotFound as error:
@@ -150,7 +155,7 @@ def _described(hub: Hub, connection: Connection, webhook: StoredWebhook) -> Webh
     if found := watches.warnings(webhook, present):
         described["warnings"] = found
     if webhook.job_id is not None and hub.launcher is not None:
-        # Of a job that is gone its id is all there is to tell.
+        # If the job does not exist any more, the answer has only its id.
         with contextlib.suppress(JobNotFound):
             described["job"] = hub.launcher.describe(webhook.job_id)
     return described

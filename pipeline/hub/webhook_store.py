@@ -1,4 +1,4 @@
-"""The webhooks that the hub keeps: who is told of what. Their secrets are stored encrypted."""
+"""Stores the webhooks, with their secrets encrypted, and checks what clients send about them."""
 
 import json
 import secrets
@@ -30,10 +30,10 @@ DEFAULT_DOMAINS: tuple[Domain, ...] = ("repo", "discussion")
 def _is_http(url: str) -> str:
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises where it is no number
-        httpx.URL(url).host  # noqa: B018 - raises where a poster could not read it
+        parts.port  # noqa: B018 - raises ValueError if it is not a number
+        httpx.URL(url).host  # noqa: B018 - raises if `posting.py` could not use the URL
     except (ValueError, httpx.InvalidURL) as error:
-        raise ValueError(f"{url!r} is no URL: {error}") from None
+        raise ValueError(f"{url!r} is not a valid URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} must start with http:// or https:// and name a host")
     check_literal(parts.hostname)
@@ -41,8 +41,8 @@ def _is_http(url: str) -> str:
 
 
 HttpUrl = Annotated[str, AfterValidator(_is_http)]
-# It travels in a header, where nothing but visible ASCII arrives unchanged.
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
+# Visible ASCII, because the secret is sent in a header, where other characters may be changed.
 Secret = Annotated[
     str,
     StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512),
@@ -56,7 +56,8 @@ class HubWatchedItem(WatchedItem):
     model_config = ConfigDict(extra="forbid")
 
     def covers(self, repository: RepositoryName) -> bool:
-        """Names are compared without case, as everywhere on the hub."""
+        """Whether events of `repository` match this item. Names are compared without case, as
+        everywhere on the hub."""
         name = self.name.lower()
         if self.type in ("org", "user"):
             return name == repository.owner.lower()
@@ -67,25 +68,28 @@ class _Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     jobSourceId: str | None = None
-    """The job that the webhook starts copies of."""
+    """The id of the job of which the webhook starts copies, instead of calling a URL."""
     secrets: dict[Variable, str] | None = None
-    """Variables of those copies."""
+    """Secret environment variables of these copies."""
     secret: Secret | Literal[""] | None = None
+    """The secret that the receiver checks. Empty or None for a new webhook without a secret. In an
+    update, an empty text removes the secret, and None keeps it."""
 
 
 class CreateWebhook(_Request):
     url: HttpUrl | None = None
-    """Or `jobSourceId`, one of the two."""
+    """None if the webhook has a `jobSourceId` instead."""
     watched: tuple[HubWatchedItem, ...] = Field(min_length=1)
     domains: tuple[Domain, ...] = DEFAULT_DOMAINS
 
 
 class UpdateWebhook(_Request):
-    """Of `secrets`, those named are replaced, those named with "" are taken away."""
+    """A field that is None changes nothing. A variable in `secrets` is added or replaced; with an
+    empty value, it is removed. Variables that are not named stay."""
 
     url: HttpUrl | None = None
     watched: tuple[HubWatchedItem, ...] = ()
-    """The client sends an empty list for "leave it alone", so that is what it means here."""
+    """Empty changes nothing, because `huggingface_hub` sends an empty list for no change."""
     domains: tuple[Domain, ...] | None = None
 
 
@@ -94,20 +98,21 @@ class StoredWebhook:
     id: str
     url: str | None
     job_id: str | None
-    """Of the two one is set: where deliveries are posted, or the job that is copied."""
+    """Either `url` is set, to which deliveries are posted, or `job_id`, the job to copy."""
     watched: tuple[HubWatchedItem, ...]
     domains: tuple[Domain, ...]
     encrypted_secret: bytes | None
     encrypted_secrets: bytes | None
     disabled: bool
     num_failures: int
-    """Attempts that failed since the last one that succeeded."""
+    """The number of failed attempts since the last successful one."""
     failing_since: float | None
-    """When the first of them was made."""
+    """The time of the first of these failed attempts. None if there is none."""
     suspended_at: float | None
     num_probes: int
     probe_at: float | None
-    """When a suspended webhook, or one that asked for a pause, is tried again."""
+    """For a suspended webhook, the time of its next probe. For an enabled webhook whose receiver
+    asked for a pause, the time before which no new delivery is sent. Else None."""
 
     @property
     def status(self) -> WebhookStatus:
@@ -117,15 +122,16 @@ class StoredWebhook:
 
     @property
     def target(self) -> str:
-        """What it calls, for logs: a query may carry a secret, and so may the user part."""
+        """What the webhook calls, for logs. Without the query and the user part of the URL, because
+        either may contain a secret."""
         if self.url is None:
             return f"job {self.job_id}"
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
     def stands_as(self, before: "StoredWebhook") -> bool:
-        """Whether nobody has enabled it, disabled it, pointed it elsewhere, or changed its secret
-        since."""
+        """Whether the webhook has the same state, target and secret as `before`: nobody has
+        changed it since then."""
         return self.target_and_proof == before.target_and_proof and all(
             getattr(self, name) == getattr(before, name)
             for name in ("disabled", "suspended_at", "failing_since")
@@ -133,12 +139,12 @@ class StoredWebhook:
 
     @property
     def target_and_proof(self) -> tuple[object, ...]:
-        """What decides whether the receiver takes a delivery. The same secret is never encrypted
-        into the same bytes twice."""
+        """What decides whether the receiver accepts a delivery. A secret that is set again counts
+        as changed even if it is the same, because it is encrypted into other bytes each time."""
         return self.url, self.job_id, self.encrypted_secret
 
     def wants(self, repository: RepositoryName, domain: Domain) -> bool:
-        """Whether it is told of events of this domain in `repository`."""
+        """Whether the webhook gets events of this domain in `repository`."""
         return (
             not self.disabled
             and domain in self.domains
@@ -159,9 +165,9 @@ class WebhookJson(TypedDict, total=False):
 
 
 def as_json(webhook: StoredWebhook) -> WebhookJson:
-    """As the client parses it, and `status`, which it has no field for.
+    """The webhook as `huggingface_hub` parses it, with `status` in addition.
 
-    No secret is in it: only the answer to a creation has it.
+    It has no secret. Only the answer to the request that creates a webhook has its secret.
     """
     described: WebhookJson = {
         "id": webhook.id,
@@ -178,14 +184,14 @@ def as_json(webhook: StoredWebhook) -> WebhookJson:
 
 
 class SecretCipher:
-    """Encrypts the secrets at rest (Fernet: AES-128-CBC and HMAC-SHA256)."""
+    """Encrypts the secrets that the hub stores (Fernet: AES-128-CBC and HMAC-SHA256)."""
 
     def __init__(self, key: bytes) -> None:
         try:
             self._fernet = Fernet(key)
         except ValueError as error:
             raise HubError(
-                f"The hub's secret key is no Fernet key ({error}): "
+                f"The hub's secret key is not a Fernet key ({error}): "
                 "give 32 random bytes in URL-safe base64."
             ) from None
 
@@ -199,21 +205,23 @@ class SecretCipher:
         return self._fernet.encrypt(value.encode())
 
     def unseal(self, sealed: bytes, what: str) -> str:
-        """Raises HubError where the value was encrypted under another key."""
+        """Decrypts a value. `what` names it in the message. Raises HubError if the key is wrong."""
         try:
             return self._fernet.decrypt(sealed).decode()
         except InvalidToken:
             raise HubError(
-                f"The {what} was stored under another key: "
+                f"The {what} was encrypted with another key: "
                 "set it again, or start the hub with the old key."
             ) from None
 
     def decrypt_secret(self, webhook: StoredWebhook) -> str | None:
-        """Raises HubError where the secret was encrypted under another key."""
+        """None if the webhook has no secret. Raises HubError if the secret was encrypted with
+        another key."""
         return self._decrypted(webhook.encrypted_secret, webhook)
 
     def decrypt_variables(self, webhook: StoredWebhook) -> dict[str, str]:
-        """The secrets of the job that it starts. Raises as `decrypt_secret`."""
+        """The secret environment variables of the jobs that the webhook starts. Raises HubError as
+        `decrypt_secret` does."""
         text = self._decrypted(webhook.encrypted_secrets, webhook)
         variables: dict[str, str] = {} if text is None else json.loads(text)
         return variables
@@ -230,8 +238,8 @@ def list_webhooks(connection: Connection) -> list[StoredWebhook]:
 
 
 def jobs_of_webhooks(path: Path) -> set[str]:
-    """The jobs of which webhooks start copies, read from the hub's file from outside; empty if
-    there is no hub. Raises HubError."""
+    """The ids of the jobs of which webhooks start copies. Reads the database file `path` of a hub
+    that another process may be running. Empty if there is no file. Raises HubError."""
     if not path.exists():
         return set()
     try:
@@ -245,7 +253,9 @@ def jobs_of_webhooks(path: Path) -> set[str]:
 def get_webhook(connection: Connection, id: str) -> StoredWebhook:
     row = connection.execute(select(table).where(table.c.id == id)).one_or_none()
     if row is None:
-        raise WebhookNotFound(f"No webhook {id!r} here; list them with `hf webhooks ls`.")
+        raise WebhookNotFound(
+            f"There is no webhook {id!r} here: list the webhooks with `hf webhooks ls`."
+        )
     return _record(row)
 
 
@@ -272,11 +282,9 @@ def create_webhook(
 def update_webhook(
     connection: Connection, id: str, request: UpdateWebhook, cipher: SecretCipher
 ) -> StoredWebhook:
-    """Changes what the request names. An empty secret takes the secret away. Secrets of a job that
-    were encrypted under a lost key are lost: those that the request names replace them all.
-
-    Raises BadRequest for `secrets` of a webhook that starts no job.
-    """
+    """Changes the fields that the request names, as `UpdateWebhook` describes. If the stored
+    `secrets` were encrypted with another key, they are lost, and only those in the request stay.
+    Raises BadRequest for `secrets` of a webhook that calls a URL."""
     webhook = get_webhook(connection, id)
     changes: dict[str, object] = {}
     if request.url is not None:
@@ -285,7 +293,7 @@ def update_webhook(
         changes |= {"url": "", "job_id": request.jobSourceId}
     if request.secrets is not None:
         if (webhook.job_id is None and request.jobSourceId is None) or request.url is not None:
-            raise BadRequest("secrets: only a webhook that starts a job has them.")
+            raise BadRequest("secrets: only a webhook that starts a job has them; leave them out.")
         try:
             known = cipher.decrypt_variables(webhook)
         except HubError:
@@ -306,7 +314,7 @@ def update_webhook(
 
 
 def follow_move(connection: Connection, old: RepositoryName, new: RepositoryName) -> None:
-    """Webhooks that watch the repository `old` by its name watch `new` from now on."""
+    """Changes the name `old` to `new` in every webhook that watches this repository."""
     for webhook in list_webhooks(connection):
         watched: list[dict[str, str]] = []
         for item in webhook.watched:

@@ -1,4 +1,5 @@
-"""The formats of Xet, in which `hf_xet` sends files: chunks, xorbs of chunks, shards of files.
+"""Reads the formats of Xet, in which `hf_xet` sends files. A file is cut into chunks; a xorb holds
+many chunks; a shard says which chunks of which xorbs make each file.
 
 https://huggingface.co/docs/xet. All numbers are little-endian.
 """
@@ -13,7 +14,7 @@ from blake3 import blake3
 from pipeline.hub.errors import BadRequest
 
 MAX_XORB_BYTES = 64 * 1024 * 1024 + 64 * 1024
-"""64 MiB of chunks, and their headers."""
+"""64 MiB of chunks, and 64 KiB for their headers."""
 MAX_SHARD_BYTES = 64 * 1024 * 1024
 _MAX_CHUNK_BYTES = 128 * 1024
 _MAX_CHUNKS = 8 * 1024
@@ -26,18 +27,20 @@ _HAS_VERIFICATION, _HAS_SHA256 = 1 << 31, 1 << 30
 _RECORD = struct.Struct("<32s4I")
 _END = b"\xff" * 32
 
-# The keys are part of the format: chunks and the nodes above them must not have the same hash.
+# These keys are part of the format. They differ, so that a chunk and a node of the tree of hashes
+# never have the same hash.
 _CHUNK_KEY = bytes.fromhex("6697f5775b9550de3135cbaca597181c9de421109beb2b58b4d0b04b93adf229")
 _NODE_KEY = bytes.fromhex("017ec5c7a5472996fd946666b48a02e65ddd536f37c76dd2f86352e64a53713f")
 _BRANCHING = 4
 
 Hashed = tuple[bytes, int]
-"""The hash of a chunk or of a node, and how many bytes are below it."""
+"""The hash of a chunk or of a node of the tree, and the number of bytes in it or below it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Where a chunk is in its xorb."""
+    """The place of a chunk in its xorb: the offset of its packed content, its packed and unpacked
+    size, and how it is packed."""
 
     offset: int
     packed_bytes: int
@@ -47,7 +50,8 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """Chunks of one xorb that follow each other in a file."""
+    """A part of a file: the chunks `start` to `end` (exclusive) of one xorb, with `num_bytes` bytes
+    in all."""
 
     xorb: str
     num_bytes: int
@@ -57,22 +61,23 @@ class Term:
 
 @dataclass(frozen=True, kw_only=True)
 class XetFile:
-    """A file in a shard. Its terms stay there, because there may be very many."""
+    """A file that a shard describes. Its terms begin at the offset `place` of the shard. They are
+    not held in memory, because there may be very many; `read_terms` reads them."""
 
     place: int
     num_terms: int
     size: int
     sha256: str | None
-    """None where the client did not tell it."""
+    """None if the client did not send it."""
 
 
 def hash_text(value: bytes) -> str:
-    """As URLs have it: four numbers of 8 bytes each."""
+    """A hash as it stands in URLs: four numbers of 8 bytes each, in hexadecimal digits."""
     return "".join(f"{number:016x}" for number in struct.unpack("<4Q", value))
 
 
 def list_chunks(xorb: BinaryIO) -> list[Chunk]:
-    """Raises BadRequest for what is no xorb."""
+    """The chunks of a xorb. Raises BadRequest if the file is not a xorb."""
     xorb.seek(0, 2)
     size, offset = xorb.tell(), 0
     chunks: list[Chunk] = []
@@ -82,7 +87,9 @@ def list_chunks(xorb: BinaryIO) -> list[Chunk]:
         if header[:7] == _FOOTER:
             break
         if len(header) < 8:
-            raise BadRequest(f"The xorb ends within the header of chunk {len(chunks)}.")
+            raise BadRequest(
+                f"The xorb ends within the header of chunk {len(chunks)}: send it again."
+            )
         packed = int.from_bytes(header[1:4], "little")
         num_bytes = int.from_bytes(header[5:8], "little")
         chunk = Chunk(offset=offset + 8, packed_bytes=packed, num_bytes=num_bytes, scheme=header[4])
@@ -93,17 +100,23 @@ def list_chunks(xorb: BinaryIO) -> list[Chunk]:
                 f"{chunk.scheme}, which this hub does not know."
             )
         if not num_bytes or num_bytes > _MAX_CHUNK_BYTES or packed > 2 * _MAX_CHUNK_BYTES:
-            raise BadRequest(f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes.")
+            raise BadRequest(
+                f"Chunk {len(chunks)} of the xorb has {num_bytes} bytes ({packed} packed): 1 to "
+                f"{_MAX_CHUNK_BYTES} are allowed."
+            )
         if offset > size or len(chunks) == _MAX_CHUNKS:
-            raise BadRequest(f"The xorb ends within chunk {len(chunks)}, or has too many.")
+            raise BadRequest(
+                f"The xorb ends within chunk {len(chunks)}, or it has more than {_MAX_CHUNKS} "
+                "chunks."
+            )
         chunks.append(chunk)
     if not chunks:
-        raise BadRequest("The xorb has no chunk.")
+        raise BadRequest("The xorb has no chunk: send at least one.")
     return chunks
 
 
 def read_chunk(xorb: BinaryIO, chunk: Chunk) -> bytes:
-    """Raises BadRequest for one that cannot be unpacked."""
+    """The unpacked content of a chunk. Raises BadRequest if it cannot be unpacked."""
     xorb.seek(chunk.offset)
     content = xorb.read(chunk.packed_bytes)
     if chunk.scheme != _NOT_PACKED:
@@ -111,12 +124,15 @@ def read_chunk(xorb: BinaryIO, chunk: Chunk) -> bytes:
     if chunk.scheme == _GROUPED_LZ4:
         content = _ungroup(content)
     if len(content) != chunk.num_bytes:
-        raise BadRequest(f"A chunk has {len(content)} bytes instead of {chunk.num_bytes}.")
+        raise BadRequest(
+            f"A chunk of the xorb has {len(content)} bytes instead of {chunk.num_bytes}: send the "
+            "xorb again."
+        )
     return content
 
 
 def xorb_hash(xorb: BinaryIO) -> str:
-    """By which shards name the xorb. Raises BadRequest for what is no xorb."""
+    """The hash by which shards name the xorb. Raises BadRequest if the file is not a xorb."""
     hashes = [
         (blake3(read_chunk(xorb, chunk), key=_CHUNK_KEY).digest(), chunk.num_bytes)
         for chunk in list_chunks(xorb)
@@ -127,13 +143,15 @@ def xorb_hash(xorb: BinaryIO) -> str:
 
 
 def read_shard(shard: BinaryIO) -> Iterator[XetFile]:
-    """The files that the shard describes. Raises BadRequest for what is no shard."""
+    """The files that the shard describes. Raises BadRequest if the file is not a shard."""
     shard.seek(0)
     header = shard.read(48)
     if len(header) < 48 or header[:32] != _SHARD_TAG:
-        raise BadRequest("The body is no shard: it does not begin as one.")
+        raise BadRequest("The body is not a shard: it does not begin with the tag of shards.")
     if (version := int.from_bytes(header[32:40], "little")) != _SHARD_VERSION:
-        raise BadRequest(f"The shard has version {version}: this hub knows {_SHARD_VERSION}.")
+        raise BadRequest(
+            f"The shard has version {version}: this hub knows only version {_SHARD_VERSION}."
+        )
     while (record := _record(shard))[0] != _END:
         _, flags, num_terms, *_ = record
         place = shard.tell()
@@ -148,6 +166,7 @@ def read_shard(shard: BinaryIO) -> Iterator[XetFile]:
 
 
 def read_terms(shard: BinaryIO, file: XetFile) -> Iterator[Term]:
+    """The parts of `file`, in their order."""
     shard.seek(file.place)
     for _ in range(file.num_terms):
         xorb, _, num_bytes, start, end = _record(shard)
@@ -157,24 +176,27 @@ def read_terms(shard: BinaryIO, file: XetFile) -> Iterator[Term]:
 def _record(shard: BinaryIO) -> tuple[bytes, int, int, int, int]:
     data = shard.read(_RECORD.size)
     if len(data) < _RECORD.size:
-        raise BadRequest("The shard ends early.")
+        raise BadRequest("The shard ends early: send it again.")
     record: tuple[bytes, int, int, int, int] = _RECORD.unpack(data)
     return record
 
 
 def _unpack(content: bytes, num_bytes: int) -> bytes:
-    import lz4.frame  # not at the top: a hub that gets no such chunk starts without it
+    import lz4.frame  # here, because most hubs never get a packed chunk
 
     try:
-        # Bounded: a few bytes can unpack to any number of them.
+        # With a limit, because a few packed bytes can become any number of unpacked ones.
         unpacked: bytes = lz4.frame.LZ4FrameDecompressor().decompress(content, num_bytes + 1)
     except RuntimeError as error:
-        raise BadRequest(f"A chunk cannot be unpacked ({error}).") from None
+        raise BadRequest(
+            f"A chunk of the xorb cannot be unpacked ({error}): send the xorb again."
+        ) from None
     return unpacked
 
 
 def _ungroup(grouped: bytes) -> bytes:
-    """The first bytes of each four came first, then all second ones, and so on."""
+    """Restores the order of the bytes. The packed chunk has the first byte of each group of four,
+    then the second byte of each group, and so on."""
     content, start = bytearray(len(grouped)), 0
     for place in range(4):
         end = start + len(range(place, len(grouped), 4))
@@ -184,7 +206,9 @@ def _ungroup(grouped: bytes) -> bytes:
 
 
 def _merge(hashes: Sequence[Hashed]) -> Iterator[Hashed]:
-    """The nodes above: each has two to nine children, and ends where a hash says so."""
+    """The nodes one level higher in the tree of hashes. A node has three to nine children, and ends
+    at the first child from the third on whose hash is divisible by four. The last node may have
+    fewer."""
     start = 0
     while start < len(hashes):
         end = min(start + 2 * _BRANCHING + 1, len(hashes))

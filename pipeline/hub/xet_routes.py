@@ -1,6 +1,7 @@
-"""The API of Xet, as far as `hf_xet` needs it to send files.
+"""The part of the Xet API that `hf_xet` needs to send files.
 
-Nothing is read over it: no answer names a Xet hash, so clients fetch files over plain HTTP.
+No client reads files over it. `resolve` answers without a Xet hash, so clients fetch the files over
+plain HTTP.
 """
 
 import time
@@ -20,7 +21,8 @@ from pipeline.hub.transfer_routes import body_of
 from pipeline.hub.xet_store import XetStore
 
 PREFIX = "/api/xet/"
-"""Below it every route checks the access token first, which is of one store of one repository."""
+"""The beginning of these routes' paths. Each route first checks the Xet access token, which is
+valid for one store of one repository."""
 _STORE = PREFIX + "{repository_id}/{store_id}"
 
 
@@ -35,7 +37,7 @@ def routes() -> list[Route]:
 async def write_token(
     request: Request, hub: Hub, name: RepositoryName, rest: Sequence[str]
 ) -> Response:
-    """Where `hf_xet` sends files for this repository, and with which token."""
+    """The URL to which `hf_xet` sends files for this repository, and the access token for it."""
     repository = await run_in_threadpool(hub.find, name)
     store = await run_in_threadpool(XetStore.current, repository.folder)
     expires = int(time.time()) + LIFETIME_SECONDS
@@ -54,8 +56,8 @@ async def refuse_reading(
 ) -> Response:
     await run_in_threadpool(hub.find, name)
     raise NotSupported(
-        "Reading by Xet is not supported by this hub: its files are fetched over plain HTTP, by "
-        "`hf download` and all other clients."
+        "This hub does not send files over Xet: fetch them over plain HTTP, for example with "
+        "`hf download`."
     )
 
 
@@ -73,13 +75,15 @@ async def receive_shard(request: Request) -> Response:
 
 
 async def answer_nothing(request: Request) -> Response:
-    """What clients do without: chunks of other repositories, newer versions, and so on."""
+    """Answers 404 for the rest of the Xet API, such as the search for chunks of other repositories.
+    Clients can send files without it."""
     await _store(request)
-    return JSONResponse({"error": "This hub takes xorbs and shards only."}, status_code=404)
+    return JSONResponse({"error": "This hub only takes xorbs and shards."}, status_code=404)
 
 
 async def _store(request: Request) -> XetStore:
-    """Raises Unauthorized, and RepositoryNotFound where it was removed meanwhile."""
+    """The store for which the token is valid. Raises Unauthorized, and RepositoryNotFound if the
+    repository does not exist any more."""
     hub = hub_of(request)
     repository_id, store_id = request.path_params["repository_id"], request.path_params["store_id"]
     hub.xet_tokens.check(request, repository_id, store_id)

@@ -1,8 +1,9 @@
-"""What `hf_xet` has sent to one repository: xorbs, in `lfs/xet/<store id>` of its folder.
+"""Stores the xorbs that `hf_xet` has sent for a repository, in `lfs/xet/<store id>` of its folder.
+`large_files.py` gets the files that are made of them.
 
-The client remembers what it has sent to which address and does not send it again. The address
-contains the id of a store. If the newest store lacks a xorb that a client has sent, the hub begins
-another store, and clients send everything again to its address. Uploads to the older store go on.
+The client remembers which chunks it has sent to which URL, and does not send them there again. The
+URL has the id of a store. If the newest store lacks a xorb that a client has sent, the hub begins
+another store, and clients send everything again to its URL. Uploads to the older store go on.
 """
 
 import contextlib
@@ -39,7 +40,8 @@ _making = threading.Lock()
 
 
 class XetStore:
-    """`folder` is the folder of a repository; `id` names its store as it was at some time."""
+    """The store `id` of the repository in `folder`. It may have been emptied since the client got
+    this id."""
 
     def __init__(self, folder: Path, id: str) -> None:
         self.id = id
@@ -49,36 +51,41 @@ class XetStore:
 
     @classmethod
     def current(cls, folder: Path) -> "XetStore":
-        """The store that clients send to from now on; made if there is none."""
+        """The store to which clients send now. Makes one if there is none."""
         make_folder(_stores(folder))
         with _making, to_disk():
             found = sorted(_stores(folder).glob("*"), key=lambda store: store.stat().st_mtime_ns)
             store = found[-1] if found else _begin(folder)
-            os.utime(store)  # it is in use: see `empty`
+            os.utime(store)  # `empty` removes a store only if this time is old
         return cls(folder, store.name)
 
     def check_is_there(self) -> None:
-        """Raises BadRequest, which the client does not try again."""
+        """Raises BadRequest if the store was emptied. After this error the client does not try
+        again."""
         if not self._xorbs.is_dir():
-            raise BadRequest("The hub has emptied this store meanwhile: start the upload again.")
+            raise BadRequest("The hub has emptied this Xet store: start the upload again.")
 
     async def receive_xorb(self, body: AsyncIterator[bytes], hash: str) -> None:
-        """Raises BadRequest where it is no xorb of that hash, TooLarge and DiskFull."""
+        """Stores a xorb. Raises BadRequest if the body is not a xorb with this hash, TooLarge and
+        DiskFull."""
         async with self._draft(body, MAX_XORB_BYTES) as file:
 
             def move() -> None:
                 if (found := xorb_hash(file)) != hash:
-                    raise BadRequest(f"The xorb has the hash {found} instead of {hash}.")
+                    raise BadRequest(
+                        f"The xorb has the hash {found} instead of {hash}: send it again."
+                    )
                 self.check_is_there()
                 publish(file, self._xorb(hash), below=self._xorbs)
 
             await run_in_threadpool(move)
 
     async def receive_shard(self, body: AsyncIterator[bytes], *, max_file_bytes: int) -> None:
-        """Store each file that the shard puts together.
+        """Makes each file that the shard describes out of the stored xorbs, and stores it as a
+        large file.
 
-        Raises BadRequest where that is not the file which the client read, and for a xorb that is
-        not here; TooLarge and DiskFull.
+        Raises BadRequest if a file has another sha256 than the shard says, or if the hub does not
+        have a xorb; TooLarge if a file has more than `max_file_bytes` bytes; DiskFull.
         """
         async with self._draft(body, MAX_SHARD_BYTES) as file:
 
@@ -89,7 +96,7 @@ class XetStore:
                             f"A file may have {max_file_bytes} bytes at most: "
                             "raise [hub] max_push_bytes."
                         )
-                # The whole shard is a shard: nothing was stored before that was known.
+                # The first loop has read the complete shard, so an invalid shard stores nothing.
                 for each in read_shard(file):
                     if each.sha256 is None or not self._files.keep(each.sha256):
                         self._files.store(self._content(file, each), each.sha256, each.size)
@@ -120,17 +127,17 @@ class XetStore:
             with _making, to_disk():
                 _begin(self._folder)
             raise BadRequest(
-                f"The xorb {hash} is not here: start the upload again, which sends it."
+                f"The hub does not have the xorb {hash}: start the upload again, which sends it."
             ) from None
 
     def _xorb(self, hash: str) -> Path:
         if not OID.fullmatch(hash):
-            raise BadRequest(f"{hash!r} is no hash of a xorb: write 64 hexadecimal digits.")
+            raise BadRequest(f"{hash!r} is not the hash of a xorb: write 64 hexadecimal digits.")
         return self._xorbs / hash
 
     @contextlib.asynccontextmanager
     async def _draft(self, body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[BinaryIO]:
-        """The whole body as a file."""
+        """A temporary file with the complete body."""
         self.check_is_there()
         make_folder(self._files.incoming)
         with to_disk():
@@ -141,19 +148,23 @@ class XetStore:
                     with to_disk():
                         await run_in_threadpool(file.write, piece)
                     if file.tell() > max_bytes:
-                        raise TooLarge(f"A xorb or shard may have {max_bytes} bytes at most.")
+                        raise TooLarge(
+                            f"A xorb or shard may have {max_bytes} bytes at most: make it smaller."
+                        )
                 yield file  # type: ignore[misc]
         finally:
             Path(file.name).unlink(missing_ok=True)
 
 
 def empty(folder: Path, *, grace_seconds: float) -> None:
-    """Remove all xorbs of the repository, unless a client began an upload within `grace_seconds`:
-    it would have to begin again. The files that were made of them stay."""
+    """Removes all xorbs of the repository, unless a client began an upload in the last
+    `grace_seconds` seconds: this client would have to begin again. The files that were made of
+    xorbs stay."""
     for store in _stores(folder).glob("*"):
         with contextlib.suppress(FileNotFoundError):
             if store.stat().st_mtime <= time.time() - grace_seconds:
-                # Out of the way at once, so that no client is told of an id that is half gone.
+                # First move the store away, so that no client gets the id of a store that is being
+                # deleted.
                 doomed = LargeFiles(folder).incoming / f"xet-{store.name}"
                 make_folder(doomed.parent)
                 store.rename(doomed)
@@ -174,5 +185,5 @@ def _stores(folder: Path) -> Path:
 def _not_as_told(term: Term) -> str:
     return (
         f"The shard says that chunks {term.start} to {term.end} of xorb {term.xorb} have "
-        f"{term.num_bytes} bytes, and they have not."
+        f"{term.num_bytes} bytes, but they have another size: start the upload again."
     )

@@ -1,2 +1,3 @@
-"""Writes, reads and checks releases on disk. A release is a folder with shards (files of tensors),
-an index, a manifest and small files such as the config."""
+"""Writes, reads and checks releases on disk. A release is a folder with weights that can be served.
+It holds shards (files of tensors), an index (which shard holds which tensor), a manifest (the sizes
+and digests of all files and tensors), and small files such as the config."""

@@ -1,7 +1,7 @@
-"""Writes one file so that a reader, or a restart after a power cut, sees either the old content or
-the new content.
+"""Replaces the content of one file. At any time, even after a power cut, a reader finds either the
+complete old content or the complete new content.
 
-The content is written and fsynced to a second file in the same folder. The second file is then
+The new content is written and fsynced to a second file in the same folder. This second file is then
 renamed over the first.
 """
 
@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 REPLACING = ".replacing-"
-"""Prefix of the temporary name of a new file or link, which is then renamed over the old one."""
+"""Prefix of the temporary name that a new file or link has before it is renamed over the old one.
+"""
 _ABANDONED_SECONDS = 60.0
+"""A temporary file or link that is older than this counts as abandoned: its writer was killed."""
 
 
 @contextmanager
@@ -60,11 +62,11 @@ def replacement_path(folder: Path) -> Path:
 
 
 def is_abandoned(entry: Path) -> bool:
-    """Whether `entry` is a temporary file or link whose writer was killed before it renamed it.
+    """Whether `entry` is a temporary file or link whose writer was killed before the rename.
 
-    Some writers hold no lock, so only the age of the file can tell. Use this only for small files
-    such as `current` and `live`. The writer of a large file, such as a checkpoint, may need more
-    than a minute.
+    Some writers hold no lock, so only the age of the entry shows this. Use this function only in
+    folders where all such files are small, such as `current` and `live`. The writer of a large
+    file, such as a checkpoint, may need more than a minute.
     """
     if not entry.name.startswith(REPLACING):
         return False

@@ -2,8 +2,9 @@
 
 The digest of a file is a sha256, because the Hub and `sha256sum` use sha256. The digest of a tensor
 is a BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), which takes a quarter of the time of
-sha256. The time matters because a swap computes the digest of every tensor that it reads. Both
-implementations release the GIL while they hash, so the caller can write or fsync at the same time.
+sha256. The time matters because a server that loads a release computes the digest of every tensor
+that it reads. Both implementations release the GIL while they hash, so the caller can write or
+fsync at the same time.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ class TensorDigest:
     """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
     digest: the name of the algorithm, a colon and 64 hex digits.
 
-    `like` is a digest to which the result will be compared: both then use the same algorithm.
-    Without `like`, the algorithm is BLAKE3.
+    `like` is a digest with which the result will be compared. The result uses the same algorithm as
+    `like`, which is sha256 in manifests of format 1. Without `like`, the algorithm is BLAKE3.
     """
 
     def __init__(self, like: str = _DEFAULT) -> None:
@@ -78,17 +79,18 @@ class ShardDigests:
         self._tensors[name] = self._of_tensors.submit(tensor_digest, content)
 
     def finish(self) -> tuple[FileEntry, dict[str, str]]:
-        """Size and sha256 of the file, and tensor name → digest."""
+        """Wait until everything is hashed. Returns the size and sha256 of the file, and a dict of
+        tensor name → digest."""
         sha256 = self._of_file.submit(self._file.hexdigest).result()
         tensors = {name: digest.result() for name, digest in self._tensors.items()}
         return FileEntry(size=self._size, sha256=sha256), tensors
 
 
 class HashingFile:
-    """A file for `torch.save`. `write` hashes each piece of content and writes it to `raw`.
+    """A file for `torch.save`, which hashes each piece of content and writes it to the file `raw`.
 
-    `torch.save` frees a piece as soon as `write` returns. So `write` hashes the piece itself, and
-    does not leave this to another thread as `ShardDigests` does.
+    `torch.save` frees a piece as soon as `write` returns. So `write` hashes the piece before it
+    returns, and does not leave this to another thread as `ShardDigests` does.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

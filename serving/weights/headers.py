@@ -1,7 +1,8 @@
 """Reads the header of a safetensors file and computes the file's digests, without torch.
 
-A safetensors file begins with the length of the header, in 8 little-endian bytes. The header
-follows, in JSON, and then the tensors without gaps (https://huggingface.co/docs/safetensors).
+The first 8 bytes of a safetensors file are the length of the header, as a little-endian integer.
+Then comes the header, in JSON, and after it the tensors, without gaps
+(https://huggingface.co/docs/safetensors).
 """
 
 import hashlib
@@ -39,16 +40,17 @@ class HeaderEntry:
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """The header entries of a safetensors file, in the order in which the tensors are stored in the
-    file. Raises ReleaseError."""
+    """Tensor name → header entry, in the order in which the tensors are stored in the file. Raises
+    ReleaseError if the file is not a complete safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ReleaseError(
-                f"{path.name}: truncated or not a safetensors file: it has {size:,} bytes, and its "
-                f"header claims {length:,} (at most {MAX_HEADER_BYTES:,} are allowed)"
+                f"{path.name}: truncated or not a safetensors file: it has {size:,} bytes, but it "
+                f"begins with a header length of {length:,} bytes (the longest allowed header has "
+                f"{MAX_HEADER_BYTES:,})"
             )
         try:
             header = json.loads(file.read(length))
@@ -64,7 +66,8 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 
 def digest_shard(path: Path) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    """Size and sha256 of a safetensors file, and an entry for each tensor. Raises ReleaseError."""
+    """The size and sha256 of a safetensors file, and a dict of tensor name → manifest entry. Raises
+    ReleaseError."""
     header = read_header(path)
     with mapped_shard(path, header) as (start, contents), ShardDigests() as digests:
         digests.add(start)
@@ -85,7 +88,7 @@ def mapped_shard(
 ) -> Iterator[tuple[memoryview, dict[str, memoryview]]]:
     """Yields the bytes before the first tensor, and a dict of tensor name → the tensor's bytes.
 
-    Both are views of the mapped file, and are valid until the `with` block ends.
+    All of them are views of the mapped file, and are valid only until the `with` block ends.
     """
     with path.open("rb") as file, ExitStack() as stack:
         # Enter the mapping first, so that the stack closes it last. A mapping cannot be closed
@@ -130,7 +133,9 @@ def _check_layout(file: str, entries: dict[str, HeaderEntry], start: int, size: 
                 f"but {entry.dtype} {list(entry.shape)} takes {num_bytes}"
             )
         if entry.begin != position:
-            raise ReleaseError(f"{file}: tensor {name}: starts at {entry.begin}, not {position}")
+            raise ReleaseError(
+                f"{file}: tensor {name}: starts at byte {entry.begin} instead of {position}"
+            )
         if entry.end > size:
             raise ReleaseError(
                 f"{file}: truncated: tensor {name} ends at byte {entry.end} of {size}"

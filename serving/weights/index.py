@@ -29,13 +29,15 @@ class IndexMetadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     total_size: int = Field(ge=0, strict=True)
-    """The total size of all tensors, without the headers of the shards."""
+    """The total size of all tensors in bytes, without the headers of the shards."""
 
 
 class WeightsIndex(BaseModel):
-    """`model.safetensors.index.json`, or `pytorch_model.bin.index.json` for `.bin` shards.
+    """The content of `model.safetensors.index.json`, or of `pytorch_model.bin.index.json` for
+    `.bin` shards.
 
-    `weight_map` is an allowlist: only files that it names are opened.
+    `weight_map` is an allowlist: of all files in the folder, only those that it names are opened as
+    shards.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -78,7 +80,7 @@ class WeightsIndex(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """Weights that are in a folder as shards."""
+    """A description of weights that a folder holds as shards."""
 
     index: WeightsIndex
     files: dict[str, FileEntry]
@@ -90,8 +92,8 @@ class StoredWeights:
 
 
 def is_shard_name(name: str) -> bool:
-    """Whether `name` is a plain file name with the suffix of a shard. Open a shard only if this is
-    true, because a path such as `../x.bin` leads out of the folder."""
+    """Whether `name` is a plain file name with the suffix of a shard. Open a shard only if its name
+    passes this check, because a path such as `../x.bin` leads out of the folder."""
     return _SHARD.fullmatch(name) is not None and ".." not in name
 
 
@@ -101,8 +103,8 @@ def shard_name(number: int, total: int, format: WeightsFormat) -> str:
 
 
 def parse_index(text: str | bytes, name: str) -> WeightsIndex:
-    """The index in `text`. Raises ReleaseError if the index is not valid or names a tensor twice.
-    `name` is the name of the index file, for the error message."""
+    """The index in the JSON `text`. Raises ReleaseError if the index is not valid or names a tensor
+    twice. `name` is the name of the index file, for the error message."""
     try:
         content = json.loads(text, object_pairs_hook=_no_duplicates)
         return WeightsIndex.model_validate(content)
@@ -119,8 +121,8 @@ def parse_index(text: str | bytes, name: str) -> WeightsIndex:
 def read_index(folder: Path) -> WeightsIndex | None:
     """The index of a release or checkpoint folder; None if the folder has no index.
 
-    If the folder has an index for each format, this returns the one for safetensors. Raises
-    ReleaseError if that index is not valid.
+    If the folder has an index for safetensors and one for `.bin`, the index for safetensors is
+    read. Raises ReleaseError if the index is not valid.
     """
     for name in INDEX_FILES.values():
         path = folder / name

@@ -1,11 +1,12 @@
 """Publishes a release: either the complete release, or nothing.
 
 The files are written into a folder with a temporary name, in this order: the shards, the small
-files, the index, the manifest. Each file and then the folder is fsynced. The folder is renamed, and
-its parent folder is fsynced. A reader sees the release only after the rename. If the process is
-killed before the rename, the folder stays; the next `publish` or `prune`, or the next start of the
-server, removes it. Files are copied and never linked, because the source may change later and a
-release must not change.
+files, the index, the manifest. Each file is fsynced, and then the folder. The folder is renamed,
+and its parent folder is fsynced. A reader sees the release only after the rename.
+
+If the process is killed before the rename, the folder with the temporary name stays. The next
+publication, the next `prune`, or the next start of the server removes it. Files are copied and
+never linked, because their source may change later, but a release must not change.
 """
 
 import errno
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_BYTES = 64 * 2**20
-"""No release is published if less disk space than this would stay free after it. The job store and
-the logs need space on the same disk."""
+"""A release is published only if this many bytes of the disk stay free after it, because the job
+store and the logs need space on the same disk."""
 
 
 def publish_state_dict(
@@ -60,10 +61,13 @@ def publish_state_dict(
     """Publish weights from memory, together with the config and tokenizer files of `files_dir`.
 
     `pipeline_dir` is `<home>/releases/<pipeline>`; it is created if it does not exist. The release
-    goes to `pipeline_dir / release.id`. Tensors that are not contiguous or not on the CPU are
-    copied; with the format `bin`, all tensors are copied. At any time, memory holds the copies for
-    at most one shard. Raises ReleaseError, or NotEnoughSpace before or during the writing. The
-    unfinished folder is removed after an error.
+    is written to `pipeline_dir / release.id`. `max_shard_bytes` limits the size of a shard; None
+    means 2 GB.
+
+    Tensors that are not contiguous or not on the CPU are copied before they are written; with the
+    format `bin`, all tensors are copied. At any time, memory holds the copies for at most one
+    shard. Raises ReleaseError if the weights cannot be published, and NotEnoughSpace if the disk
+    has too little space for them. After an error, the unfinished folder is removed.
     """
     from serving.weights import shards
 
@@ -93,9 +97,10 @@ def publish_folder(
     """Publish a checkpoint folder that `save_pretrained` wrote, with `.safetensors` or `.bin`
     shards.
 
-    The shards are copied unchanged, unless `max_shard_bytes` or `format` is given. Raises
-    ReleaseError with every reason, or NotEnoughSpace. The unfinished folder is removed after an
-    error.
+    The shards are copied unchanged, unless `max_shard_bytes` or `format` is given. In that case,
+    the tensors are written to new shards. Raises ReleaseError if the folder cannot be published,
+    and NotEnoughSpace if the disk has too little space for it. After an error, the unfinished
+    folder is removed.
     """
     weight_map = checkpoint_weight_map(source)
     num_bytes = sum((source / shard).stat().st_size for shard in set(weight_map.values()))

@@ -16,6 +16,7 @@ class _Record(BaseModel):
 
 class FileEntry(_Record):
     size: int = Field(ge=0)
+    """In bytes."""
     sha256: str
 
 
@@ -26,8 +27,9 @@ class TensorEntry(_Record):
     """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
-    """The digest covers the tensor's bytes, but not its name, dtype and shape. A swap does not load
-    a tensor again if the live release has it with the same digest, dtype and shape."""
+    """A digest of the tensor's bytes, but not of its name, dtype and shape. During a swap, an
+    engine need not load a tensor again if a release that it already holds has a tensor with the
+    same digest, dtype and shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -40,54 +42,63 @@ class TensorEntry(_Record):
 
 class ProbeText(_Record):
     token_ids: tuple[int, ...]
+    """The tokens of the text."""
     logprobs: tuple[float, ...]
     """The natural logarithm of the probability of each token, given the tokens before it. The first
     token has no logprob, so there is one logprob fewer than there are tokens."""
 
 
 class Probe(_Record):
-    """Texts, and the log-probabilities (logprobs) that the job computed for them with the new
-    weights. The server computes the logprobs again during a swap, and compares.
+    """Texts, and the log-probabilities (logprobs) that the job computed for their tokens with the
+    new weights. During a swap, the server computes the logprobs again and compares them with these.
 
-    Each logprob may differ by at most the bound for the server's dtype. If there is no bound for
-    this dtype, the server cannot check the release and refuses it.
+    Each logprob may differ by at most the bound for the dtype in which the server computes. If
+    there is no bound for this dtype, the server cannot check the release and refuses it.
     """
 
     dtype: str
     """The dtype in which the job computed: `float32`, `bfloat16`, …"""
     texts: tuple[ProbeText, ...]
     bounds: dict[str, float]
-    """Dtype of the server → the largest accepted absolute difference between two logprobs."""
+    """Dtype in which a server computes → the largest accepted absolute difference between a logprob
+    of the server and the logprob of the job."""
 
 
 class Lineage(_Record):
-    """Where a release comes from. In a release that was published by hand, all fields may be
-    empty."""
+    """Where a release comes from. A field is None or empty if it is not known. In a release that
+    was published by hand, this may be so for all fields."""
 
     parent: str | None = None
-    """The release that training started from; None if training started from the base model."""
+    """The id of the release that training started from. Also None if training started from the base
+    model."""
     base_model: str | None = None
+    """The base model as the pipeline's settings name it."""
     base_revision: str | None = None
-    """The commit of the base model, if the base model came from a hub."""
+    """The commit of the base model. None if the base model did not come from a hub."""
     dataset: str | None = None
-    """`owner/name`"""
+    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     dataset_ref: str | None = None
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The `dataset_revision` of the parent, if the job compared the rows with those of this commit.
-    None if the job treated all rows as new."""
+    """The dataset commit of the parent, if the job trained on what has changed since this commit.
+    None if the job trained on all rows."""
     data_digest: str | None = None
-    """A digest of all rows, whatever their order. Two equal digests mean that no row changed."""
+    """A digest of all rows of the training split, whatever their order. If it is equal to the
+    digest of another release, no row has changed between the two."""
     mode: Literal["full", "delta"] | None = None
+    """`full`: trained from the base model, on all rows. `delta`: trained from the parent, on the
+    rows that have changed."""
     settings_digest: str | None = None
-    """A digest of the training settings that affect the weights; None if the digest was not
-    recorded."""
+    """A digest of the training settings that affect the weights."""
     job_id: str | None = None
+    """The id of the job that published the release."""
     delivery_ids: tuple[str, ...] = ()
+    """The ids of the webhook deliveries that led to the job."""
     forced: str | None = None
-    """Set if the gate refused the release and a person overruled the gate: the reason that the
-    person gave, followed by the gate's reasons in parentheses."""
+    """Why a person published the release although the gate, which checks new weights, refused it:
+    the reason that the person gave, followed by the gate's reasons in parentheses. None if the gate
+    did not refuse the release."""
 
 
 class Release(_Record):
@@ -96,10 +107,12 @@ class Release(_Record):
     created_at: str
     """UTC, ISO 8601."""
     format: Literal[1, 2] = 2
-    """In format 1, a tensor entry has a `sha256`. In format 2, it has a `digest`, which begins with
-    the name of its algorithm."""
+    """The format of the manifest. In format 1, a tensor entry has a `sha256`. In format 2, it has a
+    `digest`, which begins with the name of its algorithm."""
     lineage: Lineage = Lineage()
     evaluation: dict[str, Any] | None = None
+    """What the job measured of the new weights, as JSON of `pipeline.retrain.evaluate.Evaluation`.
+    None if nothing was measured."""
     files: dict[str, FileEntry]
     """Every file of the folder except the manifest. A file that is not listed is never read."""
     tensors: dict[str, TensorEntry]
@@ -112,8 +125,8 @@ class Release(_Record):
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype of most stored numbers, as torch spells it: `float32`, `bfloat16` or `float16`.
-        Any other dtype counts as float32."""
+        """The dtype in which most numbers of the release are stored, as torch spells it: `float32`,
+        `bfloat16` or `float16`. If it is any other dtype, this is `float32`."""
         counts = Counter[str]()
         for entry in self.tensors.values():
             counts[entry.dtype] += math.prod(entry.shape)

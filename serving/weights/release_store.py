@@ -9,14 +9,15 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     live                the ids of the releases that were served and that nobody has rolled back
                         from, one per line, oldest first. The last id is the release that should be
                         served
-    pending             the id of a release that a server must swap in when it starts next
+    pending             the id of a release that the next server must swap in when it starts
     pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
+    .lock               the lock of the folder, see `release_lock`
 
-Only the server writes `current`, `previous` and `live`, after the probe. `current` normally points
-at the last release in `live`. If the server could not serve that one, because it is damaged, the
-server serves an older release of the list as a substitute. The release in `current` then "stands in
-for" the last release in `live`.
+Only the server writes `current`, `previous` and `live`, after a release has passed its probe.
+`current` normally points at the last release in `live`. If the server cannot serve this release,
+because it is damaged, the server serves an older release of the list as a substitute. The release
+in `current` then "stands in for" the last release in `live`.
 """
 
 import logging
@@ -48,10 +49,10 @@ PENDING = "pending"
 PINNED = "pinned"
 COUNTER = "counter"
 UNFINISHED = ".unfinished-"
-"""Prefix of release folders that are being written or removed.
+"""Prefix of the names of release folders that are being written or removed.
 
-A process holds the lock while it writes or removes a release. So if such a folder exists while the
-lock is free, the process was killed or could not finish.
+A process holds the lock of the pipeline's folder while it writes or removes a release. So if a
+folder with this prefix exists while the lock is free, its process was killed or could not finish.
 """
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
@@ -113,8 +114,8 @@ def served_release(pipeline_dir: Path) -> Path | None:
     """The folder of the release that `current` points at; None if no release was served yet.
 
     Call this once and keep the result, because the server may move the link between two calls. The
-    folder may no longer exist; `load_release` then raises. Raises ReleaseError if the target of the
-    link is not a release id.
+    folder may no longer exist; `load_release` then raises ReleaseError. This function raises
+    ReleaseError only if the target of the link is not a release id.
     """
     target = _target(pipeline_dir / CURRENT)
     return None if target is None else pipeline_dir / target
@@ -129,31 +130,33 @@ def previous_release_id(pipeline_dir: Path) -> str | None:
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
     """Record that the server now serves `release_id`. Only the server may call this.
 
-    `current` changes atomically. `stands_in_for` is the id of a release that the server could not
-    serve; `release_id` is its substitute. A substitute does not change `previous`, and
-    `stands_in_for` stays the last id in `live`, because nobody asked for a rollback.
+    `current` changes atomically. If `release_id` is only a substitute, `stands_in_for` is the id of
+    the release that the server could not serve. A substitute does not change `previous`, and
+    `stands_in_for` stays the last id in `live`, because nobody asked for a rollback. If
+    `release_id` is no substitute, `previous` gets the release that was served before, unless
+    `previous` already names `release_id`.
     """
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
     before = _readable_target(pipeline_dir / CURRENT)
-    # Leave out newer releases, because a swap to an older release is a rollback from them. Leave
-    # out releases whose folder is gone, because the server could never serve them again.
+    # Leave newer releases out of `live`, because a swap to an older release is a rollback from the
+    # newer ones. Also leave out releases whose folder is gone, because they cannot be served again.
     older = (
         each
         for each in live_releases(pipeline_dir)
         if release_number(each) < number and (pipeline_dir / each).is_dir()
     )
     live = "".join(f"{each}\n" for each in (*older, should_be_served))
-    # A rollback to the release in `previous` does not change `previous`, so that this link never
-    # names the release that somebody has just rolled back from.
+    # A rollback to the release that `previous` names does not change `previous`. Otherwise
+    # `previous` would name the release that somebody has just rolled back from.
     is_known = release_id in (before, previous_release_id(pipeline_dir))
     if before is not None and stands_in_for is None and not is_known:
         link_atomically(pipeline_dir / PREVIOUS, before)
     link_atomically(pipeline_dir / CURRENT, release_id)
     fsync_dir(pipeline_dir)
-    # Write `live` after the link. A server that is killed between the two writes has not yet
-    # reported the result of the swap. When it starts again, it serves either this release or the
-    # one from before the swap, and both are correct.
+    # Write `live` after `current`. A server that is killed between the two writes has not yet
+    # reported the result of the swap. So when it starts again, it may serve either this release or
+    # the one from before the swap.
     path = pipeline_dir / LIVE
     if not path.exists() or path.read_text() != live:
         write_atomically(path, live)
@@ -162,8 +165,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
 def live_releases(pipeline_dir: Path) -> list[str]:
     """The ids of the releases that were served and that nobody has rolled back from, oldest first.
 
-    The last id is the release that should be served. Any of these releases may be damaged by now,
-    or its folder may be gone.
+    The last id is the release that should be served. Each of these releases may be damaged by now,
+    or its folder may be gone. Empty if no release was served yet.
     """
     current = _readable_target(pipeline_dir / CURRENT)
     number = release_number(current) if current is not None else 0
@@ -172,12 +175,12 @@ def live_releases(pipeline_dir: Path) -> list[str]:
         found = [each for each in listed if _RELEASE_ID.fullmatch(each)]
     except FileNotFoundError:
         # An earlier version of hotpush wrote only the two links and no `live`. If `previous` is
-        # newer than `current`, somebody rolled back from it, so leave it out.
+        # newer than `current`, somebody has rolled back from `previous`, so leave it out.
         previous = previous_release_id(pipeline_dir)
         is_older = previous is not None and release_number(previous) < number
         found = [previous] if previous is not None and is_older else []
-    # `current` is newer than `live` if an earlier version of hotpush moved the link, or if a server
-    # was killed between its two writes.
+    # `current` may be newer than all releases in `live`: an earlier version of hotpush moved the
+    # link, or a server was killed between the two writes of `set_current`.
     if current is not None and all(release_number(each) < number for each in found):
         found.append(current)
     return found
@@ -186,7 +189,8 @@ def live_releases(pipeline_dir: Path) -> list[str]:
 def stood_in_for(pipeline_dir: Path) -> str | None:
     """The id of the release that should be served, if `current` points at a substitute for it.
 
-    None if `current` points at the release that should be served, or if it cannot be read.
+    None if `current` points at the release that should be served. Also None if there is no
+    `current`, or if its target is not a release id.
     """
     current, listed = _readable_target(pipeline_dir / CURRENT), live_releases(pipeline_dir)
     return listed[-1] if current is not None and listed[-1] != current else None
@@ -228,20 +232,21 @@ def pending_release(pipeline_dir: Path) -> str | None:
 def set_pending(pipeline_dir: Path, release_id: str) -> None:
     """Mark a release as pending: the next server swaps it in when it starts.
 
-    Call this before you look for a running server, so that a server that starts in between finds
-    the mark.
+    To swap a release in, call this first and then ask the running server. If no server runs at that
+    time, but one starts a moment later, this server finds the mark.
     """
     release_number(release_id)
     write_atomically(pipeline_dir / PENDING, release_id + "\n")
 
 
 def clear_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Remove `pending` if it names `release_id`. If it names another release, keep it, because that
-    release still waits for its swap."""
+    """Remove the file `pending` if it names `release_id`. If it names another release, keep it,
+    because the other release still waits for its swap."""
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:
-        # Also remove a file that names no release: while it exists, `prune` and `remove` fail.
+        # The file does not contain a release id. Remove it too, because `prune` and `remove` fail
+        # while it exists.
         pending = release_id
     if pending == release_id:
         (pipeline_dir / PENDING).unlink(missing_ok=True)
@@ -285,7 +290,8 @@ def _write_pinned(pipeline_dir: Path, ids: Collection[str]) -> None:
 def prune(pipeline_dir: Path, keep: int) -> list[str]:
     """Remove all but the newest `keep` releases; returns the removed ids, oldest first.
 
-    The served, the pending and the pinned releases always stay. This also does what `sweep` does.
+    The served, the pending and the pinned releases always stay. This also removes what `sweep`
+    removes. Raises ReleaseError if `keep` is negative, or if `current` or `pending` cannot be read.
     """
     if keep < 0:
         raise ReleaseError(f"keep must be at least 0, not {keep}")
@@ -340,7 +346,8 @@ def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
 
 
 def sweep(pipeline_dir: Path) -> list[str]:
-    """Remove the temporary files and folders of processes that were killed; returns their names.
+    """Remove the temporary files and folders that killed processes have left. Returns the names of
+    the removed files and folders.
 
     Does nothing while another process holds the lock of the pipeline's folder.
     """
@@ -386,7 +393,8 @@ def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[No
     """Holds the lock of the pipeline's folder. Only one process at a time may publish, remove, pin
     or unpin releases. If a process is killed, the kernel frees its lock.
 
-    Raises filelock.Timeout after `timeout_seconds`. If this number is negative, there is no limit.
+    Waits for the lock. Raises filelock.Timeout after `timeout_seconds`; a negative number means
+    that there is no limit.
     """
     with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
         yield

@@ -1,7 +1,8 @@
 """Writes tensors to shards and reads them back, with torch.
 
-This module writes safetensors shards itself, in the format that `headers.py` describes. The
-safetensors library would first copy all tensors, and cannot hash them while it writes.
+This module writes safetensors shards itself, in the format that `headers.py` describes, instead of
+using the safetensors library. The library would first copy all tensors, and cannot hash them while
+it writes.
 """
 
 import json
@@ -28,6 +29,7 @@ from serving.weights.index import (
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 MAX_SHARD_BYTES = 2 * 10**9
+"""The default of `write_shards` for the largest size of a shard."""
 
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
@@ -39,12 +41,14 @@ DTYPES = {
 """torch dtype → its name in safetensors."""
 
 _SHARDS_AT_ONCE = 3
+"""How many shards are written at the same time."""
 _FINITE_CHECK_ELEMENTS = 1 << 22
+"""How many elements of a tensor `is_finite` checks in one operation."""
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Maps each alias to an earlier name. A name is an alias if its tensor is in the same memory as
-    the tensor of an earlier name."""
+    """Alias → stored name. A name is an alias if its tensor is in the same memory as the tensor of
+    an earlier name, which is the stored name."""
     seen: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -68,8 +72,9 @@ def write_shards(
     """Write a state dict as shards into `folder`, and fsync each shard.
 
     The tensors are spread over the shards in the order of the state dict. A tensor larger than
-    `max_shard_bytes` gets a shard of its own. Raises ReleaseError for a tensor that cannot be
-    stored, and OSError if the disk fails.
+    `max_shard_bytes` gets a shard of its own. Names that share a tensor (`find_tied`) get only one
+    stored tensor. Raises ReleaseError for a tensor that cannot be stored, and OSError if the disk
+    fails.
     """
     if not tensors:
         raise ReleaseError("there is no tensor to write")
@@ -93,9 +98,9 @@ def write_shards(
         with (folder / shard_name(number, len(groups), format)).open("wb") as out:
             return write(shard, out)
 
-    # Write several shards at once, so that one shard is hashed while another one is written to
-    # disk. But if tensors must be copied, write one shard at a time, so that memory holds only the
-    # copies for one shard.
+    # Write several shards at once, so that one shard can be hashed while another one is written to
+    # disk. But if tensors must be copied, write one shard after another, so that memory holds only
+    # the copies for one shard.
     is_copied = format == "bin" or not all(map(_needs_no_copy, stored.values()))
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
@@ -121,8 +126,9 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """The tensors called `names` (default: all of `weight_map`), memory-mapped, on the CPU.
 
-    The mappings are private: a write to a tensor never changes the file. No pickled code runs.
-    Raises ReleaseError; its message names the file or the tensor.
+    The mappings are private: a write to a tensor never changes the file. Code that is pickled in a
+    `.bin` shard does not run. Raises ReleaseError, which names the file or the tensor, if a tensor
+    is missing or a shard cannot be read.
     """
     wanted = list(weight_map) if names is None else list(names)
     by_shard: dict[str, list[str]] = {}
@@ -146,8 +152,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     flat = tensor.reshape(-1)
-    # Check the tensor in pieces, because `isfinite` makes a mask of one byte per element: for a
-    # complete float32 tensor, a quarter of the tensor's size.
+    # Check the tensor in pieces, because `isfinite` makes a mask of one byte per element. For a
+    # complete float32 tensor, the mask would be a quarter of the tensor's size.
     pieces = torch.split(flat, _FINITE_CHECK_ELEMENTS)
     # Cast 8-bit floats first, because torch has no isfinite for them.
     return all(
@@ -156,8 +162,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def not_finite(release: Release, folder: Path) -> list[str]:
-    """For each tensor that holds NaN or infinity, one reason why the release must be refused.
-    Raises ReleaseError."""
+    """The reasons why the release must be refused: one for each tensor that holds NaN or infinity.
+    Raises ReleaseError if a tensor cannot be read."""
     weight_map = {name: entry.file for name, entry in release.tensors.items()}
     return [
         f"{weight_map[name]}: tensor {name}: holds NaN or infinity"
@@ -265,7 +271,7 @@ def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
             f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
             "not tensors, and to load them could run code; save the weights as safetensors"
         ) from None
-    # The two libraries raise one of these errors if the file is not a checkpoint.
+    # torch and safetensors raise one of these errors if the file is not a checkpoint.
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise ReleaseError(f"{path.name}: cannot be read: {_first_line(error)}") from None
     if not isinstance(content, dict) or not all(

@@ -1,5 +1,5 @@
-"""Checks a release on disk against its manifest. Reports all faults that a group of checks finds,
-not only the first fault."""
+"""Checks a release on disk against its manifest. The checks run in groups. All faults of the first
+group that finds any are reported, and the later groups do not run."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,10 @@ _DIGEST_CHARS = len("sha256:") + 12
 
 def verify_release(folder: Path, release: Release | None = None) -> tuple[str, ...]:
     """The reasons not to serve the release in `folder`; empty if the folder matches its manifest.
+    `release` is the manifest, if the caller has already read it.
 
-    Runs `verify_layout`. If that finds no fault, also runs `verify_shards`. This reads each file of
-    an undamaged release only once in full, and loads no tensor into torch.
+    Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is not damaged,
+    the two together read each file in full only once. They load no tensor into torch.
     """
     try:
         release = release or load_release(folder)
@@ -38,17 +39,18 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 
     Checks that:
 
+    - the digest in the release's id is right;
     - every file has the size that the manifest says;
     - every file that is not safetensors has the sha256 that the manifest says;
     - the index and the headers of the shards agree with the manifest;
     - the shapes of the tensors agree with the config.
 
-    The index and the headers are checked only if the files have no fault, and the shapes only if
-    the index and the headers have none.
+    The index and the headers are checked only if the id and the files have no fault, and the shapes
+    only if the index and the headers have none.
 
     These checks are enough for an engine that itself checks the digest of each tensor that it
-    reads. The sha256 of a `.bin` shard is checked here already, because an engine must unpickle the
-    shard to read it, and unknown bytes must not be unpickled.
+    reads. The sha256 of a `.bin` shard is checked here nevertheless, because an engine must
+    unpickle the shard to read it, and unknown bytes must not be unpickled.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
@@ -61,8 +63,8 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
     """All faults in the content of the safetensors files. Call `verify_layout` first.
 
-    If the sha256 of a file is wrong, this reports each tensor of the file with a wrong digest. If
-    all its tensors have the right digest, it reports the file itself.
+    If the sha256 of a file is wrong, each tensor of the file that has a wrong digest is a fault. If
+    all tensors of the file have the right digest, the fault is reported for the file.
     """
     reasons: list[str] = []
     for shard, entry in sorted(release.files.items()):
@@ -141,8 +143,8 @@ def _check_files(folder: Path, release: Release) -> list[str]:
 
 
 def _tensors_in(release: Release, file: str) -> str:
-    """The last part of a fault report about `file`: the names of the tensors that the file holds.
-    Empty if it holds no tensor."""
+    """The last part of a fault report about `file`, which names tensors in this file. Empty if the
+    file holds no tensor."""
     names = [name for name, entry in release.tensors.items() if entry.file == file]
     if not names:
         return ""
@@ -152,8 +154,8 @@ def _tensors_in(release: Release, file: str) -> str:
 
 def _check_index(folder: Path, release: Release) -> list[str]:
     if not any(name in release.files for name in INDEX_FILES.values()):
-        # A checkpoint folder can be served without being published. With one shard, it needs no
-        # index.
+        # The folder may be a checkpoint folder that is served without being published. If such a
+        # folder has only one shard, it needs no index.
         if len({entry.file for entry in release.tensors.values()}) == 1:
             return []
         return [f"{INDEX_FILES['safetensors']}: missing"]
@@ -269,7 +271,7 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     matrix is (out, in).
 
     Empty for other architectures and for quantised weights, because their tensors have other names
-    and shapes. For those, only the engine checks the shapes, when it loads the weights.
+    and shapes. The shapes of such tensors are checked only by the engine, when it loads them.
     """
     if config.get("quantization_config") is not None:
         return {}

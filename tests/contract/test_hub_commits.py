@@ -195,7 +195,7 @@ def test_a_commit_whose_answer_was_lost_may_be_sent_again(dataset: Dataset) -> N
         (add("a.txt/b.txt"), BadRequestError, "'a.txt' is a file"),
         (add("folder"), BadRequestError, "it is a folder"),
         (add("x/.gIt\u200c./config"), BadRequestError, "git's own folder"),
-        (add("a\nb"), BadRequestError, "no path of a file"),
+        (add("a\nb"), BadRequestError, "a control character"),
         (add("x" * 5000), BadRequestError, "4000 bytes"),
     ],
 )
@@ -221,17 +221,17 @@ def test_a_change_that_the_tree_cannot_take_is_refused(
         (
             b'{"key": "header", "value": {"summary": "x"}}\n'
             b'{"key": "file", "value": {"path": "a", "content": "%%", "encoding": "base64"}}',
-            "no base64",
+            "not valid base64",
         ),
         (
             b'{"key": "header", "value": {"summary": "x"}}\n'
             b'{"key": "file", "value": {"path": "../a", "content": ""}}',
-            "no path",
+            "not a path",
         ),
         (
             b'{"key": "header", "value": {"summary": "x"}}\n'
             b'{"key": "lfsFile", "value": {"path": "a", "oid": "%s"}}' % (b"a" * 64),
-            "upload it before",
+            "upload the file before",
         ),
         (b"[" * 100_000, "must be JSON"),
     ],

@@ -100,7 +100,7 @@ def test_an_owner_whose_repositories_could_never_be_reached_is_refused(
     body = {"name": "x", "organization": owner, "type": "model"}
     answer = hub.request("POST", "/api/repos/create", json=body)
     assert answer.status_code == 400
-    assert "could never be reached" in answer.json()["error"]
+    assert "nobody could reach the repository" in answer.json()["error"]
 
 
 def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_they_follow_the_space_and_end_with_it(hub: RunningHub, space: HfApi) ->
 def test_what_cannot_be_a_variable_of_a_process_is_refused(
     hub: RunningHub, space: HfApi, key: str, value: str, fault: str
 ) -> None:
-    with pytest.raises(HfHubHTTPError, match=f"not as it should be: {fault}") as refused:
+    with pytest.raises(HfHubHTTPError, match=f"JSON is wrong: {fault}") as refused:
         space.add_space_secret(SPACE, key, value)
     assert refused.value.response.status_code == 400
     assert space.get_space_secrets(SPACE) == {}

@@ -210,10 +210,10 @@ def test_a_revoked_token_is_refused_and_no_token_is_stored(hub: RunningHub) -> N
 @pytest.mark.parametrize(
     ("name", "query", "wrong"),
     [
-        ("a b", {}, "no name for a token"),
-        ("x" * 97, {}, "no name for a token"),
+        ("a b", {}, "not a valid name for a token"),
+        ("x" * 97, {}, "not a valid name for a token"),
         ("x", {"role": "admin"}, "choose read or write"),
-        ("x", {"repositories": "dataset:local/none"}, "No dataset local/none"),
+        ("x", {"repositories": "dataset:local/none"}, "no dataset local/none"),
         ("x", {"repositories": "local/facts"}, "dataset:owner/name"),
         ("x", {"repositories": "dataset:facts"}, "dataset:owner/name"),
         ("twice", {}, "already"),

@@ -118,7 +118,7 @@ def test_a_push_cannot_change_what_a_sha_means(hub: RunningHub, worktree: Path) 
     second = commit_file(hub, worktree, "a.txt", "forged")
     hub.git("push", "-q", "origin", "main", cwd=worktree)
     said = hub.git("push", "origin", f"{second}:refs/replace/{first}", cwd=worktree, check=False)
-    assert "remote: This hub takes refs/heads/ and refs/tags/, and refs/pr/ of an open" in said
+    assert "remote: This hub only takes pushes to refs/heads/ and refs/tags/, and to" in said
     assert "[remote rejected]" in said
 
     # One that is there nevertheless, from an earlier hub or by hand.
@@ -135,7 +135,7 @@ def test_branches_and_tags_are_what_may_be_pushed(
 ) -> None:
     commit_file(hub, worktree, "a.txt", "1")
     said = hub.git("push", "origin", "main", f"main:{ref}", "main:v1", cwd=worktree, check=False)
-    assert "remote: This hub takes refs/heads/ and refs/tags/, and refs/pr/ of an open" in said
+    assert "remote: This hub only takes pushes to refs/heads/ and refs/tags/, and to" in said
     listed = hub.git("ls-remote", "origin", cwd=worktree).split()
     assert listed[1::2] == ["HEAD", "refs/heads/main", "refs/heads/v1"]
 

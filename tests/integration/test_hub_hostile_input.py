@@ -127,12 +127,12 @@ def test_a_body_with_very_many_faults_is_answered(hub: RunningHub, name: str) ->
     )
     assert is_refused(answer, "and 17990 more")
     long = commit(hub, name, *(file("a" * 200 + str(number)) for number in range(3)), file("../x"))
-    assert is_refused(long, "no path of a file")
+    assert is_refused(long, "not a path of a file")
 
 
 def test_texts_that_git_cannot_store_are_refused(hub: RunningHub, name: str) -> None:
     half = {"key": "file", "value": {"path": "a.txt", "content": "\ud800"}}
-    assert is_refused(commit(hub, name, half), "no text")
+    assert is_refused(commit(hub, name, half), "not valid text")
     assert is_refused(commit(hub, name, file("\ud800.txt")), "surrogate")
     assert is_refused(commit(hub, name, file("a.txt"), summary="a\0b"), "NUL")
     for path, body in (

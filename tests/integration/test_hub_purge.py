@@ -288,8 +288,8 @@ def test_what_would_be_pulled_from_under_a_job_is_refused(place: Place) -> None:
 
 
 def test_what_is_no_commit_is_refused(place: Place) -> None:
-    assert "give all 40 characters" in refused("main")
-    assert "is a blob: give the sha of the commit" in refused(place.blob)
+    assert "give all 40 digits" in refused("main")
+    assert "is a blob, not a commit: give the sha of the commit" in refused(place.blob)
 
 
 def forget_events(place: Place) -> None:

@@ -66,5 +66,5 @@ def test_a_name_that_is_none_touches_no_other_token(home: Home, name: str) -> No
         for command in ("create", "revoke"):
             refused = run(command, name)
             assert refused.exit_code == 1
-            assert f"{name!r} is no name for a token" in str(refused.exception)
+            assert f"{name!r} is not a valid name for a token" in str(refused.exception)
         assert asked(hub, token) == 200

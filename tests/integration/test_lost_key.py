@@ -68,7 +68,7 @@ def test_the_stacks_own_webhook_gets_the_new_secret_and_sends_what_waited(
             commit_file(hub, tmp_path / "facts", "rows.jsonl", "{}\n")
             hub.git("push", "-q", "origin", "HEAD:main", cwd=tmp_path / "facts")
             [failed] = until(lambda: [one for one in hub.deliveries(webhook.id) if one["attempt"]])
-            assert "under another key" in failed["error"] and not receiver.received
+            assert "with another key" in failed["error"] and not receiver.received
             [(fault, step)] = faults(home, settings).items()
             assert f"webhook {webhook.id} to" in fault and "tokens.json was replaced" in fault
             assert "pipeline down && pipeline up" in step and "restore the old tokens.json" in step

@@ -140,7 +140,7 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     record = StackRecord(process=me, started_at=0.0, is_ready=True, children=())
     home.stack_file.write_text(record.model_dump_json())
     again = "pipeline down, then pipeline up"
-    missing = f"no webhook at {elsewhere.url} tells of pushes to ada/answers"
+    missing = f"no webhook at {elsewhere.url} reports pushes to ada/answers"
     assert found() == [("wrong", missing, again)]
 
     (line,) = subscribe_at_other_hubs(settings, home, tokens)

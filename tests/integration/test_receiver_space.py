@@ -197,7 +197,7 @@ def test_what_is_missing_is_said(stack: Stack, tmp_path: Path) -> None:
     assert "write OWNER/NAME" in stack.run("deploy", "nothing", code=1)
     assert "there is no Space ada/none" in stack.run("app", "ada/none", code=1)
     (empty / "app.py").write_text("def")
-    assert "is no Python script" in stack.run("deploy", "ada/x", str(empty), code=1)
+    assert "is not a Python script" in stack.run("deploy", "ada/x", str(empty), code=1)
     (empty / "secrets").write_text("OTHER=1\n")
     printed = stack.run("deploy", "ada/x", "--secret-file", str(empty / "secrets"), code=1)
     assert "has no line WEBHOOK_SECRET=VALUE" in printed

@@ -66,8 +66,9 @@ def test_a_dataset_of_another_hub_is_told_of_by_that_hub_only(tmp_path: Path) ->
     assert told("https://Hub.example", rules) == ["there"]
     assert told("https://hub.example.org", rules) == ["here"]
     assert told("https://mirror.example", rules[1:]) == (
-        "no pipeline follows the dataset 'acme/answers' of"
-        " 'https://mirror.example/datasets/acme/answers'; followed by there at https://hub.example"
+        "no pipeline follows the dataset 'acme/answers' at"
+        " 'https://mirror.example/datasets/acme/answers'; a dataset of the same name is followed by"
+        " there (at https://hub.example)"
     )
 
 

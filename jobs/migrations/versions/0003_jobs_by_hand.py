@@ -54,8 +54,8 @@ def _mark_jobs_by_hand(connection: sa.Connection) -> None:
 
 
 def _name_newest_commits(connection: sa.Connection) -> None:
-    """Record the newest commit of each job as the commit of the job's last delivery. Deliveries may
-    have overtaken each other, so this may be wrong in rare cases. The commits of the other
+    """Record the newest commit of each job as the commit that the job's last delivery announced.
+    This is wrong if an older delivery arrived last, which is rare. The commits of the other
     deliveries are not known."""
     newest = (
         sa.select(LINKS.c.job_number, sa.func.max(LINKS.c.arrival).label("arrival"))
