@@ -27,7 +27,7 @@ def request(
 ) -> bytes:
     """A request's head, which announces a body of so many bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {urlsplit(url).netloc}"]
-    lines.append("Content-Type: application/json")
+    headers = {"Content_Type": "application/json", **headers}
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if num_bytes is not None:
         lines.append(f"Content-Length: {num_bytes}")
