@@ -135,8 +135,8 @@ async def change_settings(request: Request, hub: Hub, name: RepositoryName) -> R
     require_a_person(identity_of(request), "the settings of a repository")
     if body.gated:
         raise BadRequest(
-            "This hub has no gated repositories: make the repository private, and create a token "
-            "for it with `pipeline hub tokens create`."
+            "Gated repositories are not supported by this hub: make the repository private, and "
+            "create a token for it with `pipeline hub tokens create`."
         )
 
     async with hub.locked(name, identity_of(request)) as repository:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.retrain.errors import SnapshotError
 from pipeline.retrain.large_files import LargeFiles
-from pipeline.retrain.lfs_address import git_environment
+from pipeline.retrain.lfs_address import git_environment, without_logins
 from pipeline.retrain.snapshot import Revision
 
 FETCH_SECONDS = 1800.0
@@ -123,4 +123,6 @@ class GitDataset:
 
     def _failed(self, what: str, reason: str) -> SnapshotError:
         lines = reason.strip().splitlines() or ["git gave no reason"]
-        return SnapshotError(f"{what} could not be fetched from {self.dataset}: {lines[-1]}")
+        return SnapshotError(
+            without_logins(f"{what} could not be fetched from {self.dataset}: {lines[-1]}")
+        )

@@ -17,7 +17,7 @@ import httpx
 
 from pipeline.pointers import Pointer, may_be_pointer
 from pipeline.retrain.errors import HubAway, SnapshotError
-from pipeline.retrain.lfs_address import Address, address_of, credentials
+from pipeline.retrain.lfs_address import Address, address_of, credentials, without_logins
 
 _BATCH = 100
 _CHUNK_BYTES = 1024 * 1024
@@ -199,7 +199,8 @@ def _reason(answer: httpx.Response) -> str:
 
 def _missing(file: str, url: str, reason: str) -> SnapshotError:
     return SnapshotError(
-        f"{file} is a pointer of Git LFS, and its content could not be fetched from {url}: {reason}"
+        f"{file} is a pointer of Git LFS, and its content could not be fetched from "
+        f"{without_logins(url)}: {without_logins(reason)}"
     )
 
 

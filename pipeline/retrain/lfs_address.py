@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 SECONDS = 60.0
+_LOGIN = re.compile(r"://[^/@\s]+@")
 _SCP_LIKE = re.compile(r"(?P<login>(?:[^@/:]+@)?[^@/:]+):(?P<path>(?!//).+)")
 
 
@@ -56,6 +57,12 @@ def credentials(url: str) -> dict[str, str]:
     if "password" not in found:
         return {}
     return _basic(found.get("username", ""), found["password"])
+
+
+def without_logins(text: str) -> str:
+    """`text` without the logins in its URLs: errors go into logs and into the job's outcome, where
+    a password must not be."""
+    return _LOGIN.sub("://", text)
 
 
 def git_environment() -> dict[str, str]:

@@ -128,8 +128,17 @@ def test_a_revision_of_pointers_that_an_older_version_downloaded_is_filled(
 def test_content_that_is_not_there_is_named(remote: Remote, tmp_path: Path) -> None:
     sha = remote.push(train=ROWS)
     remote.files.remove([OID])
-    with pytest.raises(SnapshotError, match=r"train.jsonl is a pointer .* no such large file"):
+    named = r"train.jsonl is a pointer .* does not have this large file"
+    with pytest.raises(SnapshotError, match=named) as raised:
         GitDataset(remote.url_with_login, tmp_path / "cache").download(sha)
+    assert remote.hub.token not in str(raised.value)
+
+
+def test_a_login_in_the_url_is_in_no_error(remote: Remote, tmp_path: Path) -> None:
+    url = remote.url_with_login.replace("/datasets/", "/datasets/elsewhere/")
+    with pytest.raises(SnapshotError, match="could not be fetched from http://127") as raised:
+        GitDataset(url, tmp_path / "cache").download("1" * 40)
+    assert remote.hub.token not in str(raised.value)
 
 
 def test_content_that_is_not_the_pointers_is_refused(remote: Remote, tmp_path: Path) -> None:
