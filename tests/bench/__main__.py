@@ -58,7 +58,6 @@ TABLES = {
         ("learning", "facts learned and kept: first commits, edits, deletions"),
     ),
     "serving": _rows(
-        ("real", "a pretrained model: tokens per second over HTTP, against vLLM's own server"),
         ("speed", "tokens per second over HTTP, against vLLM's own server"),
         ("start", "start until the first token"),
         ("gaps", "what running streams see of a swap, torch"),
