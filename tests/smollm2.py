@@ -22,11 +22,6 @@ NAME = "smollm2-135m-instruct"
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the checkpoint: to be read, never written."""
-    return checkpoint_folder()
-
-
-def checkpoint_folder() -> Path:
-    """Makes the checkpoint where this machine has none yet."""
     cache = Path(os.environ.get("HOTPUSH_TEST_CACHE") or Path.home() / ".cache" / "hotpush-tests")
     cache.mkdir(parents=True, exist_ok=True)
     checkpoint = cache / NAME

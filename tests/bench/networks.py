@@ -1,7 +1,6 @@
 """Networks of some sizes as releases that a server takes: with a probe, and a tokenizer in which
 every token has a text of its own, so that each is an event of a stream."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +21,6 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 1024,
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "50k": {
-        "vocab_size": 50_000,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
         "num_key_value_heads": 4,
     },
     "88M": {
@@ -95,62 +86,42 @@ def build(shape: str, seed: int, dtype: str = "float32") -> Any:
     return build_network(config, seed, getattr(torch, dtype))
 
 
-def publish(
-    network: Any,
-    pipeline_dir: Path,
-    *,
-    tokenizer_of: Path | None = None,
-    probe: Any = None,
-    max_shard_bytes: int | None = None,
-) -> Published:
-    """The next release of a pipeline. Its tokenizer is that of the folder `tokenizer_of`, or one
-    with a word for each token id. `probe` is one of its own, which a trained network needs: its
-    numbers on random tokens are too wild for bfloat16."""
-    from serving.weights.publish import publish_state_dict
-
-    files = pipeline_dir.parent / "files"
-    files.mkdir(parents=True, exist_ok=True)
-    if tokenizer_of is None:
-        _tokenizer(network.config.vocab_size).save(str(files / "tokenizer.json"))
-        # What AutoTokenizer, and with it vLLM, wants to see.
-        (files / "tokenizer_config.json").write_text(
-            '{"tokenizer_class": "PreTrainedTokenizerFast"}'
-        )
-    else:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(tokenizer_of / name, files / name)
-    network.config.architectures = [type(network).__name__]
-    network.config.save_pretrained(files)
-    release = publish_state_dict(
-        pipeline_dir,
-        network.state_dict(keep_vars=True),
-        files_dir=files,
-        probe=probe or _probe(network),
-        max_shard_bytes=max_shard_bytes,
-    )
-    return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
-
-
-def _probe(network: Any) -> Any:
+def publish(network: Any, pipeline_dir: Path, *, max_shard_bytes: int | None = None) -> Published:
+    """The next release of a pipeline."""
     import torch
 
     from pipeline.retrain.probe import float32_bound
+    from serving.weights.publish import publish_state_dict
     from serving.weights.release import Probe, ProbeText
 
+    files = pipeline_dir.parent / "files"
+    files.mkdir(parents=True, exist_ok=True)
+    _tokenizer(network.config.vocab_size).save(str(files / "tokenizer.json"))
+    # What AutoTokenizer, and with it vLLM, wants to see.
+    (files / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(files)
     texts = []
     for token_ids in PROBE_TOKENS:
         with torch.inference_mode():
             found = network(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
         logprobs = found[range(len(token_ids) - 1), token_ids[1:]].tolist()
         texts.append(ProbeText(token_ids=token_ids, logprobs=tuple(logprobs)))
-    return Probe(
-        dtype=str(network.dtype).removeprefix("torch."),
-        texts=tuple(texts),
-        bounds={
-            "float32": float32_bound(text.logprobs for text in texts),
-            "bfloat16": BFLOAT16_BOUND,
-        },
+    release = publish_state_dict(
+        pipeline_dir,
+        network.state_dict(keep_vars=True),
+        files_dir=files,
+        probe=Probe(
+            dtype=str(network.dtype).removeprefix("torch."),
+            texts=tuple(texts),
+            bounds={
+                "float32": float32_bound(text.logprobs for text in texts),
+                "bfloat16": BFLOAT16_BOUND,
+            },
+        ),
+        max_shard_bytes=max_shard_bytes,
     )
+    return Published(release_id=release.id, folder=pipeline_dir / release.id, network=network)
 
 
 def prompt_of(seed: int, length: int = PROMPT_TOKENS) -> list[int]:

@@ -22,8 +22,6 @@ from tests.stack_fixtures import end_with_this_process
 ROOT = Path(__file__).parents[2]
 PIPELINE = "answers"
 START_SECONDS, END_SECONDS = 400.0, 60.0
-KV_CACHE_BYTES = 2 << 30
-"""Of vLLM's own server: as many as our default."""
 _NO_LIMITS = httpx.Limits(max_connections=None)
 ServerName = Literal["torch", "vllm", "vllm-own"]
 """Our server with its embedded engine, our server with vLLM, and vLLM's own server."""
@@ -107,11 +105,9 @@ def serving(
     home: Path,
     settings: str = "",
     pipeline: str = PIPELINE,
-    dtype: str = "float32",
-    context: int = CONTEXT,
 ) -> Iterator[Server]:
     """A server in a process of its own, once it has answered with a token. `settings` are tables
-    of ours; `dtype` and `context` are told to vLLM's own, and ours takes them from the release."""
+    of ours."""
     (port,) = free_ports(1)
     environment = {
         **os.environ,
@@ -127,8 +123,8 @@ def serving(
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(release.folder), "--served-model-name", PIPELINE),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--dtype", dtype, "--max-model-len", str(context)),
-            *("--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--generation-config", "vllm"),
+            *("--dtype", "float32", "--max-model-len", str(CONTEXT)),
+            *("--kv-cache-memory-bytes", str(1 << 30), "--generation-config", "vllm"),
         ]
         environment["VLLM_SERVER_DEV_MODE"] = "1"
     else:
