@@ -143,7 +143,7 @@ class Engine(Protocol):
 
     def dtype_of(self, release: Release) -> str:
         """The type of number that the engine computes `release` in: `float32`, `bfloat16` or
-        `float16`. The probe's bound for it is what counts."""
+        `float16`. A swap checks the release's probe by the bound for this type."""
 
     def max_context(self, release_id: str) -> int | None:
         """Tokens of a sequence at most, prompt included, of a staged release; None for all that

@@ -80,8 +80,7 @@ def is_disk_full(reason: str) -> bool:
 
 def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float) -> bytes:
     """The first `max_bytes` bytes that `git` prints; after them git is ended. Empty if git fails
-    before it prints anything. If git needs more than `seconds`, it is ended, and the result is what
-    it has printed until then."""
+    before it prints anything. Raises TooSlow, and ends git, if git needs more than `seconds`."""
     process = subprocess.Popen(
         ["git", f"--git-dir={folder}", *arguments],
         stdin=subprocess.DEVNULL,
@@ -90,14 +89,23 @@ def git_beginning(folder: Path, *arguments: str, max_bytes: int, seconds: float)
         env=git_environment({PLACE: str(folder)}),
     )
     assert process.stdout is not None
-    limit = threading.Timer(seconds, process.kill)
+    is_over = threading.Event()
+
+    def end() -> None:
+        is_over.set()
+        process.kill()
+
+    limit = threading.Timer(seconds, end)
     limit.start()
     with process:
         try:
-            return process.stdout.read(max_bytes)
+            output = process.stdout.read(max_bytes)
         finally:
             limit.cancel()
             process.kill()
+    if is_over.is_set():
+        raise _too_slow(arguments[0], seconds)
+    return output
 
 
 def git(
@@ -124,7 +132,7 @@ def git(
             timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise TooSlow(f"git {arguments[0]} needed more than {seconds:g} s.") from None
+        raise _too_slow(arguments[0], seconds) from None
     except FileNotFoundError:
         raise HubError("The program 'git' is not on PATH; install git and start again.") from None
     if done.returncode not in (0, *may_exit_with):
@@ -137,3 +145,7 @@ def git(
     if complaints is not None:
         complaints += lines_of(done.stderr)
     return done.stdout
+
+
+def _too_slow(command: str, seconds: float | None) -> TooSlow:
+    return TooSlow(f"git {command} needed more than {seconds:g} s.")

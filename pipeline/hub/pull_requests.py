@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from pipeline.hub.auth import Signature
 from pipeline.hub.contents import Commit, list_commits
-from pipeline.hub.errors import Conflict, HubError
+from pipeline.hub.errors import Conflict, HubError, TooSlow
 from pipeline.hub.git_process import git, git_beginning
 from pipeline.hub.repositories import Repository
 
 MAX_COMMITS = 250
 MAX_DIFF_BYTES = 1024 * 1024
 MAX_SECONDS = 30.0
-"""For git to compare or to merge two commits: a merge holds the repository's lock."""
+"""How long git may take to compare or merge two commits. A merge holds the repository's lock."""
 _CUT = "\n[The difference is longer, and is cut here.]\n"
+_NOT_SHOWN = f"[The difference is not shown, because git needed more than {MAX_SECONDS:g} s.]\n"
 _UNKNOWN_OPTION = re.compile(r"unknown option|usage: git merge-tree")
 
 
@@ -36,13 +37,17 @@ def commits_of(repository: Repository, base: str, head: str) -> list[Commit]:
 
 
 def difference(repository: Repository, base: str, head: str) -> str:
-    """The output of `git diff` from the last common commit of `base` and `head` to `head`."""
-    output = git_beginning(
-        repository.folder,
-        *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
-        max_bytes=MAX_DIFF_BYTES + 1,
-        seconds=MAX_SECONDS,
-    )
+    """The output of `git diff` from the last common commit of `base` and `head` to `head`, or a
+    line that says why it is not shown."""
+    try:
+        output = git_beginning(
+            repository.folder,
+            *("diff", "--no-ext-diff", "--no-color", f"{base}...{head}"),
+            max_bytes=MAX_DIFF_BYTES + 1,
+            seconds=MAX_SECONDS,
+        )
+    except TooSlow:
+        return _NOT_SHOWN
     text = output[:MAX_DIFF_BYTES].decode(errors="replace")
     return text + _CUT if len(output) > MAX_DIFF_BYTES else text
 

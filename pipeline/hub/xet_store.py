@@ -161,7 +161,8 @@ def empty(folder: Path, *, grace_seconds: float) -> None:
     `grace_seconds` seconds: this client would have to begin again. The files that were made of
     xorbs stay."""
     for store in _stores(folder).glob("*"):
-        with contextlib.suppress(FileNotFoundError):
+        # The lock keeps the store from being given to a client at this moment.
+        with _making, contextlib.suppress(FileNotFoundError):
             if store.stat().st_mtime <= time.time() - grace_seconds:
                 # First move the store away, so that no client gets the id of a store that is being
                 # deleted.

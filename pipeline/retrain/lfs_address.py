@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 SECONDS = 60.0
-_LOGIN = re.compile(r"://[^/@\s]+@")
+_LOGIN = re.compile(r"://[^/\s]+@")
 _SCP_LIKE = re.compile(r"(?P<login>(?:[^@/:]+@)?[^@/:]+):(?P<path>(?!//).+)")
 
 

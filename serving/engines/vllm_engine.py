@@ -50,7 +50,7 @@ class VllmEngine:
         self._settings = settings
         self._start = start
         self._dtype: Dtype | None = None
-        """What vLLM computes in, from its first start on: a swap does not change it."""
+        """What vLLM computes in. A swap does not change it. None until vLLM has started once."""
         self._process: VllmProcess | None = None
         self._residents: dict[str, _Resident] = {}
         self._live: str | None = None
@@ -183,9 +183,11 @@ class VllmEngine:
             async with asyncio.timeout(limit):
                 if reasons := await asyncio.to_thread(_unproved, release, folder):
                     raise StageError(*reasons)
-                self._dtype = self.dtype_of(release)
-                settings = self._settings.model_copy(update={"dtype": self._dtype})
-                return await self._start(release, folder, settings)
+                dtype = self.dtype_of(release)
+                settings = self._settings.model_copy(update={"dtype": dtype})
+                process = await self._start(release, folder, settings)
+                self._dtype = dtype
+                return process
         except TimeoutError:
             raise StageError(f"vLLM did not start on {release.id} in {limit:g} s") from None
 

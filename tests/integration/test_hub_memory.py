@@ -44,6 +44,8 @@ GIT_MIB = 64
 """What the largest git process of the hub takes."""
 
 GIT = ("git", "/usr/lib/git-core/", "/usr/libexec/git-core/")
+IS_OVER = (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError, IndexError)
+"""What reading a process raises if it ends meanwhile."""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -104,7 +106,7 @@ class MeasuredHub:
         while not self._is_over.wait(0.01):
             with contextlib.suppress(psutil.NoSuchProcess):
                 for each in hub.children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, IndexError):
+                    with contextlib.suppress(*IS_OVER):
                         if not (command := " ".join(each.cmdline()[:6])).startswith(GIT):
                             continue  # the hub's own copy, which becomes git next
                         taken = max(self._git.get(command, 0), mib(each.pid, "RssAnon"))

@@ -31,7 +31,7 @@ def start_runner(url: str, jobs_dir: Path) -> subprocess.Popen[bytes]:
 def children_of(pid: int) -> list[int]:
     try:
         return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 

@@ -134,8 +134,9 @@ def test_content_that_is_not_there_is_named(remote: Remote, tmp_path: Path) -> N
     assert remote.hub.token not in str(raised.value)
 
 
-def test_a_login_in_the_url_is_in_no_error(remote: Remote, tmp_path: Path) -> None:
-    url = remote.url_with_login.replace("/datasets/", "/datasets/elsewhere/")
+@pytest.mark.parametrize("login", [f"hub:{TOKEN}", f"hub:a@{TOKEN}"])
+def test_a_login_in_the_url_is_in_no_error(remote: Remote, tmp_path: Path, login: str) -> None:
+    url = remote.url.replace("://", f"://{login}@").replace("/datasets/", "/datasets/elsewhere/")
     with pytest.raises(SnapshotError, match="could not be fetched from http://127") as raised:
         GitDataset(url, tmp_path / "cache").download("1" * 40)
     assert remote.hub.token not in str(raised.value)

@@ -130,7 +130,8 @@ def test_a_server_may_start_as_long_as_its_engine(
 def test_a_service_that_says_it_is_dead_is_not_waited_for() -> None:
     pulse = Pulse(lambda seconds: "dead", start_seconds=600, hang_seconds=60)
     try:
-        until(lambda: pulse.verdict == "it answered that it must be restarted")
+        until(lambda: pulse.verdict is not None)
+        assert pulse.verdict == "it answered that it must be restarted"
     finally:
         pulse.stop()
 

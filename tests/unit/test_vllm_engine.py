@@ -64,3 +64,32 @@ def test_numbers_of_another_kind_are_refused_with_file_and_tensor(
 
 def test_floats_of_another_width_are_the_same_network(tmp_path: Path) -> None:
     assert staged_after(tmp_path / "releases", torch.float32, torch.bfloat16) == ()
+
+
+def test_vllm_keeps_the_dtype_of_the_first_release_that_it_starts_on(tmp_path: Path) -> None:
+    pipeline_dir = tmp_path / "releases"
+    network = tiny_llama(tied=False)
+    files_dir = save_config(network, tmp_path / "files")
+    small, exact = (
+        publish_state_dict(
+            pipeline_dir,
+            {name: tensor.to(dtype) for name, tensor in network.state_dict().items()},
+            files_dir=files_dir,
+        )
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+
+    async def story() -> None:
+        stub = StubbedVllm()
+        stub.fails_starts = 1
+        engine = VllmEngine(VllmEngineSettings(), stub.start)
+        try:
+            with pytest.raises(StageError):
+                await engine.stage(small, pipeline_dir / small.id)
+            assert engine.dtype_of(exact) == "float32", "vLLM did not start on the other one"
+            await engine.stage(exact, pipeline_dir / exact.id)
+            assert engine.dtype_of(small) == "float32", "a swap does not change it"
+        finally:
+            await engine.close()
+
+    asyncio.run(story())
