@@ -28,6 +28,7 @@ from tests.smollm2 import checkpoint_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
+    dtypes: tuple[str, ...]
     clients: tuple[int, ...]
     long_clients: tuple[int, ...]
     """With long prompts."""
@@ -42,6 +43,7 @@ class Size:
 
 
 FULL = Size(
+    dtypes=("float32", "bfloat16"),
     clients=(1, 4, 16),
     long_clients=(1, 4),
     prompt_tokens=32,
@@ -52,6 +54,7 @@ FULL = Size(
     context=8192,
 )
 SMALL = Size(
+    dtypes=("float32",),
     clients=(2,),
     long_clients=(1,),
     prompt_tokens=32,
@@ -79,7 +82,7 @@ def measure(size: Size) -> Result:
     """A pretrained model over HTTP, against vLLM's own server."""
     figures: list[Figure] = []
     detail: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in size.dtypes:
         if dtype == "bfloat16" and not _computes_bfloat16():
             figures.append(
                 reported("bfloat16: this processor does not compute it", float("nan"), "")

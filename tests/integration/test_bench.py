@@ -20,6 +20,7 @@ NEEDS = {
     "memory": "accelerate",
     "receiver": "gradio",
     "speed": "vllm",
+    "real": "vllm",
     "vllm-swap": "vllm",
 }
 LONGEST_SECONDS = 540
