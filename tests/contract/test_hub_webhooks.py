@@ -13,11 +13,11 @@ from tests.hub_fixtures import (
     Receiver,
     RunningHub,
     commit_file,
-    listening_socket,
     recording_receiver,
     running_hub,
     wait_until,
 )
+from tests.ports import free_port
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -220,9 +220,7 @@ def test_a_receiver_that_hangs_delays_nobody_else(
 def test_a_receiver_that_starts_late_gets_everything_in_order(
     hub: RunningHub, worktree: Path
 ) -> None:
-    listener = listening_socket()
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     url = f"http://127.0.0.1:{port}/webhooks/record"
     id = hub.api.create_webhook(url=url, watched=WATCHED).id
     shas = []
@@ -240,9 +238,7 @@ def test_a_receiver_that_starts_late_gets_everything_in_order(
 def test_what_was_pending_waits_while_the_webhook_is_disabled(
     hub: RunningHub, worktree: Path
 ) -> None:
-    listener = listening_socket()
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     id = hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED).id
     commit_file(hub, worktree, "a.txt", "1")
     hub.git("push", "-q", "origin", "main", cwd=worktree)

@@ -26,12 +26,12 @@ from tests.hub_fixtures import (
     commit_file,
     create_empty,
     git_env,
-    listening_socket,
     recording_receiver,
     run_git,
     running_hub,
     wait_until,
 )
+from tests.ports import free_port
 
 pytest_plugins = ["tests.hub_plugin"]
 
@@ -61,9 +61,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 
 class HubProcess:
     def __init__(self, root: Path) -> None:
-        listener = listening_socket()
-        self.port = listener.getsockname()[1]
-        listener.close()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.root = root
         self.env = git_env(self.url, TOKEN)
@@ -121,9 +119,7 @@ def test_a_push_before_a_kill_is_delivered_after_it(
 ) -> None:
     hub = hub_process
     worktree = make_worktree(hub, tmp_path / "facts")
-    listener = listening_socket()
-    port = listener.getsockname()[1]
-    listener.close()
+    port = free_port()
     hub.api.create_webhook(url=f"http://127.0.0.1:{port}/", watched=WATCHED)
     sha = commit(hub, worktree, "1")
     hub.git("push", "-q", "origin", "main", cwd=worktree)

@@ -26,10 +26,10 @@ from tests.hub_fixtures import (
     TOKEN,
     create_empty,
     git_env,
-    listening_socket,
     run_git,
     wait_until,
 )
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
@@ -60,9 +60,7 @@ uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
 
 class MeasuredHub:
     def __init__(self, root: Path) -> None:
-        listener = listening_socket()
-        port = listener.getsockname()[1]
-        listener.close()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.root = root
         self.api = HfApi(endpoint=self.url, token=TOKEN)

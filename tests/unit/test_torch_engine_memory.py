@@ -1,6 +1,8 @@
 """Memory for keys and values: who waits for it, who gives it up, and what stays in it to share."""
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,27 +117,45 @@ def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
     published: Published, tmp_path: Path
 ) -> None:
     other = publish(build(published.network.config, seed=1), tmp_path)
+    may_go_on = threading.Event()
+    steps: list[str] = []
+
+    def watch(engine: Any, release_id: str, before: Callable[[], Any]) -> None:
+        runner = lane_of(engine, release_id)._runner
+        forward = runner.forward
+
+        def watched(batch: Batch) -> Any:
+            before()
+            steps.append(release_id)
+            return forward(batch)
+
+        runner.forward = watched
 
     async def scenario() -> Any:
         async with engine_with(published, kv_cache_bytes=8 * BLOCK_BYTES) as engine:
-            long = greedy(prompt(440), max_tokens=70)
-            old = engine.generate(published.id, long)
+            old = engine.generate(published.id, greedy(prompt(440), max_tokens=70))
             head = tokens([await anext(old)])
+            # The old stream is held until the new one has been asked for.
+            watch(engine, published.id, may_go_on.wait)
             waiting = asyncio.create_task(ask(engine, published.id, greedy(prompt(30, seed=1))))
             await engine.stage(other.release, other.folder)
             await engine.commit(other.id)
+            watch(engine, other.id, lambda: None)
             await engine.unload(published.id)
-            new = await ask(engine, other.id, greedy(prompt(30, seed=1)))
-            assert published.id in engine.resident_releases()
+            new = engine.generate(other.id, greedy(prompt(30, seed=1)))
+            may_go_on.set()
+            answer = tokens([step async for step in new])
             rest = tokens([step async for step in old])
-            answers = tokens(await waiting), tokens(new)
+            waited = tokens(await waiting)
             await until(lambda: list(engine.resident_releases()) == [other.id])
-            return head + rest, *answers
+            return head + rest, waited, answer
 
     long, waited, new = asyncio.run(scenario())
     assert long == expected(published.network, prompt(440), 70)
     assert waited == expected(published.network, prompt(30, seed=1))
     assert new == expected(other.network, prompt(30, seed=1))
+    new_ended = len(steps) - steps[::-1].index(other.id)
+    assert steps[new_ended:].count(published.id) > 50, "the new one waited"
 
 
 def test_a_second_turn_reads_only_what_is_new(published: Published) -> None:
