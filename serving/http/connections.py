@@ -36,9 +36,9 @@ _ACKNOWLEDGED = slice(120, 128)
 """The place of `tcpi_bytes_acked` in `struct tcp_info` (linux/tcp.h). The size of the write buffer
 cannot replace this field: with uvloop, it does not change until a complete write is done."""
 
-Awaited = Literal["headers", "body", "reading"]
-"""What the client must do next: send the headers of a request, send the rest of a body, or read an
-answer."""
+Awaited = Literal["request", "headers", "body", "reading"]
+"""What the client must do next: begin another request after an answer, send the headers of a
+request, send the rest of a body, or read an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,26 @@ class Limits:
     """How many connections may be open at once. If one more client connects, the server looks at
     the clients for which it waits, and ends the connection that has made no progress for the
     longest time. If it waits for no client, it ends the new connection."""
+    idle_seconds: float = 75
+    """A connection stays open for this time between an answer and the next request. Clients and
+    load balancers reuse connections. If the server closed a connection at the moment when a client
+    sends a request on it, the request would fail, so this time is longer than those after which
+    most of them close unused connections themselves (httpx 5 s, AWS's load balancer 60 s)."""
     headers_seconds: float = 15
     """A client must send the complete headers of a request within this time. The time starts when
-    the client connects, and again when an answer ends."""
+    the client connects, and when it begins another request."""
     body_seconds: float = 30
     """A client that sends a body must make progress within this time."""
     reading_seconds: float = 60
     """A client that has an answer to read must make progress within this time."""
 
     def seconds(self, awaited: Awaited) -> float:
-        if awaited == "headers":
-            return self.headers_seconds
-        return self.body_seconds if awaited == "body" else self.reading_seconds
+        return {
+            "request": self.idle_seconds,
+            "headers": self.headers_seconds,
+            "body": self.body_seconds,
+            "reading": self.reading_seconds,
+        }[awaited]
 
 
 class Connection(HttpProtocol):
@@ -136,7 +144,9 @@ class Connection(HttpProtocol):
         if self.flow.write_paused:
             return "reading"
         if is_answered:
-            return "reading" if self.transport.get_write_buffer_size() else "headers"
+            if self.transport.get_write_buffer_size():
+                return "reading"
+            return "headers" if cycle is None or self._num_header_bytes else "request"
         # If uvicorn has paused reading, the application has not yet taken the part of the body that
         # has arrived. The client then waits for the application.
         is_sending = cycle.more_body and not cycle.waiting_for_100_continue

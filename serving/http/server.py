@@ -1,5 +1,6 @@
 """Makes the HTTP server of a service."""
 
+import math
 from typing import Literal
 
 import uvicorn
@@ -27,13 +28,15 @@ def http_config(
     class Limited(Connection):
         pass
 
-    Limited.limits = limits or Limits()
+    limits = limits or Limits()
+    Limited.limits = limits
     return uvicorn.Config(
         app,
         http=Limited,
         log_config=None,
         log_level="warning",
         access_log=False,
+        timeout_keep_alive=math.ceil(limits.idle_seconds),
         lifespan=lifespan,
         timeout_graceful_shutdown=shutdown_seconds,
     )

@@ -24,7 +24,8 @@ PIPELINE = "answers"
 START_SECONDS, END_SECONDS = 400.0, 60.0
 KV_CACHE_BYTES = 2 << 30
 """Of vLLM's own server: as many as our default."""
-_NO_LIMITS = httpx.Limits(max_connections=None)
+# Servers close an unused connection after 5 s. A request that is sent at that moment would fail.
+_NO_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
 ServerName = Literal["torch", "vllm", "vllm-own"]
 """Our server with its embedded engine, our server with vLLM, and vLLM's own server."""
 

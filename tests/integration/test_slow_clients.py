@@ -6,7 +6,9 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -22,7 +24,13 @@ from tests.hub_fixtures import TOKEN, commit_file, running_hub, wait_until
 from tests.serving_fixtures import ADMIN_TOKEN, echo_app, echo_release, running
 from tests.slow_clients import connected, is_ended, num_ended, outlive, request
 
-LIMITS = Limits(max_connections=20, headers_seconds=0.4, body_seconds=0.4, reading_seconds=0.4)
+LIMITS = Limits(
+    max_connections=20,
+    idle_seconds=3.0,
+    headers_seconds=0.4,
+    body_seconds=0.4,
+    reading_seconds=0.4,
+)
 SOON = 10.0
 PIECE_BYTES = 4096
 BIG = "x" * (8 * 2**20)
@@ -107,6 +115,7 @@ def test_who_stops_in_the_middle_is_ended(service: Service) -> None:
         "nothing": b"",
         "headers that stop": half_headers,
         "headers that go on": half_headers,
+        "one request": half_headers + b"\r\n",
         "headers of a second request": half_headers + b"\r\n" + half_headers,
         "a body that stops": half_body,
         "a body that hardly goes on": half_body,
@@ -122,6 +131,18 @@ def test_who_stops_in_the_middle_is_ended(service: Service) -> None:
             client.sendall(sent[name])
         assert outlive(clients, more, within_seconds=SOON) == []
         assert service.is_served()
+
+
+def test_a_connection_waits_for_the_next_request_longer_than_for_headers(service: Service) -> None:
+    with contextlib.closing(HTTPConnection(urlsplit(service.url).netloc, timeout=SOON)) as client:
+        client.connect()
+        client.auto_open = 0  # otherwise it would connect again
+        for wait_seconds in (2 * LIMITS.headers_seconds, 0):
+            client.request("GET", "/health")
+            with client.getresponse() as answer:
+                assert (answer.status, bool(answer.read())) == (200, True)
+            read_end, _, _ = select.select([client.sock], [], [], wait_seconds)
+            assert read_end == []
 
 
 def test_headers_of_any_size_are_not_kept(service: Service) -> None:
