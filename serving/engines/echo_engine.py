@@ -54,7 +54,7 @@ class EchoEngine:
         """(`stage`, `commit` or `unload`, release id), in order."""
         self._residents: dict[str, _Resident] = {}
         self._committed: set[str] = set()
-        self._doomed: set[str] = set()
+        self._unloading: set[str] = set()
         self._live: str | None = None
 
     @property
@@ -62,7 +62,7 @@ class EchoEngine:
         return str(self.fail["turn"]) if "turn" in self.fail else None
 
     async def take_turn(self) -> None:
-        await self._meet("turn")
+        await self._inject_fault("turn")
 
     @property
     def resident(self) -> set[str]:
@@ -71,7 +71,7 @@ class EchoEngine:
 
     async def stage(self, release: Release, folder: Path) -> None:
         self.log.append(("stage", release.id))
-        await self._meet("stage")
+        await self._inject_fault("stage")
         limit = 2
         if len(self._residents) >= limit:
             raise EngineError(f"asked to hold a third release beside {sorted(self._residents)}")
@@ -89,7 +89,7 @@ class EchoEngine:
 
     async def commit(self, release_id: str) -> None:
         self.log.append(("commit", release_id))
-        await self._meet("commit")
+        await self._inject_fault("commit")
         if release_id not in self._residents:
             raise EngineError(f"{release_id} is not staged")
         others = [
@@ -102,7 +102,7 @@ class EchoEngine:
 
     async def unload(self, release_id: str) -> None:
         self.log.append(("unload", release_id))
-        self._doomed.add(release_id)
+        self._unloading.add(release_id)
         self._free_ended(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
@@ -113,7 +113,7 @@ class EchoEngine:
             raise EngineError(f"{release_id} is not loaded and committed")
         self.num_running[release_id] += 1
         try:
-            await self._meet("generate")
+            await self._inject_fault("generate")
             async for step in self._steps(resident, generation):
                 yield step
         finally:
@@ -138,7 +138,7 @@ class EchoEngine:
             return
         salt = b"" if generation.temperature == 0 else repr(generation.seed).encode()
         for number in range(1, generation.max_tokens + 1):
-            await self._meet("step")
+            await self._inject_fault("step")
             await asyncio.sleep(self.step_seconds)
             ended = generation.stop_token_ids if number < generation.min_tokens else ()
             token_id = _next_token(resident, tokens, salt, excluded=ended)
@@ -161,12 +161,12 @@ class EchoEngine:
                 return
 
     def _free_ended(self, release_id: str) -> None:
-        if release_id in self._doomed and not self.num_running[release_id]:
-            self._doomed.discard(release_id)
+        if release_id in self._unloading and not self.num_running[release_id]:
+            self._unloading.discard(release_id)
             self._committed.discard(release_id)
             self._residents.pop(release_id, None)
 
-    async def _meet(self, phase: EnginePhase) -> None:
+    async def _inject_fault(self, phase: EnginePhase) -> None:
         if phase in self.hang:
             await self.hang[phase].wait()
         if phase in self.fail:

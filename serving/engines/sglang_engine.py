@@ -21,7 +21,7 @@ import httpx
 
 from serving.engine import EngineError, Generation, StageError, Step, refuse_constraints
 from serving.engines.same_network import config_differences, tensor_differences
-from serving.engines.sglang_requests import OtherWeights, SoFar, request_of, step_of
+from serving.engines.sglang_requests import WrongWeights, StreamProgress, request_of, step_of
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release
@@ -103,39 +103,39 @@ class SglangEngine:
                     has_begun = True
                     yield step
             return
-        except OtherWeights as error:
+        except WrongWeights as error:
             if has_begun:
                 raise EngineError(str(error)) from None
-        await self._put_right(release_id)
+        await self._restore_weights(release_id)
         try:
             async with aclosing(self._answer(release_id, generation)) as steps:
                 async for step in steps:
                     yield step
-        except OtherWeights as error:
+        except WrongWeights as error:
             raise EngineError(str(error)) from None
 
     async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        """Raises EngineError, OtherWeights."""
+        """Raises EngineError, WrongWeights."""
         if release_id != self._live:
             raise EngineError(f"{self._upstream} has to run {self._live}, not {release_id}")
         request_id = uuid4().hex
-        so_far = SoFar()
+        progress = StreamProgress()
         is_over = False
         try:
             async for chunk in self._events(request_of(generation, request_id)):
-                step = step_of(chunk, generation, release_id, so_far)
+                step = step_of(chunk, generation, release_id, progress)
                 is_over = step.finish_reason is not None
                 yield step
             if not is_over:
                 raise EngineError(f"{self._upstream} broke the answer off")
         except httpx.HTTPError as error:
             is_over = True
-            raise EngineError(f"{self._upstream}: {_said(error)}") from error
+            raise EngineError(f"{self._upstream}: {_message(error)}") from error
         finally:
             if not is_over:
                 await self._abort(request_id)
 
-    async def _put_right(self, release_id: str) -> None:
+    async def _restore_weights(self, release_id: str) -> None:
         """Once for all whose answers came from other weights."""
         async with self._updating:
             if release_id != self._live or await self._weight_version() == release_id:
@@ -197,7 +197,7 @@ class SglangEngine:
             answer.raise_for_status()
             return cast(dict[str, Any], answer.json())
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"no SGLang server at {self._upstream}: {_said(error)}") from error
+            raise EngineError(f"no SGLang server at {self._upstream}: {_message(error)}") from error
 
     async def _post(
         self, path: str, body: dict[str, Any], *, seconds: float = _ANSWER_SECONDS
@@ -207,7 +207,7 @@ class SglangEngine:
             # A refused update is 400, with the reason in a body of the usual shape.
             return cast(dict[str, Any], answer.json()) if answer.content else {}
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"{self._upstream}{path}: {_said(error)}") from error
+            raise EngineError(f"{self._upstream}{path}: {_message(error)}") from error
 
 
 def _differences(running: Path, release: Release, folder: Path) -> list[str]:
@@ -230,5 +230,5 @@ def _read_once(paths: list[Path]) -> None:
                 pass
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) or type(error).__name__

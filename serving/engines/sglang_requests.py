@@ -6,12 +6,12 @@ from typing import Any
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 
 
-class OtherWeights(Exception):
+class WrongWeights(Exception):
     """The upstream computed with other weights than it was asked for."""
 
 
 @dataclass
-class SoFar:
+class StreamProgress:
     num_tokens: int = 0
     has_begun: bool = False
 
@@ -46,7 +46,9 @@ def request_of(generation: Generation, request_id: str) -> dict[str, Any]:
     }
 
 
-def step_of(chunk: dict[str, Any], generation: Generation, release_id: str, so_far: SoFar) -> Step:
+def step_of(
+    chunk: dict[str, Any], generation: Generation, release_id: str, progress: StreamProgress
+) -> Step:
     """A chunk has all tokens until then or, where the upstream streams differences, the new ones:
     either way the new ones are the last."""
     meta = chunk["meta_info"]
@@ -54,20 +56,20 @@ def step_of(chunk: dict[str, Any], generation: Generation, release_id: str, so_f
     if version is None:
         raise EngineError("SGLang names no weight_version beside its tokens")
     if version != release_id:
-        raise OtherWeights(f"tokens of {version} in an answer of {release_id}")
+        raise WrongWeights(f"tokens of {version} in an answer of {release_id}")
     reason = (meta.get("finish_reason") or {}).get("type")
     if reason not in (None, "stop", "length"):
         raise EngineError(f"SGLang ended the sequence: {meta['finish_reason']}")
-    num_new = meta["completion_tokens"] - so_far.num_tokens
-    so_far.num_tokens += num_new
+    num_new = meta["completion_tokens"] - progress.num_tokens
+    progress.num_tokens += num_new
     token_ids = tuple(chunk["output_ids"][-num_new:]) if num_new else ()
     logprobs: tuple[TokenLogprob, ...] = ()
     if generation.num_logprobs is not None and num_new:
         logprobs = _logprobs(meta, "output", generation.num_logprobs)[-num_new:]
     prompt_logprobs = None
-    if generation.num_prompt_logprobs is not None and not so_far.has_begun:
+    if generation.num_prompt_logprobs is not None and not progress.has_begun:
         prompt_logprobs = _logprobs(meta, "input", generation.num_prompt_logprobs)
-    is_first, so_far.has_begun = not so_far.has_begun, True
+    is_first, progress.has_begun = not progress.has_begun, True
     return Step(
         token_ids=token_ids,
         logprobs=logprobs,

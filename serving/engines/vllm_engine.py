@@ -87,9 +87,9 @@ class VllmEngine:
         async with self._changing:
             if self._process is None and self._recovery is None:
                 self._process = await self._start_on(release, folder)
-                self._watch = asyncio.create_task(self._watch_over())
+                self._watch = asyncio.create_task(self._watch_process())
             else:
-                process = await self._healthy()
+                process = await self._running_process()
                 if not process.holds(release.id):
                     _check_same_network(self._residents[process.release_id], release, folder)
                     await process.stage(release, folder)
@@ -108,10 +108,10 @@ class VllmEngine:
         """The way back succeeds at once, whatever state vLLM is in: it comes back on that."""
         if release_id == self._good:
             self._live = release_id
-            if self._revive():
+            if self._ensure_recovery():
                 return
         async with self._changing:
-            process = await self._healthy()
+            process = await self._running_process()
             if not process.holds(release_id):
                 raise EngineError(f"{release_id} is not staged")
             if process.way == "reload" and release_id == self._good != process.release_id:
@@ -147,9 +147,9 @@ class VllmEngine:
                 await process.forget(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        if release_id != self._good and self._revive():
+        if release_id != self._good and self._ensure_recovery():
             raise EngineError(f"vLLM died; it comes back on {self._good}, not on {release_id}")
-        process = await self._healthy()
+        process = await self._running_process()
         if release_id != self._live or process.release_id != release_id:
             raise EngineError(f"vLLM computes with {process.release_id}, not with {release_id}")
         async with aclosing(process.generate(generation)) as steps:
@@ -162,15 +162,15 @@ class VllmEngine:
             await asyncio.wait({self._recovery})
         await self._end_process()
 
-    def _revive(self) -> bool:
+    def _ensure_recovery(self) -> bool:
         """Start a dead vLLM again, one that gave up as well. Whether it is on its way back."""
         if self._process is None or self._process.is_dead:
             self._begin_recovery()
         return self._recovery is not None
 
-    async def _healthy(self) -> "VllmProcess":
+    async def _running_process(self) -> "VllmProcess":
         """Waits while vLLM comes back. Raises EngineError if it does not."""
-        if self._revive() and self._recovery is not None:
+        if self._ensure_recovery() and self._recovery is not None:
             await asyncio.shield(self._recovery)
         if self._process is None:
             raise EngineError("vLLM does not run")
@@ -181,7 +181,7 @@ class VllmEngine:
         limit = self._settings.start_seconds
         try:
             async with asyncio.timeout(limit):
-                if reasons := await asyncio.to_thread(_unproved, release, folder):
+                if reasons := await asyncio.to_thread(_find_faults, release, folder):
                     raise StageError(*reasons)
                 dtype = self.dtype_of(release)
                 settings = self._settings.model_copy(update={"dtype": dtype})
@@ -194,7 +194,7 @@ class VllmEngine:
     def _begin_recovery(self) -> None:
         if self._recovery is None and self._good is not None:
             self._recovery = asyncio.create_task(self._recover())
-            self._recovery.add_done_callback(_note)
+            self._recovery.add_done_callback(_log_failed_recovery)
 
     async def _recover(self) -> None:
         try:
@@ -211,13 +211,13 @@ class VllmEngine:
                     continue
                 # It may have been decided meanwhile that another one is good.
                 if self._good == good.release.id:
-                    self._watch = asyncio.create_task(self._watch_over())
+                    self._watch = asyncio.create_task(self._watch_process())
                     return
             raise EngineError(f"vLLM does not start again on {self._good}")
         finally:
             self._recovery = None
 
-    async def _watch_over(self) -> None:
+    async def _watch_process(self) -> None:
         while self._process is not None and not self._process.is_dead:
             await asyncio.sleep(_WATCH_SECONDS)
         self._begin_recovery()
@@ -239,7 +239,7 @@ def create_engine(**settings: Any) -> VllmEngine:
     return VllmEngine(VllmEngineSettings(**settings), VllmProcess.start)
 
 
-def _unproved(release: Release, folder: Path) -> Sequence[str]:
+def _find_faults(release: Release, folder: Path) -> Sequence[str]:
     """vLLM starts on what it reads by itself, and proves nothing of it."""
     from serving.weights.shards import not_finite  # torch, which is slow to import
 
@@ -256,6 +256,6 @@ def _check_same_network(before: _Resident, release: Release, folder: Path) -> No
         raise StageError(*reasons, "start the server again to serve another network")
 
 
-def _note(recovery: "asyncio.Task[None]") -> None:
+def _log_failed_recovery(recovery: "asyncio.Task[None]") -> None:
     if not recovery.cancelled() and recovery.exception() is not None:
         _log.critical("%s", recovery.exception())

@@ -73,11 +73,11 @@ class VllmProcess:
         try:
             llm = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_end_late)
+            starting.add_done_callback(_end_late_start)
             raise
         # Whatever vLLM, torch or the operating system raises means the same here.
         except Exception as error:
-            raise StageError(f"vLLM does not start on {folder.name}: {_line(error)}") from error
+            raise StageError(f"vLLM does not start on {folder.name}: {_first_line(error)}") from error
         process = cls(llm, release)
         try:
             await process._prepare(folder, settings)
@@ -152,12 +152,12 @@ class VllmProcess:
                 async for output in outputs:
                     yield step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineError(f"vLLM stopped: {_line(error)}") from error
+            raise EngineError(f"vLLM stopped: {_first_line(error)}") from error
         except (ValueError, VLLMValidationError) as error:
             if generation.grammar is not None:
                 param = generation.grammar.param
-                raise GenerationRefused(_line(error), param=param) from error
-            raise EngineError(f"vLLM refuses the request: {_line(error)}") from error
+                raise GenerationRefused(_first_line(error), param=param) from error
+            raise EngineError(f"vLLM refuses the request: {_first_line(error)}") from error
 
     @property
     def _end_of_text(self) -> int | None:
@@ -218,14 +218,14 @@ class VllmProcess:
         try:
             await self._llm.update_weight_version(release_id)
         except EngineDeadError as error:
-            raise EngineError(f"vLLM stopped: {_line(error)}") from error
+            raise EngineError(f"vLLM stopped: {_first_line(error)}") from error
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         """A method of the worker, on each of them. Raises EngineError."""
         try:
             found: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
-            raise EngineError(f"{method}: {_line(error)}") from error
+            raise EngineError(f"{method}: {_first_line(error)}") from error
         return found
 
 
@@ -267,11 +267,11 @@ def _has_tokenizer(folder: Path) -> bool:
         return get_tokenizer(str(folder)).eos_token_id is not None
     # `transformers` raises whatever it likes for files that it dislikes.
     except Exception as error:
-        _log.warning("no grammars, since vLLM has no tokenizer of %s: %s", folder, _line(error))
+        _log.warning("no grammars, since vLLM has no tokenizer of %s: %s", folder, _first_line(error))
         return False
 
 
-def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:
+def _end_late_start(starting: "asyncio.Future[AsyncLLM]") -> None:
     if not starting.cancelled() and starting.exception() is None:
         # Not here: this is the event loop.
         threading.Thread(
@@ -279,5 +279,5 @@ def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:
         ).start()
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -63,7 +63,7 @@ class WeightsInMemory(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Image:
+class _HostWeights:
     """One release in host memory. Nothing in it is written to once it is made, so that releases
     share what is equal."""
 
@@ -87,9 +87,9 @@ class CopiedWeights:
         check_memory(self._shadow, num_copies=1 if self._is_cpu else 2)
         self._targets = load_and_trace(self._shadow, read_tensors(folder, weight_map))
         params = {name: param.data for name, param in self._shadow.named_parameters()}
-        self._images = {
-            release_id: _Image(
-                params={name: self._settled(param) for name, param in params.items()},
+        self._host_weights = {
+            release_id: _HostWeights(
+                params={name: self._pinned(param) for name, param in params.items()},
                 packed={
                     name: module.cpu_linear
                     for name, module in self._live_model.named_modules()
@@ -103,15 +103,15 @@ class CopiedWeights:
 
     def needed_bytes(self, stored: Mapping[str, int]) -> int:
         """Parameters as they are computed with, fused: whole, whatever part of them changes."""
-        params = self._images[self._live_id].params
+        params = self._host_weights[self._live_id].params
         # On a CPU packed once more, else pinned.
         return 2 * sum(params[name].nbytes for name in self._touched(stored))
 
     def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
         with self._staging:  # one that nobody wants any more may not have ended yet
-            return self._stage(release_id, self._images[base_id], folder, changed)
+            return self._stage(release_id, self._host_weights[base_id], folder, changed)
 
-    def _stage(self, release_id: str, base: _Image, folder: Path, changed: Changed) -> int:
+    def _stage(self, release_id: str, base: _HostWeights, folder: Path, changed: Changed) -> int:
         touched = self._touched(changed)
         for name, param in self._shadow.named_parameters():
             param.data = base.params[name].clone() if name in touched else base.params[name]
@@ -122,14 +122,14 @@ class CopiedWeights:
         params = dict(base.params)
         for name, param in self._shadow.named_parameters():
             if name in touched:
-                params[name] = self._settled(param.data)
-        self._images[release_id] = _Image(
+                params[name] = self._pinned(param.data)
+        self._host_weights[release_id] = _HostWeights(
             params=params, packed=base.packed | self._pack_touched(touched, set(base.packed))
         )
         return num_bytes
 
     def commit(self, release_id: str) -> None:
-        before, after = self._images[self._live_id], self._images[release_id]
+        before, after = self._host_weights[self._live_id], self._host_weights[release_id]
         with torch.no_grad():
             for name, param in self._live_model.named_parameters():
                 # A parameter that lives on in packed form only is empty.
@@ -144,7 +144,7 @@ class CopiedWeights:
 
     def forget(self, release_id: str) -> None:
         if release_id != self._live_id:
-            self._images.pop(release_id, None)
+            self._host_weights.pop(release_id, None)
 
     def _touched(self, names: Iterable[str]) -> set[str]:
         return {target for name in names for target in self._targets[name]}
@@ -156,7 +156,7 @@ class CopiedWeights:
         else:
             param.data.copy_(value, non_blocking=True)
 
-    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Pinned where it is copied to a device: that is several times as fast."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
@@ -176,7 +176,7 @@ class CopiedWeights:
 
     def _check_equal_to_live(self) -> None:
         """The shadow must hold what vLLM itself loaded: if not, its model is not understood."""
-        image = self._images[self._live_id]
+        image = self._host_weights[self._live_id]
         for name, param in self._live_model.named_parameters():
             if not param.numel():
                 continue
@@ -239,7 +239,7 @@ def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.T
         yield name, tensor
 
 
-def yield_the_cores() -> None:
+def lower_thread_priority() -> None:
     """Make the calling thread one that takes little beside the worker's."""
     if sys.platform == "linux":
         # On Linux a nice value is a thread's own; 0 is the calling thread.

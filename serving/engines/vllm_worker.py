@@ -22,7 +22,7 @@ from serving.engines.vllm_weights import (
     ReloadedWeights,
     StagingFailed,
     WeightsInMemory,
-    yield_the_cores,
+    lower_thread_priority,
 )
 from serving.errors import ReleaseError
 
@@ -41,7 +41,7 @@ class HotpushWorker:
     ) -> dict[str, Any]:
         """After the start on a release, and before its first request: make ready for the next."""
         threading.Thread(
-            target=_end_with, args=(server_pid,), name="hotpush-server-watch", daemon=True
+            target=_end_with_server, args=(server_pid,), name="hotpush-server-watch", daemon=True
         ).start()
         reason = None
         weights: WeightsInMemory | None = None
@@ -101,7 +101,7 @@ class HotpushWorker:
         self.hotpush_weights.forget(release_id)
 
 
-def _end_with(server_pid: int) -> None:
+def _end_with_server(server_pid: int) -> None:
     """A killed server leaves no vLLM behind: vLLM's processes would wait for it for ever."""
     engine_pid = os.getppid()
     _wait_for_end_of(server_pid)
@@ -138,7 +138,7 @@ class _Staging(threading.Thread):
     def run(self) -> None:
         started = time.perf_counter()
         try:
-            yield_the_cores()
+            lower_thread_priority()
             self.read_bytes = self._stage()
         except ReleaseError as error:
             self.refusals = error.reasons

@@ -57,7 +57,7 @@ def _cgroup_free() -> int | None:
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def give_back_memory() -> None:
+def trim_heap() -> None:
     """Let the system have the pages that nothing lies in any more. glibc keeps those of a release
     that left between what stays; where malloc is another one, this does nothing."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
@@ -69,7 +69,7 @@ def give_back_memory() -> None:
 _STAGING_NICENESS = 5
 
 
-def yield_the_cores() -> None:
+def lower_thread_priority() -> None:
     """Make the calling thread one that takes little beside the step loop."""
     num_threads = torch.get_num_threads()
     if num_threads > 1:

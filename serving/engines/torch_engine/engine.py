@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.dtype import choose_dtype
-from serving.engines.torch_engine.device import choose_device, give_back_memory
+from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.device import choose_device, trim_heap
 from serving.engines.torch_engine.grammars import Grammars
-from serving.engines.torch_engine.lane import Lane
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
-from serving.engines.torch_engine.neighbours import Neighbours
 from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.staging import Staged, load_runner
@@ -48,7 +48,7 @@ class _Resident:
     read_bytes: int
     shared_bytes: int
     is_committed: bool = False
-    is_leaving: bool = False
+    is_unloading: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,21 +79,21 @@ class TorchEngine:
         self._grammars = Grammars()
         self._residents: dict[str, _Resident] = {}
         self._staging = asyncio.Lock()
-        self._one_left = asyncio.Event()
+        self._one_unloaded = asyncio.Event()
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
         self._stop_staging = threading.Event()
         self._is_closed = False
         self._steps = StepLoop(
-            num_threads=settings.num_threads, neighbours=Neighbours(settings.neighbours)
+            num_threads=settings.num_threads, busy_lock=BusyLock(settings.neighbours)
         )
 
     @property
     def failure(self) -> str | None:
-        return self._steps.death
+        return self._steps.failure
 
     async def take_turn(self) -> None:
         turn = asyncio.get_running_loop().create_future()
-        self._steps.give_turn(turn)
+        self._steps.add_liveness_check(turn)
         try:
             while not turn.done():
                 before = self._steps.cpu_seconds
@@ -112,20 +112,20 @@ class TorchEngine:
 
     async def stage(self, release: Release, folder: Path) -> None:
         async with self._staging:
-            if self._take_back(release.id):
+            if self._cancel_unload(release.id):
                 return
             await self._wait_for_room(release.id)
-            with self._steps.lending_a_core():
+            with self._steps.reserve_core():
                 staged = await self._load(release, folder)
             try:
-                self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
+                self._steps.add(release.id, Scheduler(staged.runner, self._sampler, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = _Resident(
                 release=release,
                 folder=folder,
                 vocab_size=staged.runner.vocab_size,
-                context=staged.runner.room.context,
+                context=staged.runner.cache_size.context,
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )
@@ -143,22 +143,22 @@ class TorchEngine:
     async def unload(self, release_id: str) -> None:
         """A release that is not there, or leaves already, is no error."""
         resident = self._residents.get(release_id)
-        if resident is None or resident.is_leaving:
+        if resident is None or resident.is_unloading:
             return
-        resident.is_leaving = True
+        resident.is_unloading = True
         loop = asyncio.get_running_loop()
 
-        def on_gone() -> None:
+        def on_unloaded() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._forget, release_id)
 
-        self._steps.retire(release_id, on_gone)
+        self._steps.unload(release_id, on_unloaded)
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
         """The sequence is on its way when this returns, and keeps its release until it ends; one
         with a grammar is when its first step is asked for."""
         resident = self._find(release_id)
-        if not resident.is_committed or resident.is_leaving:
+        if not resident.is_committed or resident.is_unloading:
             raise EngineError(f"release {release_id} is not live: commit it first")
         _check_fits(generation, resident)
         sequence = Sequence(
@@ -175,7 +175,7 @@ class TorchEngine:
     async def _submit_constrained(self, sequence: Sequence, resident: _Resident) -> None:
         grammar = sequence.generation.grammar
         if grammar is not None:
-            sequence.shape.grammar = await self._grammars.begin(
+            sequence.logits_processor.grammar = await self._grammars.begin(
                 resident.release, resident.folder, resident.vocab_size, grammar
             )
         self._steps.submit(sequence)
@@ -195,7 +195,7 @@ class TorchEngine:
     async def close(self) -> None:
         self._is_closed = True
         self._stop_staging.set()
-        self._one_left.set()
+        self._one_unloaded.set()
         self._steps.stop()
         await asyncio.to_thread(self._steps.join)
         await asyncio.to_thread(self._loader.shutdown)
@@ -208,27 +208,27 @@ class TorchEngine:
         except KeyError:
             raise EngineError(f"release {release_id} is not resident") from None
 
-    def _take_back(self, release_id: str) -> bool:
+    def _cancel_unload(self, release_id: str) -> bool:
         """Keep a release that is resident still, as a rollback soon after a swap finds it."""
         resident = self._residents.get(release_id)
-        if resident is None or not self._steps.keep(release_id):
+        if resident is None or not self._steps.cancel_unload(release_id):
             return False
-        resident.is_leaving = False
+        resident.is_unloading = False
         return True
 
     def _forget(self, release_id: str) -> None:
         self._residents.pop(release_id, None)
         self._grammars.forget(release_id)
-        self._one_left.set()
+        self._one_unloaded.set()
         if not self._is_closed:
-            self._loader.submit(give_back_memory)
+            self._loader.submit(trim_heap)
 
     async def _wait_for_room(self, release_id: str) -> None:
         try:
             async with asyncio.timeout(self._settings.stage_wait_seconds):
                 while len(self._residents) >= _MAX_RESIDENT and not self._is_closed:
-                    self._one_left.clear()
-                    await self._one_left.wait()
+                    self._one_unloaded.clear()
+                    await self._one_unloaded.wait()
         except TimeoutError:
             raise StageError(
                 f"release {release_id}: no room, {' and '.join(self._residents)} are resident "

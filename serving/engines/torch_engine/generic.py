@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch, Room
+from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 from serving.engines.torch_engine.units import Built, Part, Unit
 from serving.errors import ReleaseError
@@ -108,13 +108,13 @@ class TransformersRunner:
         layers: Seq[KeyValueSlots],
         shapes: Seq[LayerShape],
         *,
-        room: Room,
+        cache_size: KvCacheSize,
         device: torch.device,
     ) -> None:
         """`layers` and `shapes` have one entry for each layer of `network`."""
         from serving.engines.torch_engine.generic_cache import SlotCache, SlotLayer
 
-        self.room = room
+        self.cache_size = cache_size
         self._config: Any = network.config
         self.vocab_size: int = self._config.get_text_config().vocab_size
         network.requires_grad_(False)
@@ -132,9 +132,9 @@ class TransformersRunner:
     def warm_up(self) -> None:
         """No batch size has a kernel of its own."""
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         for layer in self._layers:
-            layer.cut(slot, length)
+            layer.truncate(slot, length)
 
     def copy(self, source: int, target: int, length: int) -> None:
         for layer in self._layers:
@@ -161,7 +161,7 @@ class TransformersRunner:
         from serving.engines.torch_engine import generic_cache
 
         rows = generic_cache.Rows(slots=slots, starts=starts, num_new=len(token_ids[0]))
-        positions = self._cache.choose(rows)
+        positions = self._cache.prepare(rows)
         asked = {"position_ids": positions, "logits_to_keep": keep}
         answer = self._network(
             input_ids=torch.tensor(token_ids, device=self._device),

@@ -45,10 +45,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=list(layers))
         self._device = device
 
-    def choose(self, rows: Rows) -> Tensor:
+    def prepare(self, rows: Rows) -> Tensor:
         """Positions of the new tokens, [slots, new tokens]."""
         for layer in self.layers:
-            layer.choose(rows)
+            layer.prepare(rows)
         starts = torch.tensor(rows.starts, device=self._device)[:, None]
         return starts + torch.arange(rows.num_new, device=self._device)
 
@@ -62,10 +62,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         self._slots = slots
         self._shape = shape
 
-    def choose(self, rows: Rows) -> None:
+    def prepare(self, rows: Rows) -> None:
         self._rows = rows
         if len(rows.slots) > 1:
-            self._places = self._slots.places(rows.slots, rows.starts)
+            self._row_indices = self._slots.row_indices(rows.slots, rows.starts)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The slots are there already."""
@@ -78,7 +78,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         rows, size = self._rows, self._shape.head_dim
         new = torch.stack([_by_token(key_states, size), _by_token(value_states, size)], dim=1)
         if len(rows.slots) > 1:
-            self._slots.write_rows(0, self._places, new)
+            self._slots.write_rows(0, self._row_indices, new)
         else:
             self._slots.write_run(0, rows.slots[0], rows.starts[0], new)
         first, end = rows.slots[0], rows.slots[-1] + 1

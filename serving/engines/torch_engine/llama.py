@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from serving.engines.torch_engine import rope, threads
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.rows import Rows, Span, rounded
-from serving.engines.torch_engine.runner import Batch, Chunk, Room
+from serving.engines.torch_engine.rows import Rows, Span, padded_count
+from serving.engines.torch_engine.runner import Batch, Chunk, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots
 from serving.engines.torch_engine.units import Built
 
@@ -42,15 +42,15 @@ class LlamaRunner:
         built: Mapping[str, Built],
         slots: KeyValueSlots,
         *,
-        room: Room,
+        cache_size: KvCacheSize,
         device: torch.device,
     ) -> None:
-        self.room = room
+        self.cache_size = cache_size
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self._slots = slots
         self._device = device
-        rotations = rope.rotations(shape.rope, shape.head_dim, room.context)
+        rotations = rope.rotations(shape.rope, shape.head_dim, cache_size.context)
         self._rotations = rotations.to(device)[:, None]
         self._embedding = _tensor(built["embedding"])
         self._norm = _tensor(built["norm"])
@@ -64,12 +64,12 @@ class LlamaRunner:
         layer = self._layers[0]
         matrices = (layer.qkv, layer.output, layer.gate_up, layer.down, self._head)
         by_kind = {(matrix.shape, matrix.bias is None): matrix for matrix in matrices}
-        for num_rows in sorted({rounded(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
+        for num_rows in sorted({padded_count(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
             for matrix in by_kind.values():
                 matrix(self._embedding.new_zeros(num_rows, matrix.shape[1]))
 
-    def cut(self, slot: int, length: int) -> None:
-        self._slots.cut(slot, self.room.blocks(length) * self.room.block_tokens)
+    def truncate(self, slot: int, length: int) -> None:
+        self._slots.truncate(slot, self.cache_size.blocks(length) * self.cache_size.block_tokens)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self._slots.copy(source, target, length)
@@ -78,16 +78,17 @@ class LlamaRunner:
         dtype = self._embedding.dtype
         rows = Rows(
             batch,
-            places=self._slots.places(batch.slots, batch.lengths),
+            row_indices=self._slots.row_indices(batch.slots, batch.lengths),
             token_bytes=2 * self._shape.num_kv_heads * self._shape.head_dim * dtype.itemsize,
             dtype=dtype,
             device=self._device,
-            are_rounded=self._head.is_packed,
+            is_padded=self._head.is_packed,
         )
         self._num_threads = torch.get_num_threads()
-        """For what is worth them in this step; the rest has `_num_small`."""
-        self._num_small = 1 if rows.count < threads.MANY_ROWS else self._num_threads
-        with threads.on(self._num_small):
+        """For what is worth them in this step; the rest has `_num_elementwise_threads`."""
+        is_parallel = rows.count >= threads.PARALLEL_ROWS
+        self._num_elementwise_threads = self._num_threads if is_parallel else 1
+        with threads.use(self._num_elementwise_threads):
             x = F.embedding(rows.token_ids, self._embedding)
             rotation = self._rotations[rows.positions]
             for index, layer in enumerate(self._layers):
@@ -102,7 +103,7 @@ class LlamaRunner:
     def _multiply(self, matrix: Linear, x: Tensor) -> Tensor:
         torch.set_num_threads(self._num_threads)
         y = matrix(x)
-        torch.set_num_threads(self._num_small)
+        torch.set_num_threads(self._num_elementwise_threads)
         return y
 
     def _layer(self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, rows: Rows) -> Tensor:
@@ -123,14 +124,14 @@ class LlamaRunner:
         gate, up = self._multiply(layer.gate_up, self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
         return self._multiply(layer.down, F.silu(gate).mul_(up)).add_(x)
 
-    def _threads_for(self, *, is_much: bool) -> AbstractContextManager[None]:
-        return threads.on(self._num_threads if is_much else 1)
+    def _threads_for(self, *, is_parallel: bool) -> AbstractContextManager[None]:
+        return threads.use(self._num_threads if is_parallel else 1)
 
     def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
         shape, first = self._shape, rows.num_decoding
         by_head = keys_values.view(-1, 2, shape.num_kv_heads, shape.head_dim)
         if first:
-            self._slots.write_rows(index, rows.places, by_head[:first])
+            self._slots.write_rows(index, rows.row_indices, by_head[:first])
         for chunk, _ in rows.chunks:
             end = first + len(chunk.token_ids)
             self._slots.write_run(index, chunk.slot, chunk.start, by_head[first:end])
@@ -156,7 +157,7 @@ class LlamaRunner:
             )
         # The heads that share keys stand where SDPA has query positions: nothing is repeated.
         grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
-        with self._threads_for(is_much=span.is_much):
+        with self._threads_for(is_parallel=span.is_parallel):
             if count > 1 and keys.dtype == torch.float32 and keys.device.type == "cpu":
                 attended = _attend_by_products(grouped, keys, values, span.mask)
             else:
@@ -172,8 +173,10 @@ class LlamaRunner:
         shape, count = self._shape, len(chunk.token_ids)
         keys, values = self._slots.read(index, chunk.slot, chunk.slot + 1, chunk.start + count)
         by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
-        is_much = threads.is_much(multiplications=2 * queries.numel() * (chunk.start + count))
-        with self._threads_for(is_much=is_much):
+        is_parallel = threads.is_parallel_worthwhile(
+            multiplications=2 * queries.numel() * (chunk.start + count)
+        )
+        with self._threads_for(is_parallel=is_parallel):
             attended = F.scaled_dot_product_attention(
                 by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )

@@ -10,7 +10,7 @@ from serving.engines.torch_engine import threads
 from serving.engines.torch_engine.runner import Batch, Chunk
 
 # oneDNN makes a kernel for each number of rows, at about a millisecond and 0.4 MB, and keeps it:
-# numbers are rounded up. (Up to so many rows, to multiples of this.) Few rows cost about the same,
+# numbers are padded_count up. (Up to so many rows, to multiples of this.) Few rows cost about the same,
 # since a step reads every weight whatever their number; more cost up to a fifth of the matrices'.
 _ROW_STEPS = ((2, 1), (16, 4), (32, 8), (64, 16), (256, 32))
 _ROW_STEP_ABOVE = 64
@@ -30,7 +30,7 @@ class Span:
     length: int
     places: Tensor | None
     """Which of the slots the rows are; None where they are all of them."""
-    is_much: bool
+    is_parallel: bool
     """Whether that is worth more than one thread."""
     mask: Tensor | None
     """0 where a slot's row may look, else -inf, [slots, 1, 1, length]; None where all may look
@@ -38,21 +38,21 @@ class Span:
 
 
 class Rows:
-    """One row per token, decoding slots first, then padding where rounded."""
+    """One row per token, decoding slots first, then padding where padded_count."""
 
     def __init__(
         self,
         batch: Batch,
         *,
-        places: Tensor,
+        row_indices: Tensor,
         token_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
-        are_rounded: bool,
+        is_padded: bool,
     ) -> None:
         """`places` are those of the decoding rows' keys and values; `token_bytes` those of one
         token's in one layer."""
-        self.places = places
+        self.row_indices = row_indices
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
@@ -66,14 +66,14 @@ class Rows:
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
         self.count, self.num_wanted = len(token_ids), len(wanted)
-        if are_rounded:
+        if is_padded:
             token_ids.extend(_padding(self.count))
             positions.extend(_padding(self.count))
         self.token_ids = torch.tensor(token_ids, device=device)
         self.positions = torch.tensor(positions, device=device)
         self.wanted: Tensor | None = None
         if self.num_wanted < self.count:
-            wanted.extend(_padding(self.num_wanted) if are_rounded else [])
+            wanted.extend(_padding(self.num_wanted) if is_padded else [])
             self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
         self.spans = [
             _span(batch, rows, token_bytes, dtype, device)
@@ -82,14 +82,14 @@ class Rows:
         self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
 
 
-def rounded(num_rows: int) -> int:
+def padded_count(num_rows: int) -> int:
     """The number of rows that so many are computed as."""
     step = next((step for end, step in _ROW_STEPS if num_rows <= end), _ROW_STEP_ABOVE)
     return -(-num_rows // step) * step
 
 
 def _padding(num_rows: int) -> list[int]:
-    return [0] * (rounded(num_rows) - num_rows)
+    return [0] * (padded_count(num_rows) - num_rows)
 
 
 def adjacent(slots: Seq[int], lengths: Seq[int], span_tokens: int) -> list[slice]:
@@ -135,7 +135,7 @@ def _span(
         end=end,
         length=length,
         places=None if is_whole else torch.tensor(places, device=device),
-        is_much=threads.is_much(read_bytes=(end - first) * length * token_bytes),
+        is_parallel=threads.is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
         mask=mask,
     )
 

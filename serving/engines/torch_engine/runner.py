@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class KvCacheSize:
     """What there is for the keys and values of one release.
 
     A slot has addresses for a whole context. Memory is counted in blocks, which all slots share.
@@ -57,9 +57,9 @@ class Batch:
 
 
 class Runner(Protocol):
-    """A release's network with room for its sequences. Used by one thread."""
+    """A release's network with cache_size for its sequences. Used by one thread."""
 
-    room: Room
+    cache_size: KvCacheSize
     vocab_size: int
     shares_prefixes: bool
     """Whether a slot can be read from any of its tokens on, and copied in part."""
@@ -71,7 +71,7 @@ class Runner(Protocol):
     def warm_up(self) -> None:
         """Make what the first batches of each size would be held up for, where there is such."""
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Give back the memory that a slot has for tokens after its first `length`."""
 
     def copy(self, source: int, target: int, length: int) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 from serving.engine import TokenLogprob
 from serving.engines.torch_engine.drawing import draw, largest
 from serving.engines.torch_engine.grammars import NextTokens
+from serving.engines.torch_engine.logits_processor import process_logits
 from serving.engines.torch_engine.sequence import Sequence
-from serving.engines.torch_engine.shaping import shape
 
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it are still finite."""
@@ -28,10 +28,11 @@ class Sampler:
     def sample(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
         """One token per row of `logits` [sequences, vocabulary], which is left as it is. The token
         of a sequence whose shape has a `refusal` afterwards means nothing."""
-        if not all(sequence.shape.is_plain for sequence in sequences):
+        if not all(sequence.logits_processor.is_plain for sequence in sequences):
             logits = logits.clone()
-            shapes, outputs = [s.shape for s in sequences], [s.output for s in sequences]
-            shape(logits, shapes, outputs, self._next_tokens)
+            processors = [s.logits_processor for s in sequences]
+            outputs = [s.output for s in sequences]
+            process_logits(logits, processors, outputs, self._next_tokens)
         ways: dict[str, list[int]] = {"greedy": [], "few": [], "all": []}
         for row, sequence in enumerate(sequences):
             generation = sequence.generation

@@ -5,8 +5,8 @@ import random
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 from serving.engines.torch_engine.drawing import Uniform
-from serving.engines.torch_engine.ledger import Slot
-from serving.engines.torch_engine.shaping import Shape
+from serving.engines.torch_engine.logits_processor import LogitsProcessor
+from serving.engines.torch_engine.slot_allocator import Slot
 
 
 class Sequence:
@@ -40,7 +40,7 @@ class Sequence:
             None if generation.num_prompt_logprobs is None else []
         )
         self.stop_ids = frozenset(id for id in generation.stop_token_ids if id < vocab_size)
-        self.shape = Shape(generation, self.stop_ids)
+        self.logits_processor = LogitsProcessor(generation, self.stop_ids)
         self._random: random.Random | None = None
 
     @property
@@ -61,7 +61,7 @@ class Sequence:
         prompt = self.generation.prompt
         return (*prompt, *self.output) if self.output else prompt
 
-    def start_again(self) -> None:
+    def reset_for_preemption(self) -> None:
         """Give up the slot; nothing of what was handed over, or is to be, is lost."""
         self.slot = None
         if self.prompt_logprobs is not None:
@@ -75,7 +75,7 @@ class Sequence:
             self._logprobs.append(logprob)
         if token_id in self.stop_ids and len(self.output) >= self.generation.min_tokens:
             return "stop"
-        if self.shape.take(token_id):
+        if self.logits_processor.take(token_id):
             return "stop"
         total = len(self.generation.prompt) + len(self.output)
         if len(self.output) >= self.generation.max_tokens or total >= context:

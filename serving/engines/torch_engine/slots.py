@@ -65,7 +65,7 @@ class KeyValueSlots:
         # The same memory, a row for each token of each head.
         self._by_row = [layer.view(-1, head_dim) for layer in self._layers]
 
-    def places(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
+    def row_indices(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
         """What `write_rows` takes for tokens that are at these positions of these slots."""
         _, num_slots, num_heads, num_tokens, _ = self._layers[0].shape
         device = self._layers[0].device
@@ -75,9 +75,9 @@ class KeyValueSlots:
         kind = torch.arange(2, device=device)[:, None]
         return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
 
-    def write_rows(self, layer: int, places: Tensor, keys_values: Tensor) -> None:
+    def write_rows(self, layer: int, row_indices: Tensor, keys_values: Tensor) -> None:
         """`keys_values` is [rows, 2, kv heads, head dim], a token each, wherever they are."""
-        self._by_row[layer].index_copy_(0, places, keys_values.reshape(len(places), -1))
+        self._by_row[layer].index_copy_(0, row_indices, keys_values.reshape(len(row_indices), -1))
 
     def write_run(self, layer: int, slot: int, start: int, keys_values: Tensor) -> None:
         """`keys_values` is [tokens, 2, kv heads, head dim], tokens of one slot from `start` on."""
@@ -94,10 +94,10 @@ class KeyValueSlots:
         for layer in self._layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         """Give back the pages of a slot after its first `length` tokens, which fill whole pages."""
         for pages in self._pages:
-            pages.give_back(slot, length)
+            pages.free(slot, length)
 
 
 class _Pages:
@@ -115,7 +115,7 @@ class _Pages:
             self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel).view(shape)
 
-    def give_back(self, slot: int, length: int) -> None:
+    def free(self, slot: int, length: int) -> None:
         if not hasattr(mmap, "MADV_DONTNEED"):  # not on Windows: the pages stay for the next one
             return
         kinds, num_slots, num_heads, num_tokens, head_dim = self.tensor.shape

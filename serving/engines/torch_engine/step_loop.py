@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from serving.engine import EngineError, Step
-from serving.engines.torch_engine.lane import Event, Lane
-from serving.engines.torch_engine.neighbours import Neighbours
+from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
@@ -25,21 +25,21 @@ class StepLoop:
     Lanes take turns, a step each, so an old release ends its sequences beside the new one's.
     """
 
-    def __init__(self, *, num_threads: int | None, neighbours: Neighbours) -> None:
+    def __init__(self, *, num_threads: int | None, busy_lock: BusyLock) -> None:
         self._num_threads = num_threads
-        self._neighbours = neighbours
+        self._busy_lock = busy_lock
         self._changed = threading.Condition()
         self._submitted: deque[Sequence] = deque()
-        self._lanes: dict[str, Lane] = {}
-        self._cold: Lane | None = None
-        """The first lane, until it is warm: those that follow mostly are of its shape, and streams
+        self._schedulers: dict[str, Scheduler] = {}
+        self._cold: Scheduler | None = None
+        """The first scheduler, until it is warm: those that follow mostly are of its shape, and streams
         run beside them."""
-        self._leaving: dict[str, Callable[[], None]] = {}
-        self._turns: list[asyncio.Future[None]] = []
+        self._unloading: dict[str, Callable[[], None]] = {}
+        self._liveness_checks: list[asyncio.Future[None]] = []
         self._cpu_clock: int | None = None
-        self._is_lending = False
+        self._is_core_reserved = False
         self._is_stopping = False
-        self._death: EngineError | None = None
+        self._failure: EngineError | None = None
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -49,76 +49,78 @@ class StepLoop:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
+        return bool(self._submitted) or any(
+            not scheduler.is_idle for scheduler in list(self._schedulers.values())
+        )
 
     @property
-    def death(self) -> str | None:
+    def failure(self) -> str | None:
         """Why the thread is no more."""
-        return None if self._death is None else str(self._death)
+        return None if self._failure is None else str(self._failure)
 
     @property
     def cpu_seconds(self) -> float | None:
         """The processor time that the thread has used; None where the system does not tell."""
-        if self._cpu_clock is None or self._death is not None:
+        if self._cpu_clock is None or self._failure is not None:
             return None
         return time.clock_gettime(self._cpu_clock)
 
-    def give_turn(self, turn: "asyncio.Future[None]") -> None:
-        """Have the thread end `turn` before its next step. Raises EngineError where the thread is
+    def add_liveness_check(self, check: "asyncio.Future[None]") -> None:
+        """Have the thread end `check` before its next step. Raises EngineError where the thread is
         no more."""
         with self._changed:
-            if self._death is not None:
-                raise self._death
-            self._turns.append(turn)
+            if self._failure is not None:
+                raise self._failure
+            self._liveness_checks.append(check)
             self._changed.notify()
 
     @contextlib.contextmanager
-    def lending_a_core(self) -> Iterator[None]:
+    def reserve_core(self) -> Iterator[None]:
         """Steps leave one core to another thread, and do not wait in each of their operations until
         it lets go of theirs."""
-        self._is_lending = True
+        self._is_core_reserved = True
         try:
             yield
         finally:
-            self._is_lending = False
+            self._is_core_reserved = False
 
-    def add(self, release_id: str, lane: Lane) -> None:
+    def add(self, release_id: str, scheduler: Scheduler) -> None:
         """Raises EngineError where the thread is no more."""
         with self._changed:
-            if self._death is not None:
-                raise self._death
-            if not self._lanes:
-                self._cold = lane
-            self._lanes[release_id] = lane
+            if self._failure is not None:
+                raise self._failure
+            if not self._schedulers:
+                self._cold = scheduler
+            self._schedulers[release_id] = scheduler
             self._changed.notify()
 
-    def retire(self, release_id: str, on_gone: Callable[[], None]) -> None:
-        """Let a lane go once it is idle, and then call `on_gone`, on whatever thread that is."""
+    def unload(self, release_id: str, on_unloaded: Callable[[], None]) -> None:
+        """Let a scheduler go once it is idle, and then call `on_unloaded`, on whatever thread that is."""
         with self._changed:
-            if self._death is None:
-                self._leaving[release_id] = on_gone
+            if self._failure is None:
+                self._unloading[release_id] = on_unloaded
                 self._changed.notify()
                 return
-        on_gone()
+        on_unloaded()
 
-    def keep(self, release_id: str) -> bool:
-        """Take `retire` back. False where the lane is gone already."""
+    def cancel_unload(self, release_id: str) -> bool:
+        """Take `retire` back. False where the scheduler is unloaded already."""
         with self._changed:
-            self._leaving.pop(release_id, None)
-            return release_id in self._lanes
+            self._unloading.pop(release_id, None)
+            return release_id in self._schedulers
 
     def submit(self, sequence: Sequence) -> None:
         """Raises EngineError where the thread is no more, or never had the release."""
         with self._changed:
-            if self._death is not None:
-                raise self._death
-            if sequence.release_id not in self._lanes or sequence.release_id in self._leaving:
+            if self._failure is not None:
+                raise self._failure
+            if sequence.release_id not in self._schedulers or sequence.release_id in self._unloading:
                 raise EngineError(f"release {sequence.release_id} is not resident")
             self._submitted.append(sequence)
             self._changed.notify()
 
     def stop(self) -> None:
-        """End every sequence with EngineError and every lane. `join` waits for it."""
+        """End every sequence with EngineError and every scheduler. `join` waits for it."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -144,11 +146,11 @@ class StepLoop:
             with torch.inference_mode():
                 while self._wait_for_work():
                     self._warm_up(num_threads)
-                    left = max(1, num_threads - self._is_lending - self._neighbours.are_at_work)
+                    left = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
                     if left != torch.get_num_threads():
                         torch.set_num_threads(left)
-                    self._step_every_lane()
-                    self._let_go()
+                    self._step_every_scheduler()
+                    self._remove_unloaded()
         except BaseException as error:
             reason = f"the engine's thread died: {error!r}"
             _log.critical(reason, exc_info=True)
@@ -159,95 +161,99 @@ class StepLoop:
     def _wait_for_work(self) -> bool:
         """False when there is to be no more."""
         with self._changed:
-            self._end_turns(None)
+            self._answer_liveness_checks(None)
             while not (
                 self._is_stopping
                 or self._submitted
-                or self._leaving
+                or self._unloading
                 or self._cold
                 or self._is_running()
             ):
                 self._changed.wait()
-                self._end_turns(None)
+                self._answer_liveness_checks(None)
             while self._submitted:
                 sequence = self._submitted.popleft()
-                self._lanes[sequence.release_id].submit(sequence)
+                self._schedulers[sequence.release_id].submit(sequence)
             return not self._is_stopping
 
     def _warm_up(self, num_threads: int) -> None:
         with self._changed:
-            lane, self._cold = self._cold, None
-        if lane is None:
+            scheduler, self._cold = self._cold, None
+        if scheduler is None:
             return
         # A kernel is one for so many threads, and while a release is staged, or others compute,
         # there is one less.
         for left in {max(1, num_threads - 1), num_threads}:
             torch.set_num_threads(left)
             try:
-                lane.warm_up()
+                scheduler.warm_up()
             except Exception:
                 # Nobody waits for this; what is wrong with the steps they say themselves.
                 _log.exception("the engine could not be warmed up")
 
-    def _end_turns(self, error: EngineError | None) -> None:
-        for turn in self._turns:
-            loop = turn.get_loop()
+    def _answer_liveness_checks(self, error: EngineError | None) -> None:
+        for check in self._liveness_checks:
+            loop = check.get_loop()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_end_turn, turn, error)
-        self._turns.clear()
+                loop.call_soon_threadsafe(_answer_liveness_check, check, error)
+        self._liveness_checks.clear()
 
     def _is_running(self) -> bool:
-        return any(not lane.is_idle for lane in self._lanes.values())
+        return any(not scheduler.is_idle for scheduler in self._schedulers.values())
 
-    def _step_every_lane(self) -> None:
+    def _step_every_scheduler(self) -> None:
         with self._changed:
-            lanes = [(id, lane) for id, lane in self._lanes.items() if not lane.is_idle]
+            schedulers = [
+                (id, scheduler)
+                for id, scheduler in self._schedulers.items()
+                if not scheduler.is_idle
+            ]
         events: list[Event] = []
-        for release_id, lane in lanes:
+        for release_id, scheduler in schedulers:
             try:
-                events.extend(lane.step(num_lanes=len(lanes)))
+                events.extend(scheduler.step(num_schedulers=len(schedulers)))
             except Exception as error:
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
-                events.extend(lane.fail(failure))
+                events.extend(scheduler.fail(failure))
         _deliver(events)
 
-    def _let_go(self) -> None:
+    def _remove_unloaded(self) -> None:
         with self._changed:
-            # A sequence that was handed in since keeps its lane.
+            # A sequence that was handed in since keeps its scheduler.
             wanted = {sequence.release_id for sequence in self._submitted}
-            gone = []
-            for release_id in list(self._leaving):
-                if release_id not in wanted and self._lanes[release_id].is_idle:
-                    del self._lanes[release_id]
-                    gone.append(self._leaving.pop(release_id))
-        for on_gone in gone:
-            on_gone()
+            unloaded = []
+            for release_id in list(self._unloading):
+                if release_id not in wanted and self._schedulers[release_id].is_idle:
+                    del self._schedulers[release_id]
+                    unloaded.append(self._unloading.pop(release_id))
+        for on_unloaded in unloaded:
+            on_unloaded()
 
     def _end(self, error: EngineError) -> None:
         with self._changed:
-            self._death = error
+            self._failure = error
             events: list[Event] = [(sequence, error) for sequence in self._submitted]
-            for lane in self._lanes.values():
-                events.extend(lane.fail(error))
+            for scheduler in self._schedulers.values():
+                events.extend(scheduler.fail(error))
             self._submitted.clear()
-            self._lanes.clear()
+            self._schedulers.clear()
             self._cold = None
-            gone = list(self._leaving.values())
-            self._leaving.clear()
-            self._end_turns(error)
+            unloaded = list(self._unloading.values())
+            self._unloading.clear()
+            self._answer_liveness_checks(error)
         _deliver(events)
-        for on_gone in gone:
-            on_gone()
+        for on_unloaded in unloaded:
+            on_unloaded()
 
 
-def _end_turn(turn: "asyncio.Future[None]", error: EngineError | None) -> None:
-    if turn.done():  # nobody waits for it any more
+def _answer_liveness_check(check: "asyncio.Future[None]", error: EngineError | None) -> None:
+    if check.done():  # nobody waits for it any more
         return
     if error is None:
-        turn.set_result(None)
+        check.set_result(None)
     else:
-        turn.set_exception(error)
+        check.set_exception(error)
 
 
 def _deliver(events: list[Event]) -> None:

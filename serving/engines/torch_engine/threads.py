@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 import torch
 
-MANY_ROWS = 256
+PARALLEL_ROWS = 256
 """From here on elementwise operations gain by more threads."""
 # Of attention, about 0.2 ms on one thread.
-_MUCH_READ_BYTES = 1 << 21
-_MUCH_COMPUTED = 1 << 22
+_PARALLEL_READ_BYTES = 1 << 21
+_PARALLEL_MULTIPLICATIONS = 1 << 22
 
 
 @contextmanager
-def on(num_threads: int) -> Iterator[None]:
+def use(num_threads: int) -> Iterator[None]:
     """Operations of this thread run on so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -28,6 +28,6 @@ def on(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def is_much(*, read_bytes: int = 0, multiplications: int = 0) -> bool:
+def is_parallel_worthwhile(*, read_bytes: int = 0, multiplications: int = 0) -> bool:
     """Whether an attention gains by more threads."""
-    return read_bytes > _MUCH_READ_BYTES or multiplications > _MUCH_COMPUTED
+    return read_bytes > _PARALLEL_READ_BYTES or multiplications > _PARALLEL_MULTIPLICATIONS

@@ -9,24 +9,24 @@ import os
 import time
 from pathlib import Path
 
-_LOOK_SECONDS = 0.1
+_CHECK_SECONDS = 0.1
 
 
-class Neighbours:
+class BusyLock:
     """For one thread. Without a file there are none."""
 
     def __init__(self, lock: Path | None) -> None:
         self._lock = lock
-        self._are_at_work = False
-        self._look_at = 0.0
+        self._is_held = False
+        self._next_check = 0.0
 
     @property
-    def are_at_work(self) -> bool:
+    def is_held(self) -> bool:
         """As it was at most a tenth of a second ago."""
-        if self._lock is not None and time.monotonic() >= self._look_at:
-            self._are_at_work = _is_held(self._lock)
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-        return self._are_at_work
+        if self._lock is not None and time.monotonic() >= self._next_check:
+            self._is_held = _is_held(self._lock)
+            self._next_check = time.monotonic() + _CHECK_SECONDS
+        return self._is_held
 
 
 def _is_held(lock: Path) -> bool:
