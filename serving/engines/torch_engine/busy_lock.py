@@ -1,7 +1,8 @@
-"""Whether others compute on this machine, as a lock that they share tells (flock(2)).
+"""Tells whether other programs on this machine compute. They hold a lock on a file meanwhile
+(flock(2)).
 
-A step that computes on every core waits, in each of its operations, for the thread whose core
-another program has at the moment.
+The engine then leaves one core to them. If a step used every core, each of its operations would
+wait for the thread whose core another program occupies.
 """
 
 import fcntl
@@ -13,7 +14,7 @@ _CHECK_SECONDS = 0.1
 
 
 class BusyLock:
-    """For one thread. Without a file there are none."""
+    """Use it from one thread only. Without a file, the lock is never held."""
 
     def __init__(self, lock: Path | None) -> None:
         self._lock = lock
@@ -22,7 +23,7 @@ class BusyLock:
 
     @property
     def is_held(self) -> bool:
-        """As it was at most a tenth of a second ago."""
+        """Whether a program held the lock at the last check, at most 0.1 seconds ago."""
         if self._lock is not None and time.monotonic() >= self._next_check:
             self._is_held = _is_held(self._lock)
             self._next_check = time.monotonic() + _CHECK_SECONDS
@@ -33,13 +34,13 @@ def _is_held(lock: Path) -> bool:
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return False  # nobody has made it
+        return False  # no program has created the file
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
-        return False  # there are no locks on that file system
+        return False  # the file system does not support locks
     finally:
         os.close(descriptor)
     return False

@@ -1,4 +1,4 @@
-"""`TorchEngine`: holds up to two releases, and generates under either of them."""
+"""`TorchEngine`: holds up to two releases in memory and generates with either of them."""
 
 import asyncio
 import threading
@@ -27,15 +27,18 @@ _MAX_RESIDENT = 2
 
 _LONG_STEP_SECONDS = 1.0
 _COMPUTING_SHARE = 0.01
-"""If a step takes longer, it is enough that its thread gets this share of a core."""
+"""A step that takes longer than `_LONG_STEP_SECONDS` does not count as hanging while its thread
+gets at least this share of a core."""
 
-# While requests run, staging rests this long per second it works: the core that the steps lend it
-# is the one that reads requests and writes answers, too.
+# While requests run, staging pauses this many seconds for each second of work. Staging runs on the
+# core that the steps leave free, and the event loop needs this core too, to read requests and write
+# answers.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 
 def create_engine(**settings: Any) -> "TorchEngine":
-    """An engine with no release yet. `TorchEngineSettings` says what the arguments mean."""
+    """An engine that holds no release yet. `TorchEngineSettings` explains the arguments. Raises
+    ValidationError for an invalid setting, and ServingError if the device does not exist."""
     return TorchEngine(TorchEngineSettings(**settings))
 
 
@@ -53,19 +56,20 @@ class _Resident:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentRelease:
-    """What is known of a release in memory."""
+    """Information about a release in memory."""
 
     is_committed: bool
     context: int
-    """Tokens of a sequence, prompt included."""
+    """The largest number of tokens in a sequence, prompt included."""
     read_bytes: int
-    """Read from shards when it was staged."""
+    """Bytes of the tensors that were read from shards when the release was staged."""
     shared_bytes: int
-    """Not read, since another resident release held the same tensors."""
+    """Bytes of the tensors that were not read, because another release in memory had the same."""
 
 
 class TorchEngine:
-    """Called on one event loop; computes on a thread of its own and loads on another."""
+    """All methods must be called on one event loop. The engine computes on a second thread and
+    loads releases on a third."""
 
     holds_two = True
     checks_digests = True
@@ -99,7 +103,7 @@ class TorchEngine:
                 before = self._steps.cpu_seconds
                 await asyncio.wait({turn}, timeout=_LONG_STEP_SECONDS)
                 now = self._steps.cpu_seconds
-                # A long prompt is one step. A thread that hangs in it uses no processor time.
+                # A long prompt can be one long step. A thread that hangs uses no processor time.
                 if (
                     not turn.done()
                     and (before is not None and now is not None)
@@ -137,11 +141,11 @@ class TorchEngine:
         return self._find(release_id).context
 
     async def commit(self, release_id: str) -> None:
-        """Raises EngineError for a release that is not staged."""
+        """Raises EngineError if the release is not staged."""
         self._find(release_id).is_committed = True
 
     async def unload(self, release_id: str) -> None:
-        """A release that is not there, or leaves already, is no error."""
+        """Does nothing if the release is not in memory or is already being unloaded."""
         resident = self._residents.get(release_id)
         if resident is None or resident.is_unloading:
             return
@@ -155,8 +159,12 @@ class TorchEngine:
         self._steps.unload(release_id, on_unloaded)
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """The sequence is on its way when this returns, and keeps its release until it ends; one
-        with a grammar is when its first step is asked for."""
+        """Submits the sequence before it returns. A sequence with a grammar is submitted when its
+        first step is requested, because the grammar must be compiled first.
+
+        The release stays in memory until the sequence ends. Raises EngineError if the release is
+        not committed, or if the prompt or a token id does not fit it.
+        """
         resident = self._find(release_id)
         if not resident.is_committed or resident.is_unloading:
             raise EngineError(f"release {release_id} is not live: commit it first")
@@ -181,7 +189,8 @@ class TorchEngine:
         self._steps.submit(sequence)
 
     def resident_releases(self) -> dict[str, ResidentRelease]:
-        """Releases in memory by id, those that end their last sequences included."""
+        """All releases in memory by id, including those that are unloaded after their last
+        sequence ends."""
         return {
             release_id: ResidentRelease(
                 is_committed=resident.is_committed,
@@ -209,7 +218,8 @@ class TorchEngine:
             raise EngineError(f"release {release_id} is not resident") from None
 
     def _cancel_unload(self, release_id: str) -> bool:
-        """Keep a release that is resident still, as a rollback soon after a swap finds it."""
+        """If the release is still in memory, keep it there. This happens when a rollback follows
+        soon after a swap. Returns False if the release must be loaded again."""
         resident = self._residents.get(release_id)
         if resident is None or not self._steps.cancel_unload(release_id):
             return False
@@ -256,19 +266,21 @@ class TorchEngine:
             raise StageError(f"release {release.id}: the engine was closed") from None
         except asyncio.CancelledError:
             is_unwanted.set()
-            # The next release is staged on the same thread, after this one stopped.
+            # The next release is staged on the same thread, after this work has stopped. The
+            # callback takes the exception, so that asyncio does not log it as never retrieved.
             loading.add_done_callback(lambda done: done.exception())
             raise
 
 
 class Stream(AsyncIterator[Step]):
-    """Steps of one sequence. Closing it, or dropping it, frees the slot within a step."""
+    """The steps of one sequence. If the stream is closed or garbage-collected, the next step of the
+    engine frees the slot of the sequence."""
 
     def __init__(
         self, sequence: Sequence, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """`begin` is what is left to do to have the sequence on its way. It may raise EngineError,
-        which ends the stream."""
+        """`begin` is called before the first step and must submit the sequence. If `begin` raises
+        EngineError, the stream ends with this error."""
         self._sequence = sequence
         self._begin = begin
         self._is_done = False
@@ -302,7 +314,8 @@ class Stream(AsyncIterator[Step]):
 
 
 def _check_fits(generation: Generation, resident: _Resident) -> None:
-    """Refuse what would fail a step, and so everybody in it."""
+    """Raises EngineError for a value that would make a step fail, because a failed step ends all
+    sequences in it."""
     if not 0 < len(generation.prompt) <= resident.context:
         raise EngineError(
             f"a prompt of {len(generation.prompt)} tokens does not fit; "

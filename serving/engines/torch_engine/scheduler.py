@@ -1,4 +1,4 @@
-"""`Scheduler`: the sequences of one release: who runs, who waits, and what the next step computes."""
+"""`Scheduler`: decides which sequences of one release run, and what the next step computes."""
 
 import time
 from collections import deque
@@ -15,7 +15,7 @@ from serving.engines.torch_engine.slot_allocator import Slot, SlotAllocator
 
 _MIN_PREFILL_TOKENS = 16
 _COPIED_PER_PREFILLED = 32
-"""Tokens whose keys and values are copied in the time in which one token is read, or less."""
+"""Prefilling one token takes at least as long as copying the keys and values of this many."""
 
 Event = tuple[Sequence, Step | EngineError]
 
@@ -23,9 +23,9 @@ Event = tuple[Sequence, Step | EngineError]
 class Scheduler:
     """Used by the step loop's thread only.
 
-    A sequence waits, then reads its tokens into a slot, then decodes. One that finds no memory for
-    its next token takes it from the newest one, which waits again and later reads what it had: the
-    oldest one always goes on.
+    A sequence waits, then prefills its tokens into a slot, then decodes. If there is no memory for
+    the next token of a sequence, the newest sequence is preempted: it loses its memory, waits
+    again, and later prefills its prompt and its output. So the oldest sequence always continues.
     """
 
     def __init__(self, runner: Runner, sampler: Sampler, settings: TorchEngineSettings) -> None:
@@ -39,7 +39,7 @@ class Scheduler:
         self._arrivals = count()
         self._seconds_per_prompt_token = 0.0
         self._seconds_per_decoding = 0.0
-        """Of a step that reads no prompt."""
+        """The time of a step without prefill."""
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -53,8 +53,11 @@ class Scheduler:
         return not (self._waiting or self._decoding or self._prefilling)
 
     def step(self, *, num_schedulers: int) -> list[Event]:
-        """Compute one step, and say what it brought to whom. `num_schedulers` take turns, this one
-        included: the streams of one wait for the prompts of all."""
+        """Compute one step. Returns the new events and the sequences that they belong to.
+
+        `num_schedulers` schedulers take turns, this one included. The decoding sequences of each
+        one wait for the prefills of all, so each prefills less if there are more.
+        """
         self._drop_cancelled()
         if self.is_idle:
             return []
@@ -76,7 +79,7 @@ class Scheduler:
         return self._finish_step(decoding, chunks, logits)
 
     def fail(self, error: EngineError) -> list[Event]:
-        """Give up every sequence."""
+        """Remove every sequence. Returns `error` as an event for each of them."""
         for sequence in (*self._decoding, *self._prefilling):
             self._allocator.free(_slot(sequence))
         everyone = [*self._decoding, *self._prefilling, *self._waiting]
@@ -97,7 +100,7 @@ class Scheduler:
         sequence.slot = None
 
     def _grow_or_preempt(self) -> None:
-        """Find memory for the next token of each sequence that decodes, for the oldest first."""
+        """Get memory for the next token of each decoding sequence, the oldest sequence first."""
         for sequence in sorted(self._decoding, key=_arrival):
             while (slot := sequence.slot) and not self._allocator.grow(slot, slot.length + 1):
                 self._preempt(max((*self._decoding, *self._prefilling), key=_arrival))
@@ -110,8 +113,8 @@ class Scheduler:
         self._waiting.appendleft(sequence)
 
     def _plan_prefill(self, budget: int) -> list[Chunk]:
-        """A chunk for each of `_prefilling`, which takes in who waits; only the last may be left
-        unfinished."""
+        """A chunk for each sequence in `_prefilling`, after waiting sequences have been moved to
+        it. Only the last chunk may end before its sequence is prefilled completely."""
         chunks: list[Chunk] = []
         while budget > 0:
             if len(chunks) == len(self._prefilling):
@@ -135,12 +138,14 @@ class Scheduler:
         return chunks
 
     def _admit(self) -> bool:
-        """Have the first of those that wait read its tokens, where there is cache_size for them."""
+        """Move the first waiting sequence to `_prefilling`. Returns False if no sequence waits, if
+        the batch is full, or if the sequence gets no slot now."""
         num_running = len(self._decoding) + len(self._prefilling)
         if not self._waiting or num_running >= self._settings.max_batch:
             return False
         sequence = self._waiting[0]
-        # With a block to spare for each that runs, it is not preempted by the next few tokens.
+        # `num_spare` leaves one block for each running sequence. Otherwise the next few tokens of
+        # these sequences would preempt the new one.
         slot = self._allocator.allocate(
             sequence.tokens,
             num_spare=num_running,
@@ -155,8 +160,11 @@ class Scheduler:
         return True
 
     def _prefill_budget(self, num_schedulers: int) -> int:
-        """Prompt tokens for the next step: as many as this scheduler's share of `step_seconds` allows
-        beside streams that run, few while it is not known how long one takes."""
+        """The largest number of prompt tokens for the next step.
+
+        While other sequences decode, this scheduler's share of `step_seconds` limits the prefill.
+        The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token takes.
+        """
         budget = self._settings.max_batch_tokens
         if not self._decoding and num_schedulers == 1:
             return budget
@@ -172,8 +180,9 @@ class Scheduler:
             self._seconds_per_decoding = _blend(self._seconds_per_decoding, seconds)
         elif count >= _MIN_PREFILL_TOKENS:
             if batch.slots:
-                # Streams wait for the step's length beyond that of a step without the prompt. Their
-                # number changes, so that no more than half is believed to be theirs.
+                # Decoding sequences are delayed only by the time that a step without prefill does
+                # not take. The number of decoding sequences changes between steps, so this
+                # subtraction may leave too little: never subtract more than half.
                 seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
             measured = seconds / count
             self._seconds_per_prompt_token = _blend(self._seconds_per_prompt_token, measured)
@@ -253,7 +262,8 @@ def _wanted(sequence: Sequence, *, is_last: bool) -> str:
 
 
 def _score(sequence: Sequence, start: int, scored: list[TokenLogprob], logits: Tensor) -> None:
-    """The logprobs of the prompt tokens after those that were read, from `start` on."""
+    """Append the logprobs of prompt tokens to `scored`. The first row of `logits` [tokens,
+    vocabulary] was computed from token `start` of the prompt, and predicts token `start + 1`."""
     targets = sequence.generation.prompt[start + 1 : start + 1 + len(logits)]
     if targets:
         num_top = sequence.generation.num_prompt_logprobs or 0

@@ -1,5 +1,6 @@
-"""`SlotAllocator`: whose each slot is, the blocks of memory that slots share, and what finished sequences
-left there: a sequence that begins as one of them did need not read that beginning again."""
+"""`SlotAllocator`: gives slots and blocks of memory to sequences. It also keeps the KV cache of
+finished sequences (prefix cache): a new sequence that begins with the same tokens does not prefill
+them again."""
 
 import heapq
 from dataclasses import dataclass
@@ -7,29 +8,31 @@ from dataclasses import dataclass
 from serving.engines.torch_engine.runner import Runner
 
 MIN_SHARED_TOKENS = 16
-"""Tokens. Fewer are read again as quickly as they are copied."""
+"""With fewer common tokens, prefilling them again is as fast as copying them."""
 _TOKENS_PER_COMPARISON = 256
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """KvCacheSize of one sequence, running or finished."""
+    """The place of one running or finished sequence in the KV cache."""
 
     number: int
     tokens: tuple[int, ...] = ()
-    """What is to be read into it, or was."""
+    """The tokens that the sequence prefills. In a cached slot: all tokens that the slot holds."""
     length: int = 0
-    """Tokens whose keys and values it holds: those of `tokens`, then those generated since."""
+    """The number of tokens whose keys and values the slot holds. The generated tokens follow those
+    of `tokens`."""
     num_blocks: int = 0
     num_copied: int = 0
-    """Tokens that were copied from another slot when the sequence began."""
+    """The number of tokens that were copied from another slot when the sequence began."""
 
 
 class SlotAllocator:
-    """Of one release, so that nothing is shared between two. Used by the step loop's thread only.
+    """There is one allocator for each release, so two releases share no keys and values. Used by
+    the step loop's thread only.
 
-    A slot is empty, running or kept. A kept one holds a finished sequence until its cache_size is needed,
-    the least recently used first.
+    A slot is empty, running or cached. A cached slot holds a finished sequence until its memory is
+    needed. The least recently used slot is freed first.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -37,15 +40,18 @@ class SlotAllocator:
         self._cache_size = runner.cache_size
         self._num_free = runner.cache_size.num_blocks
         self._empty = list(range(runner.cache_size.num_slots))
-        """Numbers, a heap: slots that run are side by side where they can be."""
+        """The numbers of the empty slots, as a heap. The lowest number is used first, so that
+        running slots are adjacent if possible."""
         self._running: set[Slot] = set()
         self._cached: dict[Slot, None] = {}
 
     def allocate(self, tokens: tuple[int, ...], *, num_spare: int, may_share: bool) -> Slot | None:
-        """A slot with memory for `tokens` and the next one; its `length` says how many it holds.
+        """Returns a slot with memory for `tokens` and one more token. The first `length` tokens of
+        the slot are already computed.
 
-        None where there is no cache_size for that and `num_spare` blocks, or where another sequence is
-        reading what this one can share: the caller asks again before the next step.
+        Returns None if there is no memory for that and for `num_spare` more blocks. Also returns
+        None if a running sequence is just prefilling tokens that this one can share. The caller
+        tries again before the next step.
         """
         size = self._cache_size.blocks(min(len(tokens) + 1, self._cache_size.context))
         num_cached_blocks = sum(slot.num_blocks for slot in self._cached)
@@ -72,7 +78,7 @@ class SlotAllocator:
         return slot
 
     def grow(self, slot: Slot, num_tokens: int) -> bool:
-        """Have memory for that many tokens in a running slot. False where there is none left."""
+        """Get memory for `num_tokens` tokens in a running slot. Returns False if there is none."""
         size = self._cache_size.blocks(num_tokens)
         if size > slot.num_blocks:
             self._free_blocks(size - slot.num_blocks)
@@ -82,7 +88,8 @@ class SlotAllocator:
         return True
 
     def cache(self, slot: Slot, tokens: tuple[int, ...]) -> None:
-        """Let a running slot go. What it holds, the first of `tokens`, stays as long as may be."""
+        """Turn a running slot into a cached one, or free it if caching is useless. `tokens` are the
+        prompt and the output; the slot holds the first `slot.length` of them."""
         if slot.length < MIN_SHARED_TOKENS or not self._runner.shares_prefixes:
             self.free(slot)
             return
@@ -92,15 +99,19 @@ class SlotAllocator:
         self._resize(slot, self._cache_size.blocks(slot.length))
 
     def free(self, slot: Slot) -> None:
-        """Let a slot go, with what it holds."""
+        """Free a slot and its memory."""
         self._running.discard(slot)
         self._cached.pop(slot, None)
         self._resize(slot, 0)
         heapq.heappush(self._empty, slot.number)
 
     def _find(self, tokens: tuple[int, ...]) -> tuple[Slot | None, int, bool]:
-        """The slot that holds most of the beginning of `tokens`; how many (not the last one, whose
-        logits are asked for); and whether it is worth waiting for one that will hold more."""
+        """Find the slot that shares the longest prefix with `tokens`.
+
+        Returns this slot, the length of the prefix, and whether to wait because a running slot will
+        soon hold a longer prefix. The prefix never includes the last token, because its logits must
+        be computed.
+        """
         best, length, awaited = None, 0, 0
         for slot in (*self._cached, *self._running):
             common = min(_num_common(slot.tokens, tokens), len(tokens) - 1)
@@ -112,8 +123,11 @@ class SlotAllocator:
     def _choose(
         self, source: Slot | None, length: int, num_blocks: int, num_cached_blocks: int
     ) -> Slot | None:
-        """Where a sequence goes that begins as `source` does: into `source` itself where that is
-        kept and at most half of it would be lost, or where there is no cache_size beside it."""
+        """Choose the slot for a sequence that shares `length` tokens with `source`.
+
+        This is `source` itself if it is cached and would lose at most half of its tokens, or if
+        there is no memory or no slot beside it.
+        """
         is_cached = source is not None and source in self._cached
         if source is not None and is_cached:
             others = num_cached_blocks - source.num_blocks
@@ -127,7 +141,8 @@ class SlotAllocator:
         return next((slot for slot in self._cached if slot is not source), None)
 
     def _free_blocks(self, number: int, *, without: Slot | None = None) -> None:
-        """Take the cache_size of kept slots until so many blocks are free, or none is kept."""
+        """Free cached slots until `number` blocks are free, or no cached slot is left. The slot
+        `without` is not freed."""
         while number > self._num_free:
             slot = next((slot for slot in self._cached if slot is not without), None)
             if slot is None:
@@ -142,7 +157,7 @@ class SlotAllocator:
 
 
 def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens two sequences have in common before they differ."""
+    """The length of the common prefix."""
     if one is other:
         return len(one)
     for start in range(0, min(len(one), len(other)), _TOKENS_PER_COMPARISON):

@@ -1,4 +1,5 @@
-"""`StepLoop`: the one thread that computes. Everything else hands it sequences and gets steps."""
+"""`StepLoop`: owns the one thread that computes. All other code submits sequences to this thread
+and receives their steps."""
 
 import asyncio
 import atexit
@@ -20,9 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Its methods may be called from any thread, and return at once.
+    """All methods may be called from any thread. All but `join` return at once.
 
-    Lanes take turns, a step each, so an old release ends its sequences beside the new one's.
+    The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
+    sequences of the old release end while those of the new release already run.
     """
 
     def __init__(self, *, num_threads: int | None, busy_lock: BusyLock) -> None:
@@ -32,8 +34,9 @@ class StepLoop:
         self._submitted: deque[Sequence] = deque()
         self._schedulers: dict[str, Scheduler] = {}
         self._cold: Scheduler | None = None
-        """The first scheduler, until it is warm: those that follow mostly are of its shape, and streams
-        run beside them."""
+        """The first scheduler, until it has been warmed up. Later ones are not warmed up: most
+        releases have the same shape, so their kernels exist, and a warm-up would delay running
+        sequences."""
         self._unloading: dict[str, Callable[[], None]] = {}
         self._liveness_checks: list[asyncio.Future[None]] = []
         self._cpu_clock: int | None = None
@@ -44,7 +47,7 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
         self._is_ready.wait()
-        # The interpreter must not go away under a thread that computes.
+        # The interpreter must not shut down while the thread computes.
         atexit.register(self._stop_at_exit)
 
     @property
@@ -55,19 +58,20 @@ class StepLoop:
 
     @property
     def failure(self) -> str | None:
-        """Why the thread is no more."""
+        """The error that ended the thread; None while the thread runs."""
         return None if self._failure is None else str(self._failure)
 
     @property
     def cpu_seconds(self) -> float | None:
-        """The processor time that the thread has used; None where the system does not tell."""
+        """The processor time that the thread has used. None if the system does not tell, or if the
+        thread has ended."""
         if self._cpu_clock is None or self._failure is not None:
             return None
         return time.clock_gettime(self._cpu_clock)
 
     def add_liveness_check(self, check: "asyncio.Future[None]") -> None:
-        """Have the thread end `check` before its next step. Raises EngineError where the thread is
-        no more."""
+        """The thread completes the future `check` before its next step. Raises EngineError if the
+        thread has ended."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -76,8 +80,9 @@ class StepLoop:
 
     @contextlib.contextmanager
     def reserve_core(self) -> Iterator[None]:
-        """Steps leave one core to another thread, and do not wait in each of their operations until
-        it lets go of theirs."""
+        """In the `with` block, steps use one thread less, so that another thread has a core. If
+        steps used all cores, each of their operations would wait for the core that the other thread
+        occupies."""
         self._is_core_reserved = True
         try:
             yield
@@ -85,7 +90,7 @@ class StepLoop:
             self._is_core_reserved = False
 
     def add(self, release_id: str, scheduler: Scheduler) -> None:
-        """Raises EngineError where the thread is no more."""
+        """Raises EngineError if the thread has ended."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -95,7 +100,8 @@ class StepLoop:
             self._changed.notify()
 
     def unload(self, release_id: str, on_unloaded: Callable[[], None]) -> None:
-        """Let a scheduler go once it is idle, and then call `on_unloaded`, on whatever thread that is."""
+        """Remove the release's scheduler as soon as it is idle, then call `on_unloaded`. The call
+        is made on the loop's thread, or on the calling thread if the loop's thread has ended."""
         with self._changed:
             if self._failure is None:
                 self._unloading[release_id] = on_unloaded
@@ -104,13 +110,14 @@ class StepLoop:
         on_unloaded()
 
     def cancel_unload(self, release_id: str) -> bool:
-        """Take `retire` back. False where the scheduler is unloaded already."""
+        """Undo `unload`. Returns False if the scheduler has already been removed."""
         with self._changed:
             self._unloading.pop(release_id, None)
             return release_id in self._schedulers
 
     def submit(self, sequence: Sequence) -> None:
-        """Raises EngineError where the thread is no more, or never had the release."""
+        """Raises EngineError if the thread has ended, or if the release is not loaded or is being
+        unloaded."""
         with self._changed:
             if self._failure is not None:
                 raise self._failure
@@ -120,7 +127,7 @@ class StepLoop:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End every sequence with EngineError and every scheduler. `join` waits for it."""
+        """Stop the thread. Every sequence ends with EngineError. `join` waits for the end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -138,8 +145,9 @@ class StepLoop:
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
-            # A thread that has not asked yet gets its number at its first operation, and that is 1
-            # while another one makes itself small to stage.
+            # torch sets a thread's number of threads at the thread's first operation, to 1 while
+            # another thread has lowered the default (`lower_thread_priority`). So ask now, before a
+            # release can be staged.
             num_threads = self._num_threads or torch.get_num_threads()
             torch.set_num_threads(num_threads)
             self._is_ready.set()
@@ -159,7 +167,7 @@ class StepLoop:
             self._is_ready.set()
 
     def _wait_for_work(self) -> bool:
-        """False when there is to be no more."""
+        """Wait until there is a step to compute. Returns False if the loop must stop."""
         with self._changed:
             self._answer_liveness_checks(None)
             while not (
@@ -181,14 +189,14 @@ class StepLoop:
             scheduler, self._cold = self._cold, None
         if scheduler is None:
             return
-        # A kernel is one for so many threads, and while a release is staged, or others compute,
-        # there is one less.
+        # oneDNN has a separate kernel for each number of threads. There is one thread less while a
+        # release is staged or another program computes.
         for left in {max(1, num_threads - 1), num_threads}:
             torch.set_num_threads(left)
             try:
                 scheduler.warm_up()
             except Exception:
-                # Nobody waits for this; what is wrong with the steps they say themselves.
+                # If steps fail as well, they report the error to their sequences.
                 _log.exception("the engine could not be warmed up")
 
     def _answer_liveness_checks(self, error: EngineError | None) -> None:
@@ -220,7 +228,7 @@ class StepLoop:
 
     def _remove_unloaded(self) -> None:
         with self._changed:
-            # A sequence that was handed in since keeps its scheduler.
+            # A sequence may have been submitted after this step began.
             wanted = {sequence.release_id for sequence in self._submitted}
             unloaded = []
             for release_id in list(self._unloading):
@@ -248,7 +256,7 @@ class StepLoop:
 
 
 def _answer_liveness_check(check: "asyncio.Future[None]", error: EngineError | None) -> None:
-    if check.done():  # nobody waits for it any more
+    if check.done():  # the waiting task was cancelled
         return
     if error is None:
         check.set_result(None)
@@ -257,7 +265,7 @@ def _answer_liveness_check(check: "asyncio.Future[None]", error: EngineError | N
 
 
 def _deliver(events: list[Event]) -> None:
-    """Hand events over, once per event loop."""
+    """Put each event into the queue of its sequence. Wakes each event loop only once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
     for event in events:
         by_loop.setdefault(event[0].loop, []).append(event)
