@@ -1,4 +1,5 @@
-"""From logits to tokens and logprobs. It keeps no state but the generator of unseeded draws."""
+"""Chooses tokens from logits, and computes logprobs. The only state is the random generator for
+sequences without a seed."""
 
 import random
 from collections.abc import Sequence as Seq
@@ -13,21 +14,23 @@ from serving.engines.torch_engine.logits_processor import process_logits
 from serving.engines.torch_engine.sequence import Sequence
 
 _LEAST_TEMPERATURE = 1e-30
-"""Logits divided by it are still finite."""
+"""Logits divided by this are still finite."""
 _ROWS_AT_ONCE = 16
-"""Of logprobs: a long prompt's would need as much memory again as its logits."""
+"""Rows of logprobs that are computed at once. All rows of a long prompt would take as much memory
+again as their logits."""
 
 
 class Sampler:
-    """Temperature, then min-p, top-k and top-p, in the order of vLLM."""
+    """Applies temperature, then min-p, top-k and top-p, in the same order as vLLM."""
 
     def __init__(self) -> None:
         self._unseeded = random.Random()
         self._next_tokens = NextTokens()
 
     def sample(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        """One token per row of `logits` [sequences, vocabulary], which is left as it is. The token
-        of a sequence whose shape has a `refusal` afterwards means nothing."""
+        """Choose one token for each row of `logits` [sequences, vocabulary]. `logits` does not
+        change. If a sequence's `logits_processor` has a `refusal` afterwards, its token is
+        arbitrary."""
         if not all(sequence.logits_processor.is_plain for sequence in sequences):
             logits = logits.clone()
             processors = [s.logits_processor for s in sequences]
@@ -54,7 +57,7 @@ class Sampler:
         return tokens
 
     def _draw_few(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        """The same as `_draw`, of the `top_k` most probable tokens of each row."""
+        """The same as `_draw`, but only among the `top_k` most probable tokens of each row."""
         counts = [sequence.generation.top_k for sequence in sequences]
         values, ids = largest(logits, max(counts))
         places = torch.arange(max(counts), device=logits.device)
@@ -78,12 +81,13 @@ class Sampler:
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Several times as quick as `logits[rows]`."""
+    """The same as `logits[rows]`, but several times as fast."""
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[TokenLogprob]:
-    """Of each token under its row of `logits` [tokens, vocabulary], with the best `num_top`."""
+    """The logprob of each token in its row of `logits` [tokens, vocabulary], with those of the
+    `num_top` most probable tokens of the row."""
     found: list[TokenLogprob] = []
     most = min(max(num_top, default=0), logits.shape[-1])
     for start in range(0, len(token_ids), _ROWS_AT_ONCE):

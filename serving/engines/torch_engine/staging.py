@@ -1,4 +1,5 @@
-"""From a release's folder to a runner that holds it. It runs on a thread that yields to others."""
+"""Loads a release: reads its folder and makes a runner. The work is done on a thread with low
+priority."""
 
 import logging
 import math
@@ -25,10 +26,11 @@ from serving.weights.release import Release
 _log = logging.getLogger(__name__)
 
 _SLOTS_PER_SEQUENCE = 2
-"""A slot for each sequence that runs, and as many for finished ones, whose tokens may be shared."""
+"""One slot for each running sequence, and one for a finished sequence in the prefix cache."""
 
-_SEQUENCES_OF_LESS = 4
-"""That have cache_size where the context is lowered and each one has memory for all of it."""
+_MIN_SEQUENCES = 4
+"""At least this many sequences must fit when `max_context` is lowered for a device on which each
+slot takes memory for a whole context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +51,10 @@ def load_runner(
     is_cancelled: Callable[[], bool],
     pause_share: Callable[[], float],
 ) -> Staged:
-    """Raises StageError, StagingCancelled. Blocks; the calling thread is made a low-priority one.
+    """Load a release and make its runner. Blocks, and lowers the priority of the calling thread.
 
-    Manifest and memory are checked before anything is read.
+    The manifest and the free memory are checked before any tensor is read. Raises StageError and
+    StagingCancelled.
     """
     lower_thread_priority()
     started = time.perf_counter()
@@ -156,9 +159,9 @@ def _slots(
         )
     except OSError as error:
         raise StageError(
-            f"{cache_size.num_slots} slots of {cache_size.context} tokens: the system gives no addresses for "
-            f"them ({error}); lower max_batch or max_context under [serving.torch], or raise the "
-            "limit of virtual memory (ulimit -v)"
+            f"{cache_size.num_slots} slots of {cache_size.context} tokens: the system does not "
+            f"provide their address range ({error}); lower max_batch or max_context under "
+            "[serving.torch], or raise the limit of virtual memory (ulimit -v)"
         ) from error
 
 
@@ -170,16 +173,17 @@ def _cache_size(
     token_bytes: int,
     is_paged: bool,
 ) -> KvCacheSize:
-    """KvCacheSize for keys and values. Unless it `is_paged`, a slot has memory for a whole context."""
+    """The size of the KV cache. With `is_paged`, memory is taken in blocks. Without, each slot
+    takes memory for a whole context. Raises StageError if not even one sequence fits."""
     block_bytes = block_tokens * token_bytes
     num_blocks = settings.kv_cache_bytes // block_bytes
     context = min(allowed, settings.max_context or allowed)
-    fitting = num_blocks // (1 if is_paged else _SEQUENCES_OF_LESS) * block_tokens
+    fitting = num_blocks // (1 if is_paged else _MIN_SEQUENCES) * block_tokens
     if num_blocks * block_tokens < context and settings.max_context is None and fitting:
-        # Models of a long context are served with a shorter one, rather than not at all.
+        # If a release allows a long context, serve it with a shorter one instead of refusing it.
         _log.warning(
-            "kv_cache_bytes (%d) holds no sequence of the %d tokens that the release allows: "
-            "max_context is %d",
+            "kv_cache_bytes (%d) is too small for a sequence of %d tokens, which the release "
+            "allows: max_context is lowered to %d",
             *(settings.kv_cache_bytes, context, fitting),
         )
         context = fitting
@@ -187,8 +191,8 @@ def _cache_size(
     if num_blocks < slot_blocks:
         raise StageError(
             f"one sequence of {context} tokens needs {slot_blocks * block_bytes} bytes of keys and "
-            f"values, kv_cache_bytes is {settings.kv_cache_bytes}; raise it, or lower max_context, "
-            "under [serving.torch]"
+            f"values, but kv_cache_bytes is {settings.kv_cache_bytes}; raise kv_cache_bytes or "
+            "lower max_context, under [serving.torch]"
         )
     num_slots = _SLOTS_PER_SEQUENCE * settings.max_batch
     if not is_paged:

@@ -121,8 +121,9 @@ class StepLoop:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if sequence.release_id not in self._schedulers or sequence.release_id in self._unloading:
-                raise EngineError(f"release {sequence.release_id} is not resident")
+            release_id = sequence.release_id
+            if release_id not in self._schedulers or release_id in self._unloading:
+                raise EngineError(f"release {release_id} is not resident")
             self._submitted.append(sequence)
             self._changed.notify()
 
