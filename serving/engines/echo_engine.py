@@ -1,9 +1,10 @@
-"""`EchoEngine`: an engine without weights, for tests of clients, jobs and swaps. Never for answers.
+"""`EchoEngine`: an engine without weights, for tests of clients, jobs and swaps. Its answers are
+meaningless.
 
-Its tokens and logprobs are made from the digest of a release's weights and the tokens before, so
-that equal releases answer equally and different ones differently; sampling is by seed, penalties
-and biases are ignored. It can be told to fail, to hang, or to keep an old head as engines do that
-forget a tied one.
+Tokens and logprobs are computed from the digest of the release's weights and the previous tokens.
+So equal releases give equal answers, and different releases give different ones. Sampling uses the
+seed; penalties and biases are ignored. Tests can make the engine fail or hang. They can also make
+it keep the old head after a swap, as engines do that do not reload a tied head.
 
     engine = EchoEngine()
     engine.fail["commit"] = EngineError("out of order")
@@ -29,7 +30,7 @@ EnginePhase = Literal["stage", "commit", "generate", "step", "turn"]
 @dataclass(frozen=True, kw_only=True)
 class _Resident:
     key: bytes
-    """Of the weights alone: the same tensors in other shards answer the same."""
+    """The digest of the weights only. It does not depend on how they are divided into shards."""
     vocab_size: int
 
 
@@ -41,17 +42,17 @@ class EchoEngine:
         self.holds_two = holds_two
         self.step_seconds = step_seconds
         self.fail: dict[EnginePhase, Exception] = {}
-        """Raised by that phase as long as it stands here."""
+        """Phase → the error that it raises, until the entry is removed."""
         self.hang: dict[EnginePhase, asyncio.Event] = {}
-        """That phase waits for the event."""
+        """Phase → the event that it waits for."""
         self.context: int | None = None
-        """Tokens of a sequence at most, whatever the release allows."""
+        """The largest number of tokens in a sequence. None: the limit of the release."""
         self.keeps_old_head = False
-        """Logprobs of releases staged from now on come from the one that was live."""
+        """Whether releases that are staged from now on answer with the weights of the live one."""
         self.num_running: Counter[str] = Counter()
-        """Generations that run, by release."""
+        """Release id → number of running generations."""
         self.log: list[tuple[str, str]] = []
-        """(`stage`, `commit` or `unload`, release id), in order."""
+        """(`stage`, `commit` or `unload`, release id), in the order of the calls."""
         self._residents: dict[str, _Resident] = {}
         self._committed: set[str] = set()
         self._unloading: set[str] = set()
@@ -66,7 +67,7 @@ class EchoEngine:
 
     @property
     def resident(self) -> set[str]:
-        """Releases that take memory."""
+        """The ids of all releases in memory."""
         return set(self._residents)
 
     async def stage(self, release: Release, folder: Path) -> None:
@@ -174,7 +175,7 @@ class EchoEngine:
 
 
 def weights_key(release: Release) -> bytes:
-    """What the echo engine computes with: one digest for all tensors, however they are sharded."""
+    """One digest for all tensors. It does not depend on how they are divided into shards."""
     whole = hashlib.sha256()
     for name, entry in sorted(release.tensors.items()):
         whole.update(f"{name}\0{entry.digest}\n".encode())
@@ -182,7 +183,8 @@ def weights_key(release: Release) -> bytes:
 
 
 def echo_logprobs(release: Release, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """What a probe of these tokens measures under `release`: one fewer than tokens."""
+    """The logprobs that a probe of these tokens measures under `release`. There is one fewer than
+    there are tokens."""
     resident = _Resident(key=weights_key(release), vocab_size=1)
     return tuple(
         _logprob(resident, token_ids[:place], token_ids[place], 0).logprob
@@ -191,7 +193,7 @@ def echo_logprobs(release: Release, token_ids: Sequence[int]) -> tuple[float, ..
 
 
 def _number(resident: _Resident, before: Sequence[int], extra: bytes) -> int:
-    # The last few tokens are context enough, and keep a step's cost flat.
+    # Only the last 8 tokens, so that each step takes the same time.
     text = ",".join(map(str, before[-8:])).encode()
     digest = hashlib.blake2b(text + b"|" + extra, key=resident.key, digest_size=8)
     return int.from_bytes(digest.digest(), "little")

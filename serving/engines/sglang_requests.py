@@ -1,4 +1,4 @@
-"""From `Generation` to SGLang's `/generate`, and from its chunks to `Step`."""
+"""Converts a `Generation` to a request for SGLang's `/generate`, and its chunks to `Step`s."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from serving.engine import EngineError, Generation, Step, TokenLogprob
 
 
 class WrongWeights(Exception):
-    """The upstream computed with other weights than it was asked for."""
+    """The upstream computed with other weights than those of the requested release."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ def request_of(generation: Generation, request_id: str) -> dict[str, Any]:
             or None,
             "sampling_seed": generation.seed,
             "stop_token_ids": list(generation.stop_token_ids) or None,
-            # End-of-sequence ids are among the stop ids, where the request wants them.
+            # `stop_token_ids` has the end-of-sequence ids, unless the request ignores them.
             "ignore_eos": True,
             "skip_special_tokens": False,
         },
@@ -49,8 +49,12 @@ def request_of(generation: Generation, request_id: str) -> dict[str, Any]:
 def step_of(
     chunk: dict[str, Any], generation: Generation, release_id: str, progress: StreamProgress
 ) -> Step:
-    """A chunk has all tokens until then or, where the upstream streams differences, the new ones:
-    either way the new ones are the last."""
+    """Convert a chunk. Raises WrongWeights, and EngineError if SGLang ended the sequence for
+    another reason than `stop` or `length`.
+
+    By default a chunk has all tokens of the answer so far. If the upstream streams differences, it
+    has only the new tokens. In both cases the new tokens are the last ones.
+    """
     meta = chunk["meta_info"]
     version = meta.get("weight_version")
     if version is None:
@@ -80,7 +84,8 @@ def step_of(
 
 
 def _logprobs(meta: dict[str, Any], side: str, num_top: int) -> tuple[TokenLogprob, ...]:
-    """`[logprob, token id, text]` for each token; the first of a prompt has none."""
+    """SGLang gives `[logprob, token id, text]` for each token. The logprob of the first prompt
+    token is None."""
     tops = meta.get(f"{side}_top_logprobs") or []
     found = []
     for number, (logprob, token_id, _) in enumerate(meta[f"{side}_token_logprobs"]):

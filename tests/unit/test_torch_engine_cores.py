@@ -135,7 +135,7 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
     asyncio.run(scenario())
 
 
-def test_neighbours_are_looked_for_now_and_then(
+def test_the_busy_lock_is_checked_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]

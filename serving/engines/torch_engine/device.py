@@ -22,8 +22,8 @@ def choose_device(settings: TorchEngineSettings) -> torch.device:
             device = torch.device(settings.device)
             torch.Generator(device)  # fails if the device does not exist
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
-            raise ServingError(f"[serving.torch] device {settings.device!r}: {said}") from None
+            message = str(error).splitlines()[0]
+            raise ServingError(f"[serving.torch] device {settings.device!r}: {message}") from None
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

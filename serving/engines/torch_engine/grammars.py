@@ -49,7 +49,7 @@ class GrammarState:
     def copy(self) -> "GrammarState":
         return GrammarState(self.matcher.deep_copy(), self.tokenizer, self.param)
 
-    def take(self, token_id: int) -> bool:
+    def advance(self, token_id: int) -> bool:
         """Advance by one token. Returns True if the text is complete and no token can follow."""
         self.matcher.consume_token(token_id)
         return bool(self.matcher.is_stopped() and not self.matcher.is_error())

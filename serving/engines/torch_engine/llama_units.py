@@ -117,7 +117,7 @@ def _linear(
         weight = _stack(parts[: len(weights)])
         return Linear(weight, _stack(parts[len(weights) :]) if biases else None)
 
-    def part(built: Built, number: int) -> Tensor:
+    def extract_part(built: Built, number: int) -> Tensor:
         assert isinstance(built, Linear)
         block = number % len(sizes)
         whole = built.plain_weight() if number < len(weights) else built.bias
@@ -125,7 +125,13 @@ def _linear(
         return whole[starts[block] : starts[block + 1]]
 
     kind = "linear" if rotated is None else f"linear rotated {rotated}"
-    return Unit(kind=kind, parts=(*weights, *biases), build=build, prepare=prepare, part=part)
+    return Unit(
+        kind=kind,
+        parts=(*weights, *biases),
+        build=build,
+        prepare=prepare,
+        extract_part=extract_part,
+    )
 
 
 def _stack(blocks: list[Tensor]) -> Tensor:

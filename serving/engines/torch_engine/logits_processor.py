@@ -49,9 +49,9 @@ class LogitsProcessor:
         )
         """Whether the logits need no change."""
 
-    def take(self, token_id: int) -> bool:
+    def add(self, token_id: int) -> bool:
         """Add a token that is not a stop token. Returns True if the grammar ends the text."""
-        return self.grammar is not None and self.grammar.take(token_id)
+        return self.grammar is not None and self.grammar.advance(token_id)
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +72,8 @@ class LogitsProcessor:
 
     def restrict(self, bits: Bits) -> None:
         """Clear the bits of tokens that are not allowed, in one row of `bits`. The row must hold
-        the tokens that the grammar allows. If the grammar lets the text end here, stop tokens are allowed too."""
+        the tokens that the grammar allows. If the text may end here, stop tokens are allowed too.
+        """
         if self.grammar is not None and self.grammar.may_end:
             _set(bits, self._stop_ids)
         if self._generation.allowed_token_ids is not None:

@@ -10,8 +10,8 @@ from serving.engines.torch_engine import threads
 from serving.engines.torch_engine.runner import Batch, Chunk
 
 # oneDNN creates a kernel for each number of rows and keeps it (about 1 ms and 0.4 MB each). So
-# the number of rows is padded to one of a few numbers. (n, step): up to n rows, the number is padded
-# to a multiple of step. Padding a few rows costs almost nothing, because a step reads every weight
+# the number of rows is padded to one of a few numbers. (n, step): up to n rows, it is padded to a
+# multiple of step. Padding a few rows costs almost nothing, because a step reads every weight
 # anyway. Padding more rows costs up to a fifth of the time of the matrix products.
 _ROW_STEPS = ((2, 1), (16, 4), (32, 8), (64, 16), (256, 32))
 _ROW_STEP_ABOVE = 64

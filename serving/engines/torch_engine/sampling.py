@@ -13,7 +13,7 @@ from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.logits_processor import process_logits
 from serving.engines.torch_engine.sequence import Sequence
 
-_LEAST_TEMPERATURE = 1e-30
+_MIN_TEMPERATURE = 1e-30
 """Logits divided by this are still finite."""
 _ROWS_AT_ONCE = 16
 """Rows of logprobs that are computed at once. All rows of a long prompt would take as much memory
@@ -36,27 +36,27 @@ class Sampler:
             processors = [s.logits_processor for s in sequences]
             outputs = [s.output for s in sequences]
             process_logits(logits, processors, outputs, self._next_tokens)
-        ways: dict[str, list[int]] = {"greedy": [], "few": [], "all": []}
+        rows_by_method: dict[str, list[int]] = {"greedy": [], "top_k": [], "all": []}
         for row, sequence in enumerate(sequences):
             generation = sequence.generation
-            is_few = 0 < generation.top_k < logits.shape[1]
-            way = "greedy" if generation.temperature == 0 else "few" if is_few else "all"
-            ways[way].append(row)
+            is_top_k = 0 < generation.top_k < logits.shape[1]
+            method = "greedy" if generation.temperature == 0 else "top_k" if is_top_k else "all"
+            rows_by_method[method].append(row)
         tokens = [0] * len(sequences)
-        for way, rows in ways.items():
+        for method, rows in rows_by_method.items():
             if not rows:
                 continue
             chosen = [sequences[row] for row in rows]
             found = logits if len(rows) == len(sequences) else _rows(logits, rows)
-            if way == "greedy":
+            if method == "greedy":
                 drawn = found.argmax(dim=-1).tolist()
             else:
-                drawn = self._draw_few(chosen, found) if way == "few" else self._draw(chosen, found)
+                drawn = self._draw_from_top_k(chosen, found) if method == "top_k" else self._draw(chosen, found)
             for row, token in zip(rows, drawn, strict=True):
                 tokens[row] = token
         return tokens
 
-    def _draw_few(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+    def _draw_from_top_k(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
         """The same as `_draw`, but only among the `top_k` most probable tokens of each row."""
         counts = [sequence.generation.top_k for sequence in sequences]
         values, ids = largest(logits, max(counts))
@@ -68,7 +68,7 @@ class Sampler:
 
     def _draw(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
         generations = [sequence.generation for sequence in sequences]
-        scales = [1 / max(each.temperature, _LEAST_TEMPERATURE) for each in generations]
+        scales = [1 / max(each.temperature, _MIN_TEMPERATURE) for each in generations]
         if any(scale != 1 for scale in scales):
             logits = logits * logits.new_tensor(scales)[:, None]
         weights = torch.softmax(logits, dim=-1)

@@ -177,7 +177,7 @@ class Scheduler:
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)
         if not count:
-            self._seconds_per_decoding = _blend(self._seconds_per_decoding, seconds)
+            self._seconds_per_decoding = _moving_average(self._seconds_per_decoding, seconds)
         elif count >= _MIN_PREFILL_TOKENS:
             if batch.slots:
                 # Decoding sequences are delayed only by the time that a step without prefill does
@@ -185,7 +185,7 @@ class Scheduler:
                 # subtraction may leave too little: never subtract more than half.
                 seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
             measured = seconds / count
-            self._seconds_per_prompt_token = _blend(self._seconds_per_prompt_token, measured)
+            self._seconds_per_prompt_token = _moving_average(self._seconds_per_prompt_token, measured)
 
     def _finish_step(
         self,
@@ -217,7 +217,7 @@ class Scheduler:
         if sampled:
             events.extend(self._sample(sampled, logits if len(rows) == row else logits[rows]))
         for sequence in scored:
-            self._end(sequence)
+            self._finish(sequence)
             events.append((sequence, sequence.take_scores()))
         return events
 
@@ -228,21 +228,21 @@ class Scheduler:
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.logits_processor.refusal is not None:
                 events.append((sequence, sequence.logits_processor.refusal))
-                self._end(sequence)
+                self._finish(sequence)
                 continue
             reason = sequence.add(token_id, found.get(sequence), self._runner.cache_size.context)
             if (step := sequence.take_step(reason)) is not None:
                 events.append((sequence, step))
             if reason is not None:
-                self._end(sequence)
+                self._finish(sequence)
         return events
 
-    def _end(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         self._decoding.remove(sequence)
         self._cache_slot(sequence)
 
 
-def _blend(known: float, measured: float) -> float:
+def _moving_average(known: float, measured: float) -> float:
     return 0.7 * known + 0.3 * measured if known else measured
 
 

@@ -75,7 +75,7 @@ class Sequence:
             self._logprobs.append(logprob)
         if token_id in self.stop_ids and len(self.output) >= self.generation.min_tokens:
             return "stop"
-        if self.logits_processor.take(token_id):
+        if self.logits_processor.add(token_id):
             return "stop"
         total = len(self.generation.prompt) + len(self.output)
         if len(self.output) >= self.generation.max_tokens or total >= context:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LEAST_BLOCK_TOKENS = 16
+_MIN_BLOCK_TOKENS = 16
 
 
 def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
@@ -21,7 +21,7 @@ def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
     taken and freed in blocks."""
     row_bytes = head_dim * dtype.itemsize
     whole = math.lcm(row_bytes, mmap.PAGESIZE) // row_bytes
-    return whole * -(-_LEAST_BLOCK_TOKENS // whole)
+    return whole * -(-_MIN_BLOCK_TOKENS // whole)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

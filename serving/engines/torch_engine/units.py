@@ -30,7 +30,7 @@ class Unit:
     dtype and device. The unit may keep their memory."""
     prepare: Callable[[int, Tensor], Tensor] = lambda _, values: values
     """Converts the values of the part with this number to the form in which the unit holds them."""
-    part: Callable[[Built, int], Tensor] | None = None
+    extract_part: Callable[[Built, int], Tensor] | None = None
     """The opposite of `build`: the prepared values of one part, taken from a unit of the same form.
     None for units of one part."""
 
