@@ -95,7 +95,7 @@ def check_same_ties(shadow: nn.Module, live: nn.Module) -> None:
     heads = {name for name, _ in shadow.named_parameters()}
     if merged := heads - {name for name, _ in live.named_parameters()}:
         names = ", ".join(sorted(merged))
-        raise CannotCopy(f"{names}: vLLM has tied it to the embedding, which is equal in this release")
+        raise CannotCopy(f"{names}: vLLM has tied it to the embedding, as they are equal here")
 
 
 def pack(module: nn.Module) -> Callable[..., torch.Tensor]:

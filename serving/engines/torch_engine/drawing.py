@@ -116,8 +116,8 @@ def _redraw(weights: _Weights, chosen: int, top_p: float, uniform: Uniform) -> i
 def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
     """Draws a column of each row in proportion to its weight.
 
-    The sum of the weights up to this column is the first that exceeds a random share of the total.
-    The block that contains the column is found first.
+    It is the first column at which the running sum of the weights exceeds a random share of the
+    total. The block that contains the column is found first.
     """
     num_columns = weights.shape[1]
     numbers = torch.tensor([each() for each in uniforms], dtype=torch.float64)

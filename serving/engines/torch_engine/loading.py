@@ -141,7 +141,7 @@ class Loader:
             key = self._key(unit)
             found = self.pool.find(key)
             if found is None:
-                values = [self._find_in_memory(unit, key, number) for number in range(len(unit.parts))]
+                values = [self._find_part(unit, key, number) for number in range(len(unit.parts))]
                 for number, part in enumerate(unit.parts):
                     if values[number] is None:
                         values[number] = unit.prepare(number, self._read(part))
@@ -162,7 +162,7 @@ class Loader:
         digests = [self.release.tensors[self._stored(part.name)].digest for part in unit.parts]
         return unit.form, self.dtype, tuple(digests)
 
-    def _find_in_memory(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
+    def _find_part(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
         """The prepared values of a part, taken from a unit in memory; None if there is none."""
         resident = self.pool.find_with_part(key, number)
         if resident is not None and unit.extract_part is not None:

@@ -51,7 +51,8 @@ class Sampler:
             if method == "greedy":
                 drawn = found.argmax(dim=-1).tolist()
             else:
-                drawn = self._draw_from_top_k(chosen, found) if method == "top_k" else self._draw(chosen, found)
+                draw_all = self._draw_from_top_k if method == "top_k" else self._draw
+                drawn = draw_all(chosen, found)
             for row, token in zip(rows, drawn, strict=True):
                 tokens[row] = token
         return tokens

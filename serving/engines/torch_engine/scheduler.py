@@ -177,7 +177,7 @@ class Scheduler:
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)
         if not count:
-            self._seconds_per_decoding = _moving_average(self._seconds_per_decoding, seconds)
+            self._seconds_per_decoding = _smooth(self._seconds_per_decoding, seconds)
         elif count >= _MIN_PREFILL_TOKENS:
             if batch.slots:
                 # Decoding sequences are delayed only by the time that a step without prefill does
@@ -185,7 +185,7 @@ class Scheduler:
                 # subtraction may leave too little: never subtract more than half.
                 seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
             measured = seconds / count
-            self._seconds_per_prompt_token = _moving_average(self._seconds_per_prompt_token, measured)
+            self._seconds_per_prompt_token = _smooth(self._seconds_per_prompt_token, measured)
 
     def _finish_step(
         self,
@@ -242,7 +242,7 @@ class Scheduler:
         self._cache_slot(sequence)
 
 
-def _moving_average(known: float, measured: float) -> float:
+def _smooth(known: float, measured: float) -> float:
     return 0.7 * known + 0.3 * measured if known else measured
 
 

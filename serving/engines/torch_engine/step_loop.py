@@ -155,9 +155,9 @@ class StepLoop:
             with torch.inference_mode():
                 while self._wait_for_work():
                     self._warm_up(num_threads)
-                    num_usable = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
-                    if num_usable != torch.get_num_threads():
-                        torch.set_num_threads(num_usable)
+                    usable = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
+                    if usable != torch.get_num_threads():
+                        torch.set_num_threads(usable)
                     self._step_every_scheduler()
                     self._remove_unloaded()
         except BaseException as error:
@@ -192,8 +192,8 @@ class StepLoop:
             return
         # oneDNN has a separate kernel for each number of threads. There is one thread less while a
         # release is staged or another program computes.
-        for num_usable in {max(1, num_threads - 1), num_threads}:
-            torch.set_num_threads(num_usable)
+        for usable in {max(1, num_threads - 1), num_threads}:
+            torch.set_num_threads(usable)
             try:
                 scheduler.warm_up()
             except Exception:
