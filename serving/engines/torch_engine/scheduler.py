@@ -162,7 +162,8 @@ class Scheduler:
     def _prefill_budget(self, num_schedulers: int) -> int:
         """The largest number of prompt tokens for the next step.
 
-        While other sequences decode, this scheduler's share of `step_seconds` limits the prefill.
+        While sequences decode or another scheduler runs, this scheduler's share of `step_seconds`
+        limits the prefill.
         The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token takes.
         """
         budget = self._settings.max_batch_tokens
@@ -180,9 +181,9 @@ class Scheduler:
             self._seconds_per_decoding = _smooth(self._seconds_per_decoding, seconds)
         elif count >= _MIN_PREFILL_TOKENS:
             if batch.slots:
-                # Decoding sequences are delayed only by the time that a step without prefill does
-                # not take. The number of decoding sequences changes between steps, so this
-                # subtraction may leave too little: never subtract more than half.
+                # The prefill delays decoding sequences only by the time that a step without prefill
+                # would not take. The number of decoding sequences changes between steps, so this is
+                # an estimate, and at most half of the time is subtracted.
                 seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
             measured = seconds / count
             self._seconds_per_prompt_token = _smooth(self._seconds_per_prompt_token, measured)
