@@ -1,1 +1,1 @@
-"""One module per engine that can hold a release."""
+"""The engines that compute tokens. Each one implements `serving.engine.Engine`."""

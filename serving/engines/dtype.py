@@ -1,4 +1,4 @@
-"""Which type of number an engine computes in."""
+"""Chooses the dtype in which an engine computes."""
 
 from typing import Literal
 
@@ -10,10 +10,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def choose_dtype(asked: Dtype | Literal["auto"], device_type: str, release: Release) -> Dtype:
-    """What a server computes `release` in, where its settings ask for `asked`.
+    """The dtype in which a server computes `release`. `asked` is the dtype of the server's
+    settings.
 
-    `auto` is the dtype in which the release is stored, if the device is fast in it and the probe
-    has a bound for it; otherwise float32.
+    `auto` means the dtype in which the release is stored, if the device computes fast in it and the
+    release's probe, if there is one, has a bound for it. Otherwise it means float32.
     """
     if asked != "auto":
         return asked
@@ -29,5 +30,5 @@ def choose_dtype(asked: Dtype | Literal["auto"], device_type: str, release: Rele
 def _is_fast_in_bfloat16(device_type: str) -> bool:
     if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    # A processor with AMX has these instructions as well.
+    # Processors with AMX have these instructions as well.
     return device_type == "cpu" and bool(torch.cpu._is_avx512_bf16_supported())

@@ -1,9 +1,10 @@
-"""`EchoEngine`: an engine without weights, for tests of clients, jobs and swaps. Never for answers.
+"""`EchoEngine`: an engine without weights, for tests of clients, jobs and swaps. Its answers are
+meaningless.
 
-Its tokens and logprobs are made from the digest of a release's weights and the tokens before, so
-that equal releases answer equally and different ones differently; sampling is by seed, penalties
-and biases are ignored. It can be told to fail, to hang, or to keep an old head as engines do that
-forget a tied one.
+Tokens and logprobs are computed from the digest of the release's weights and the previous tokens.
+So equal releases give equal answers, and different releases give different ones. Sampling uses the
+seed; penalties and biases are ignored. Tests can make the engine fail or hang. They can also make
+it keep the old head after a swap, as engines do that do not reload a tied head.
 
     engine = EchoEngine()
     engine.fail["commit"] = EngineError("out of order")
@@ -29,7 +30,7 @@ EnginePhase = Literal["stage", "commit", "generate", "step", "turn"]
 @dataclass(frozen=True, kw_only=True)
 class _Resident:
     key: bytes
-    """Of the weights alone: the same tensors in other shards answer the same."""
+    """The digest of the weights only. It does not depend on how they are divided into shards."""
     vocab_size: int
 
 
@@ -41,20 +42,20 @@ class EchoEngine:
         self.holds_two = holds_two
         self.step_seconds = step_seconds
         self.fail: dict[EnginePhase, Exception] = {}
-        """Raised by that phase as long as it stands here."""
+        """Phase → the error that it raises, until the entry is removed."""
         self.hang: dict[EnginePhase, asyncio.Event] = {}
-        """That phase waits for the event."""
+        """Phase → the event that it waits for."""
         self.context: int | None = None
-        """Tokens of a sequence at most, whatever the release allows."""
+        """The largest number of tokens in a sequence. None: the limit of the release."""
         self.keeps_old_head = False
-        """Logprobs of releases staged from now on come from the one that was live."""
+        """Whether releases that are staged from now on answer with the weights of the live one."""
         self.num_running: Counter[str] = Counter()
-        """Generations that run, by release."""
+        """Release id → number of running generations."""
         self.log: list[tuple[str, str]] = []
-        """(`stage`, `commit` or `unload`, release id), in order."""
+        """(`stage`, `commit` or `unload`, release id), in the order of the calls."""
         self._residents: dict[str, _Resident] = {}
         self._committed: set[str] = set()
-        self._doomed: set[str] = set()
+        self._unloading: set[str] = set()
         self._live: str | None = None
 
     @property
@@ -62,16 +63,16 @@ class EchoEngine:
         return str(self.fail["turn"]) if "turn" in self.fail else None
 
     async def take_turn(self) -> None:
-        await self._meet("turn")
+        await self._inject_fault("turn")
 
     @property
     def resident(self) -> set[str]:
-        """Releases that take memory."""
+        """The ids of all releases in memory."""
         return set(self._residents)
 
     async def stage(self, release: Release, folder: Path) -> None:
         self.log.append(("stage", release.id))
-        await self._meet("stage")
+        await self._inject_fault("stage")
         limit = 2
         if len(self._residents) >= limit:
             raise EngineError(f"asked to hold a third release beside {sorted(self._residents)}")
@@ -89,7 +90,7 @@ class EchoEngine:
 
     async def commit(self, release_id: str) -> None:
         self.log.append(("commit", release_id))
-        await self._meet("commit")
+        await self._inject_fault("commit")
         if release_id not in self._residents:
             raise EngineError(f"{release_id} is not staged")
         others = [
@@ -102,7 +103,7 @@ class EchoEngine:
 
     async def unload(self, release_id: str) -> None:
         self.log.append(("unload", release_id))
-        self._doomed.add(release_id)
+        self._unloading.add(release_id)
         self._free_ended(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
@@ -113,7 +114,7 @@ class EchoEngine:
             raise EngineError(f"{release_id} is not loaded and committed")
         self.num_running[release_id] += 1
         try:
-            await self._meet("generate")
+            await self._inject_fault("generate")
             async for step in self._steps(resident, generation):
                 yield step
         finally:
@@ -138,7 +139,7 @@ class EchoEngine:
             return
         salt = b"" if generation.temperature == 0 else repr(generation.seed).encode()
         for number in range(1, generation.max_tokens + 1):
-            await self._meet("step")
+            await self._inject_fault("step")
             await asyncio.sleep(self.step_seconds)
             ended = generation.stop_token_ids if number < generation.min_tokens else ()
             token_id = _next_token(resident, tokens, salt, excluded=ended)
@@ -161,12 +162,12 @@ class EchoEngine:
                 return
 
     def _free_ended(self, release_id: str) -> None:
-        if release_id in self._doomed and not self.num_running[release_id]:
-            self._doomed.discard(release_id)
+        if release_id in self._unloading and not self.num_running[release_id]:
+            self._unloading.discard(release_id)
             self._committed.discard(release_id)
             self._residents.pop(release_id, None)
 
-    async def _meet(self, phase: EnginePhase) -> None:
+    async def _inject_fault(self, phase: EnginePhase) -> None:
         if phase in self.hang:
             await self.hang[phase].wait()
         if phase in self.fail:
@@ -174,7 +175,7 @@ class EchoEngine:
 
 
 def weights_key(release: Release) -> bytes:
-    """What the echo engine computes with: one digest for all tensors, however they are sharded."""
+    """One digest for all tensors. It does not depend on how they are divided into shards."""
     whole = hashlib.sha256()
     for name, entry in sorted(release.tensors.items()):
         whole.update(f"{name}\0{entry.digest}\n".encode())
@@ -182,7 +183,8 @@ def weights_key(release: Release) -> bytes:
 
 
 def echo_logprobs(release: Release, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """What a probe of these tokens measures under `release`: one fewer than tokens."""
+    """The logprobs that a probe of these tokens measures under `release`. There is one fewer than
+    there are tokens."""
     resident = _Resident(key=weights_key(release), vocab_size=1)
     return tuple(
         _logprob(resident, token_ids[:place], token_ids[place], 0).logprob
@@ -191,7 +193,7 @@ def echo_logprobs(release: Release, token_ids: Sequence[int]) -> tuple[float, ..
 
 
 def _number(resident: _Resident, before: Sequence[int], extra: bytes) -> int:
-    # The last few tokens are context enough, and keep a step's cost flat.
+    # Only the last 8 tokens, so that each step takes the same time.
     text = ",".join(map(str, before[-8:])).encode()
     digest = hashlib.blake2b(text + b"|" + extra, key=resident.key, digest_size=8)
     return int.from_bytes(digest.digest(), "little")

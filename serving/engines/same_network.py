@@ -1,23 +1,24 @@
-"""Whether a release is of the network that a server behind ours runs: one that, once started, takes
-other weights and no other network."""
+"""Tells whether a release has the same network as the one that vLLM or SGLang runs. Both can
+replace their weights while they run, but not their network."""
 
 import json
 from pathlib import Path
 
 from serving.weights.release import RELEASE_FILE, Release, TensorEntry
 
-# What a configuration may differ in while the network stays the same.
+# Settings in `config.json` that do not change the network.
 _FREE_KEYS = {
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
 }
 
-# One is as good as another: what is loaded is rounded to what the network computes in.
+# Tensors of these dtypes can replace each other, because they are converted when they are loaded.
 _PLAIN_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def config_differences(running: Path, wanted: Path, runner: str) -> list[str]:
-    """Between the `config.json` of two folders; `runner` is who runs the first one."""
+    """The differences between the `config.json` of two folders, one sentence each. `runner` is the
+    name of the program that runs the first one, for the messages."""
     old, new = (json.loads((folder / "config.json").read_bytes()) for folder in (running, wanted))
     return [
         f"config.json: {key} is {new.get(key)!r}, {runner} runs {old.get(key)!r}"
@@ -27,7 +28,8 @@ def config_differences(running: Path, wanted: Path, runner: str) -> list[str]:
 
 
 def tensor_differences(running: Release, wanted: Release, runner: str) -> list[str]:
-    """Names, shapes and kinds of numbers that the network has no place for."""
+    """The tensors of `wanted` that do not fit the network of `running`, and those that are missing;
+    one sentence each. `runner` is the name of the program that runs the network."""
     reasons = []
     for name, entry in wanted.tensors.items():
         before = running.tensors.get(name)

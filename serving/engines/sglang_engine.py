@@ -1,10 +1,12 @@
-"""`SglangEngine`: an SGLang server behind ours, which takes its weights from a release's folder.
+"""`SglangEngine`: generates with an SGLang server, the upstream, which loads weights from the
+folder of a release.
 
-The upstream is started by whoever runs it, on a model of the same network, and must see the
-releases under the same paths. It reads the weights from disk while nothing runs, whatever they are:
-`stage` has checked them by then, and has them in the page cache. One that was started again is told
-again what to serve, once it answers from other weights. Its logprobs follow the temperature unless
-it is started with `SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
+You start the upstream yourself, on a model of the same network. It must see the releases under the
+same paths as our server. It loads weights from disk, without checks, while no request runs. So
+`stage` checks the files first, and reads them into the page cache. After a restart, the upstream
+runs other weights than those that were committed. The next answer shows this, and the committed
+weights are loaded again. Its logprobs include the temperature, unless it is started with
+`SGLANG_RETURN_ORIGINAL_LOGPROB=1`.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ import httpx
 
 from serving.engine import EngineError, Generation, StageError, Step, refuse_constraints
 from serving.engines.same_network import config_differences, tensor_differences
-from serving.engines.sglang_requests import OtherWeights, SoFar, request_of, step_of
+from serving.engines.sglang_requests import WrongWeights, StreamProgress, request_of, step_of
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release
@@ -35,15 +37,16 @@ _READ_BYTES = 1 << 22
 
 
 class SglangEngine:
-    """Called on one event loop."""
+    """All methods must be called on one event loop."""
 
     holds_two = False
     checks_digests = False
-    # The update, and the question whether it was one.
+    # The time limits of the update and of the question that checks it.
     commit_seconds: float | None = _UPDATE_SECONDS + _ANSWER_SECONDS
 
     def __init__(self, upstream: str, dtype: str = "auto") -> None:
-        """dtype: what the upstream was started with; its own `auto` is the dtype of the weights."""
+        """`dtype` is the one that the upstream was started with. `auto` means the dtype of the
+        weights, as it does for SGLang."""
         self._upstream = upstream.rstrip("/")
         self._http = httpx.AsyncClient(
             base_url=self._upstream,
@@ -54,7 +57,8 @@ class SglangEngine:
         self._dtype = dtype
         self._folders: dict[str, Path] = {}
         self._live: str | None = None
-        """What was committed last: what the upstream has to run, whatever it does run."""
+        """The release that was committed last. The upstream must run it, but may have been
+        restarted on another one."""
         self._updating = asyncio.Lock()
 
     @property
@@ -62,10 +66,13 @@ class SglangEngine:
         return None
 
     async def take_turn(self) -> None:
-        """Nothing computes in this server, and to start it again would not help the upstream."""
+        """Does nothing. This server computes nothing, and restarting it would not help the
+        upstream."""
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """Asks the upstream what it runs, and reads the release's files."""
+        """Asks the upstream which model it runs, then checks and reads the files of the release.
+        Raises StageError if the release does not fit that model, and EngineError if the upstream
+        does not answer."""
         running = Path(str((await self._model_info()).get("model_path")))
         try:
             if reasons := await asyncio.to_thread(_differences, running, release, folder):
@@ -91,7 +98,8 @@ class SglangEngine:
             await self._update(release_id)
 
     async def unload(self, release_id: str) -> None:
-        """The upstream holds one release; there is nothing to free."""
+        """Forgets the folder. There is no memory to free, because the upstream holds only the live
+        release."""
         self._folders.pop(release_id, None)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
@@ -103,44 +111,45 @@ class SglangEngine:
                     has_begun = True
                     yield step
             return
-        except OtherWeights as error:
+        except WrongWeights as error:
             if has_begun:
                 raise EngineError(str(error)) from None
-        await self._put_right(release_id)
+        await self._restore_weights(release_id)
         try:
             async with aclosing(self._answer(release_id, generation)) as steps:
                 async for step in steps:
                     yield step
-        except OtherWeights as error:
+        except WrongWeights as error:
             raise EngineError(str(error)) from None
 
     async def _answer(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        """Raises EngineError, OtherWeights."""
+        """Raises EngineError. Raises WrongWeights if the upstream computed with other weights."""
         if release_id != self._live:
-            raise EngineError(f"{self._upstream} has to run {self._live}, not {release_id}")
+            raise EngineError(f"{release_id} is not live on {self._upstream}, but {self._live} is")
         request_id = uuid4().hex
-        so_far = SoFar()
+        progress = StreamProgress()
         is_over = False
         try:
             async for chunk in self._events(request_of(generation, request_id)):
-                step = step_of(chunk, generation, release_id, so_far)
+                step = step_of(chunk, generation, release_id, progress)
                 is_over = step.finish_reason is not None
                 yield step
             if not is_over:
                 raise EngineError(f"{self._upstream} broke the answer off")
         except httpx.HTTPError as error:
             is_over = True
-            raise EngineError(f"{self._upstream}: {_said(error)}") from error
+            raise EngineError(f"{self._upstream}: {_message(error)}") from error
         finally:
             if not is_over:
                 await self._abort(request_id)
 
-    async def _put_right(self, release_id: str) -> None:
-        """Once for all whose answers came from other weights."""
+    async def _restore_weights(self, release_id: str) -> None:
+        """Load the weights of the release again. Several requests may notice the wrong weights at
+        the same time; only the first one loads them."""
         async with self._updating:
             if release_id != self._live or await self._weight_version() == release_id:
                 return
-            _log.warning("%s lost %s; it is told again", self._upstream, release_id)
+            _log.warning("%s lost the weights of %s; loading again", self._upstream, release_id)
             await self._update(release_id)
 
     async def _update(self, release_id: str) -> None:
@@ -150,7 +159,8 @@ class SglangEngine:
             {
                 "model_path": str(folder),
                 "weight_version": release_id,
-                # Nothing runs; and should anything, it is neither aborted nor left half paused.
+                # No request should run. If one does, it is not aborted, and generation is not left
+                # paused.
                 "abort_all_requests": False,
                 "keep_pause": False,
                 "flush_cache": True,
@@ -188,7 +198,7 @@ class SglangEngine:
         try:
             await self._post("/abort_request", {"rid": request_id})
         except EngineError:
-            # It sees the closed connection too, and nobody is left to be told.
+            # The upstream also sees that the connection is closed.
             return
 
     async def _model_info(self) -> dict[str, Any]:
@@ -197,22 +207,22 @@ class SglangEngine:
             answer.raise_for_status()
             return cast(dict[str, Any], answer.json())
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"no SGLang server at {self._upstream}: {_said(error)}") from error
+            raise EngineError(f"no SGLang server at {self._upstream}: {_message(error)}") from error
 
     async def _post(
         self, path: str, body: dict[str, Any], *, seconds: float = _ANSWER_SECONDS
     ) -> dict[str, Any]:
         try:
             answer = await self._http.post(path, json=body, timeout=seconds)
-            # A refused update is 400, with the reason in a body of the usual shape.
+            # A refused update has status 400, and its body has the usual form with the reason.
             return cast(dict[str, Any], answer.json()) if answer.content else {}
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineError(f"{self._upstream}{path}: {_said(error)}") from error
+            raise EngineError(f"{self._upstream}{path}: {_message(error)}") from error
 
 
 def _differences(running: Path, release: Release, folder: Path) -> list[str]:
-    """As far as it can be told: the upstream may run a model of some other disk, or one that is no
-    release. Raises ReleaseError."""
+    """The differences between the upstream's model and the release. They cannot all be found if the
+    upstream's model is on another machine or is not a release. Raises ReleaseError."""
     reasons: list[str] = []
     if (running / "config.json").is_file():
         reasons += config_differences(running, folder, "the upstream")
@@ -230,5 +240,5 @@ def _read_once(paths: list[Path]) -> None:
                 pass
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error) or type(error).__name__

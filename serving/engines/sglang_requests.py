@@ -1,4 +1,4 @@
-"""From `Generation` to SGLang's `/generate`, and from its chunks to `Step`."""
+"""Converts a `Generation` to a request for SGLang's `/generate`, and its chunks to `Step`s."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 
 
-class OtherWeights(Exception):
-    """The upstream computed with other weights than it was asked for."""
+class WrongWeights(Exception):
+    """The upstream computed with other weights than those of the requested release."""
 
 
 @dataclass
-class SoFar:
+class StreamProgress:
     num_tokens: int = 0
     has_begun: bool = False
 
@@ -39,35 +39,41 @@ def request_of(generation: Generation, request_id: str) -> dict[str, Any]:
             or None,
             "sampling_seed": generation.seed,
             "stop_token_ids": list(generation.stop_token_ids) or None,
-            # End-of-sequence ids are among the stop ids, where the request wants them.
+            # `stop_token_ids` has the end-of-sequence ids, unless the request ignores them.
             "ignore_eos": True,
             "skip_special_tokens": False,
         },
     }
 
 
-def step_of(chunk: dict[str, Any], generation: Generation, release_id: str, so_far: SoFar) -> Step:
-    """A chunk has all tokens until then or, where the upstream streams differences, the new ones:
-    either way the new ones are the last."""
+def step_of(
+    chunk: dict[str, Any], generation: Generation, release_id: str, progress: StreamProgress
+) -> Step:
+    """Convert a chunk. Raises WrongWeights, and EngineError if SGLang ended the sequence for
+    another reason than `stop` or `length`.
+
+    By default a chunk has all tokens of the answer so far. If the upstream streams differences, it
+    has only the new tokens. In both cases the new tokens are the last ones.
+    """
     meta = chunk["meta_info"]
     version = meta.get("weight_version")
     if version is None:
         raise EngineError("SGLang names no weight_version beside its tokens")
     if version != release_id:
-        raise OtherWeights(f"tokens of {version} in an answer of {release_id}")
+        raise WrongWeights(f"tokens of {version} in an answer of {release_id}")
     reason = (meta.get("finish_reason") or {}).get("type")
     if reason not in (None, "stop", "length"):
         raise EngineError(f"SGLang ended the sequence: {meta['finish_reason']}")
-    num_new = meta["completion_tokens"] - so_far.num_tokens
-    so_far.num_tokens += num_new
+    num_new = meta["completion_tokens"] - progress.num_tokens
+    progress.num_tokens += num_new
     token_ids = tuple(chunk["output_ids"][-num_new:]) if num_new else ()
     logprobs: tuple[TokenLogprob, ...] = ()
     if generation.num_logprobs is not None and num_new:
         logprobs = _logprobs(meta, "output", generation.num_logprobs)[-num_new:]
     prompt_logprobs = None
-    if generation.num_prompt_logprobs is not None and not so_far.has_begun:
+    if generation.num_prompt_logprobs is not None and not progress.has_begun:
         prompt_logprobs = _logprobs(meta, "input", generation.num_prompt_logprobs)
-    is_first, so_far.has_begun = not so_far.has_begun, True
+    is_first, progress.has_begun = not progress.has_begun, True
     return Step(
         token_ids=token_ids,
         logprobs=logprobs,
@@ -78,7 +84,8 @@ def step_of(chunk: dict[str, Any], generation: Generation, release_id: str, so_f
 
 
 def _logprobs(meta: dict[str, Any], side: str, num_top: int) -> tuple[TokenLogprob, ...]:
-    """`[logprob, token id, text]` for each token; the first of a prompt has none."""
+    """SGLang gives `[logprob, token id, text]` for each token. The logprob of the first prompt
+    token is None."""
     tops = meta.get(f"{side}_top_logprobs") or []
     found = []
     for number, (logprob, token_id, _) in enumerate(meta[f"{side}_token_logprobs"]):

@@ -1,8 +1,8 @@
-"""`VllmEngine`: one vLLM, whose weights are replaced while its requests are held back.
+"""`VllmEngine`: runs one vLLM. A swap replaces its weights while no request runs.
 
-When vLLM dies, requests under way fail, later ones wait, and it is started again on the last good
-release: the live one, or while a swap is not proved yet, the one before. Such a start takes longer
-than a barrier may be shut, so it is generations that wait for it, never a commit.
+If vLLM dies, running requests fail and later ones wait. vLLM is started again on the last good
+release. This is the live release, or the one before if a swap is not finished yet. A start takes
+longer than requests may be held back during a swap, so a rollback does not wait for it.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class _Resident:
 
 
 class VllmEngine:
-    """Called on one event loop; vLLM computes in processes of its own."""
+    """All methods must be called on one event loop. vLLM computes in its own processes."""
 
     holds_two = False
     checks_digests = True
@@ -50,21 +50,22 @@ class VllmEngine:
         self._settings = settings
         self._start = start
         self._dtype: Dtype | None = None
-        """What vLLM computes in. A swap does not change it. None until vLLM has started once."""
+        """The dtype in which vLLM computes. It stays the same until vLLM is started again. None
+        before the first start."""
         self._process: VllmProcess | None = None
         self._residents: dict[str, _Resident] = {}
         self._live: str | None = None
-        """What was committed last, and generations may name."""
+        """The release that was committed last. Generations may name it."""
         self._good: str | None = None
-        """What vLLM is started on again. It is behind `_live` from a commit until the release
-        before is unloaded, since until then the new one is not proved."""
+        """The release on which a dead vLLM is started again. After a commit, it is still the
+        release before, until that one is unloaded. Only then is the new one proved."""
         self._changing = asyncio.Lock()
         self._recovery: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def process(self) -> "VllmProcess | None":
-        """The vLLM that runs now, for who measures it."""
+        """The current vLLM, for measurements."""
         return self._process
 
     @property
@@ -74,22 +75,23 @@ class VllmEngine:
         return f"vLLM died; it is started again on {self._good}"
 
     async def take_turn(self) -> None:
-        """Starts and swaps have time limits of their own, and a dead vLLM is started again here."""
+        """Waits only if vLLM runs and no swap is in progress, because starts and swaps have their
+        own time limits. Starts a dead vLLM again."""
         process = self._process
         if process is None or process.is_dead:
             self._begin_recovery()
         elif not self._changing.locked():
-            with suppress(EngineError):  # it died, which the engine sees by itself
+            with suppress(EngineError):  # vLLM died; `_watch_process` notices this
                 await process.take_turn()
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """The first release starts vLLM."""
+        """Starts vLLM if this is the first release. Raises StageError and EngineError."""
         async with self._changing:
             if self._process is None and self._recovery is None:
                 self._process = await self._start_on(release, folder)
-                self._watch = asyncio.create_task(self._watch_over())
+                self._watch = asyncio.create_task(self._watch_process())
             else:
-                process = await self._healthy()
+                process = await self._running_process()
                 if not process.holds(release.id):
                     _check_same_network(self._residents[process.release_id], release, folder)
                     await process.stage(release, folder)
@@ -105,23 +107,25 @@ class VllmEngine:
         return self._settings.max_context
 
     async def commit(self, release_id: str) -> None:
-        """The way back succeeds at once, whatever state vLLM is in: it comes back on that."""
+        """A rollback to the last good release succeeds at once if vLLM is dead or being started,
+        because vLLM is started on this release. Otherwise waits until vLLM runs. Raises
+        EngineError."""
         if release_id == self._good:
             self._live = release_id
-            if self._revive():
+            if self._ensure_recovery():
                 return
         async with self._changing:
-            process = await self._healthy()
+            process = await self._running_process()
             if not process.holds(release_id):
                 raise EngineError(f"{release_id} is not staged")
             if process.way == "reload" and release_id == self._good != process.release_id:
-                # vLLM's own reload has no way back but a start.
+                # vLLM's own reload cannot restore old weights, so start it again.
                 self._begin_recovery()
                 return
             try:
                 await process.commit(release_id)
             except BaseException:
-                # The weights may be anything now.
+                # The weights may now be a mixture of both releases.
                 self._begin_recovery()
                 raise
             self._live = release_id
@@ -143,13 +147,15 @@ class VllmEngine:
         elif process.release_id == release_id:
             self._begin_recovery()
         else:
-            with suppress(EngineError):  # of a dead one nothing is left to free
+            with suppress(EngineError):  # a dead vLLM holds nothing that could be freed
                 await process.forget(release_id)
 
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
-        if release_id != self._good and self._revive():
-            raise EngineError(f"vLLM died; it comes back on {self._good}, not on {release_id}")
-        process = await self._healthy()
+        if release_id != self._good and self._ensure_recovery():
+            raise EngineError(
+                f"vLLM died and is started again on {self._good}, not on {release_id}"
+            )
+        process = await self._running_process()
         if release_id != self._live or process.release_id != release_id:
             raise EngineError(f"vLLM computes with {process.release_id}, not with {release_id}")
         async with aclosing(process.generate(generation)) as steps:
@@ -162,26 +168,27 @@ class VllmEngine:
             await asyncio.wait({self._recovery})
         await self._end_process()
 
-    def _revive(self) -> bool:
-        """Start a dead vLLM again, one that gave up as well. Whether it is on its way back."""
+    def _ensure_recovery(self) -> bool:
+        """If vLLM is dead, start it again, even if earlier attempts failed. Returns whether it is
+        being started."""
         if self._process is None or self._process.is_dead:
             self._begin_recovery()
         return self._recovery is not None
 
-    async def _healthy(self) -> "VllmProcess":
-        """Waits while vLLM comes back. Raises EngineError if it does not."""
-        if self._revive() and self._recovery is not None:
+    async def _running_process(self) -> "VllmProcess":
+        """Waits while vLLM is started again. Raises EngineError if the start fails."""
+        if self._ensure_recovery() and self._recovery is not None:
             await asyncio.shield(self._recovery)
         if self._process is None:
             raise EngineError("vLLM does not run")
         return self._process
 
     async def _start_on(self, release: Release, folder: Path) -> "VllmProcess":
-        """One attempt, `start_seconds` at most. Raises StageError, EngineError."""
+        """Make one attempt, which may take `start_seconds`. Raises StageError and EngineError."""
         limit = self._settings.start_seconds
         try:
             async with asyncio.timeout(limit):
-                if reasons := await asyncio.to_thread(_unproved, release, folder):
+                if reasons := await asyncio.to_thread(_find_faults, release, folder):
                     raise StageError(*reasons)
                 dtype = self.dtype_of(release)
                 settings = self._settings.model_copy(update={"dtype": dtype})
@@ -194,7 +201,7 @@ class VllmEngine:
     def _begin_recovery(self) -> None:
         if self._recovery is None and self._good is not None:
             self._recovery = asyncio.create_task(self._recover())
-            self._recovery.add_done_callback(_note)
+            self._recovery.add_done_callback(_log_failed_recovery)
 
     async def _recover(self) -> None:
         try:
@@ -209,15 +216,15 @@ class VllmEngine:
                 except (StageError, EngineError) as error:
                     _log.error("attempt %d of %d: %s", attempt, _START_ATTEMPTS, error)
                     continue
-                # It may have been decided meanwhile that another one is good.
+                # A rollback or the end of a swap may have changed the good release meanwhile.
                 if self._good == good.release.id:
-                    self._watch = asyncio.create_task(self._watch_over())
+                    self._watch = asyncio.create_task(self._watch_process())
                     return
             raise EngineError(f"vLLM does not start again on {self._good}")
         finally:
             self._recovery = None
 
-    async def _watch_over(self) -> None:
+    async def _watch_process(self) -> None:
         while self._process is not None and not self._process.is_dead:
             await asyncio.sleep(_WATCH_SECONDS)
         self._begin_recovery()
@@ -232,22 +239,24 @@ class VllmEngine:
 
 
 def create_engine(**settings: Any) -> VllmEngine:
-    """An engine with no release yet. `VllmEngineSettings` says what the arguments mean."""
-    # Here, since it imports vLLM, which is slow and not installed everywhere.
+    """An engine that holds no release yet. `VllmEngineSettings` explains the arguments. Raises
+    ValidationError for an invalid setting."""
+    # Imported here, because vLLM is slow to import and not always installed.
     from serving.engines.vllm_process import VllmProcess
 
     return VllmEngine(VllmEngineSettings(**settings), VllmProcess.start)
 
 
-def _unproved(release: Release, folder: Path) -> Sequence[str]:
-    """vLLM starts on what it reads by itself, and proves nothing of it."""
+def _find_faults(release: Release, folder: Path) -> Sequence[str]:
+    """Check the release before vLLM starts on it, because vLLM does not check what it reads.
+    Returns all faults."""
     from serving.weights.shards import not_finite  # torch, which is slow to import
 
     return verify_shards(folder, release) or not_finite(release, folder)
 
 
 def _check_same_network(before: _Resident, release: Release, folder: Path) -> None:
-    """vLLM runs one network for as long as it runs. Raises StageError with every difference."""
+    """vLLM cannot change its network while it runs. Raises StageError with every difference."""
     reasons = [
         *config_differences(before.folder, folder, "vLLM"),
         *tensor_differences(before.release, release, "vLLM"),
@@ -256,6 +265,6 @@ def _check_same_network(before: _Resident, release: Release, folder: Path) -> No
         raise StageError(*reasons, "start the server again to serve another network")
 
 
-def _note(recovery: "asyncio.Task[None]") -> None:
+def _log_failed_recovery(recovery: "asyncio.Task[None]") -> None:
     if not recovery.cancelled() and recovery.exception() is not None:
         _log.critical("%s", recovery.exception())

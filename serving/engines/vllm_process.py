@@ -1,4 +1,4 @@
-"""`VllmProcess`: one start of vLLM on one release, until it dies or is ended."""
+"""`VllmProcess`: one vLLM, from its start on a release until it dies or is ended."""
 
 import asyncio
 import json
@@ -21,8 +21,9 @@ from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.headers import DTYPE_BYTES
 from serving.weights.release import Release
 
-# Read when vLLM is imported. Longer contexts than the configuration's are allowed for one token
-# more than it: vLLM always generates one, where a text that fills the context is scored.
+# vLLM reads these when it is imported. The first one allows a context that is one token longer than
+# `config.json` says. We need this to score a text that fills the context, because vLLM always
+# generates at least one token.
 os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -42,42 +43,43 @@ _log = logging.getLogger(__name__)
 _WORKER = "serving.engines.vllm_worker.HotpushWorker"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _POLL_SECONDS = 0.02
-# vLLM kills its processes after five.
+# vLLM itself kills its processes after five seconds.
 _END_SECONDS = 30.0
 _CPU_KV_CACHE_BYTES = 2 << 30
 
 
 class VllmProcess:
-    """Called on one event loop. Its `release_id` is what its weights are."""
+    """All methods must be called on one event loop. `release_id` names the current weights."""
 
     def __init__(self, llm: AsyncLLM, release: Release) -> None:
         self._llm = llm
         self._held = {release.id: release}
         self.release_id = release.id
         self._first_tokenizer = self._tokenizer_of(release.id)
-        """vLLM keeps the tokenizer that it was started with."""
+        """The tokenizer files with which vLLM was started. vLLM keeps this tokenizer."""
         self.way = ""
-        """`copy` or `reload`: how a commit replaces weights."""
+        """How a commit replaces weights: `copy` or `reload`."""
         self.pids: tuple[int, ...] = ()
-        """Of the workers."""
+        """The process ids of the workers."""
         self.read_bytes: dict[str, int] = {}
-        """By release, what was read to stage it."""
+        """Release id → bytes that were read to stage it."""
         self.pause_seconds: dict[str, float] = {}
-        """By release, for how long its last commit kept the workers from computing."""
+        """Release id → seconds for which its last commit stopped the workers."""
 
     @classmethod
     async def start(cls, release: Release, folder: Path, settings: VllmEngineSettings) -> Self:
-        """Takes a while; cancelled, it leaves no vLLM behind. Raises StageError where vLLM does not
-        start on this release."""
+        """Start vLLM on this release, which may take minutes. Raises StageError if vLLM does not
+        start. If the call is cancelled, vLLM is shut down when its start ends."""
         starting = asyncio.ensure_future(asyncio.to_thread(_start, folder, settings))
         try:
             llm = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(_end_late)
+            starting.add_done_callback(_end_late_start)
             raise
-        # Whatever vLLM, torch or the operating system raises means the same here.
+        # vLLM, torch and the operating system raise many kinds of errors here.
         except Exception as error:
-            raise StageError(f"vLLM does not start on {folder.name}: {_line(error)}") from error
+            reason = _first_line(error)
+            raise StageError(f"vLLM does not start on {folder.name}: {reason}") from error
         process = cls(llm, release)
         try:
             await process._prepare(folder, settings)
@@ -91,14 +93,16 @@ class VllmProcess:
         return bool(self._llm.errored)
 
     async def take_turn(self) -> None:
-        """A call without effect; each worker answers it between two steps. Raises EngineError."""
+        """Makes a call without effect, which each worker answers between two steps. Raises
+        EngineError."""
         await self.call("hotpush_needed_bytes", {})
 
     def holds(self, release_id: str) -> bool:
         return release_id in self._held
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """Read what differs from the current weights. Raises StageError, EngineError."""
+        """Read the tensors that differ from the current weights into host memory. `reload` needs
+        all tensors. Raises StageError and EngineError."""
         base = self._held[self.release_id]
         changed = {
             name: (entry.file, entry.digest)
@@ -131,9 +135,10 @@ class VllmProcess:
         )
 
     async def commit(self, release_id: str) -> None:
-        """While no request runs. After an error the weights may be a mixture: end the process."""
+        """Replace the weights. No request may run. After an error the weights may be a mixture of
+        both releases, so end the process. Raises EngineError."""
         self.pause_seconds[release_id] = max(await self.call("hotpush_commit", release_id))
-        await self._version(release_id)
+        await self._set_weight_version(release_id)
         self.release_id = release_id
 
     async def forget(self, release_id: str) -> None:
@@ -141,9 +146,9 @@ class VllmProcess:
             await self.call("hotpush_forget", release_id)
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Step, None]:
-        """Raises EngineError."""
+        """Raises EngineError, and GenerationRefused for a grammar that vLLM refuses."""
         release_id = self.release_id
-        # Keys and values that other weights computed are never found under this salt.
+        # With this salt, the prefix cache finds no keys and values that other weights computed.
         prompt = tokens_input(list(generation.prompt), cache_salt=release_id)
         parameters = sampling_params(generation, self._end_of_text)
         outputs = self._llm.generate(prompt, parameters, uuid4().hex)
@@ -152,16 +157,17 @@ class VllmProcess:
                 async for output in outputs:
                     yield step_of(output, generation, release_id)
         except (EngineDeadError, EngineGenerateError) as error:
-            raise EngineError(f"vLLM stopped: {_line(error)}") from error
+            raise EngineError(f"vLLM stopped: {_first_line(error)}") from error
         except (ValueError, VLLMValidationError) as error:
             if generation.grammar is not None:
                 param = generation.grammar.param
-                raise GenerationRefused(_line(error), param=param) from error
-            raise EngineError(f"vLLM refuses the request: {_line(error)}") from error
+                raise GenerationRefused(_first_line(error), param=param) from error
+            raise EngineError(f"vLLM refuses the request: {_first_line(error)}") from error
 
     @property
     def _end_of_text(self) -> int | None:
-        """What ends a text by vLLM's tokenizer; None where it is not the current release's."""
+        """The token with which vLLM's tokenizer ends a text. None if vLLM's tokenizer is not that
+        of the current release."""
         tokenizer = self._llm.tokenizer
         if tokenizer is None or self._tokenizer_of(self.release_id) != self._first_tokenizer:
             return None
@@ -172,8 +178,10 @@ class VllmProcess:
         return {name: files[name].sha256 for name in _TOKENIZER_FILES if name in files}
 
     async def end(self) -> None:
-        """A vLLM that does not shut down is left behind: its place is needed."""
-        # Should it hang, it takes none of the pool's threads, and does not keep the server up.
+        """Shut vLLM down. If it does not shut down in time, leave it behind and return, because the
+        next vLLM may be waiting for its place."""
+        # A daemon thread: if the shutdown hangs, it occupies no thread of the pool, and our server
+        # can still exit.
         ending = threading.Thread(target=self._llm.shutdown, name="vllm-shutdown", daemon=True)
         ending.start()
         deadline = time.monotonic() + _END_SECONDS
@@ -196,15 +204,15 @@ class VllmProcess:
         self.pids = tuple(worker["pid"] for worker in workers)
         if (reason := workers[0]["reason"]) is not None:
             _log.warning("swaps take vLLM's own, slower way: %s", reason)
-        await self._version(release.id)
+        await self._set_weight_version(release.id)
 
     async def _check_memory(self, release: Release, changed: Iterable[str]) -> None:
-        """Before anything is read. Raises StageError, EngineError."""
+        """Raises StageError if there is too little memory to stage the release, and EngineError."""
         entries = {name: release.tensors[name] for name in changed}
         stored = {
             name: prod(entry.shape) * DTYPE_BYTES[entry.dtype] for name, entry in entries.items()
         }
-        # A worker knows what it makes of them. All workers share one memory.
+        # Only a worker knows how much memory the tensors take there. All workers share one memory.
         needed = sum(await self.call("hotpush_needed_bytes", stored))
         free = free_bytes(torch.device("cpu"))
         if free is not None and needed > free:
@@ -213,19 +221,19 @@ class VllmProcess:
                 f"{free} are free"
             )
 
-    async def _version(self, release_id: str) -> None:
-        """vLLM says it beside each answer, which is how a mixed one would be noticed."""
+    async def _set_weight_version(self, release_id: str) -> None:
+        """vLLM adds this version to each answer. It shows if other weights computed an answer."""
         try:
             await self._llm.update_weight_version(release_id)
         except EngineDeadError as error:
-            raise EngineError(f"vLLM stopped: {_line(error)}") from error
+            raise EngineError(f"vLLM stopped: {_first_line(error)}") from error
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """A method of the worker, on each of them. Raises EngineError."""
+        """Call a method on each worker. Returns their results. Raises EngineError."""
         try:
             found: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         except Exception as error:
-            raise EngineError(f"{method}: {_line(error)}") from error
+            raise EngineError(f"{method}: {_first_line(error)}") from error
         return found
 
 
@@ -238,13 +246,13 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
         kv_cache_bytes = _CPU_KV_CACHE_BYTES
     arguments = AsyncEngineArgs(
         model=str(folder),
-        # Other formats and names than a release's are not looked for.
+        # Look only for the formats and file names of a release.
         load_format="hf",
         generation_config="vllm",
-        # Only grammars need it.
+        # The tokenizer is only needed for grammars.
         skip_tokenizer_init=not _has_tokenizer(folder),
-        # Of vLLM's ways to follow a grammar the one that the torch engine has, too. By default,
-        # the first request would decide for all.
+        # The same library as in the torch engine. By default, the first request would choose the
+        # library for all later ones.
         structured_outputs_config={"backend": "guidance"},
         dtype=settings.dtype,
         tensor_parallel_size=settings.tensor_parallel_size,
@@ -262,22 +270,23 @@ def _start(folder: Path, settings: VllmEngineSettings) -> AsyncLLM:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Whether vLLM can load one. Where it cannot, it would not start."""
+    """Whether vLLM can load the release's tokenizer. If it cannot, it would not start."""
     try:
         return get_tokenizer(str(folder)).eos_token_id is not None
-    # `transformers` raises whatever it likes for files that it dislikes.
+    # `transformers` raises any kind of error for files that it cannot read.
     except Exception as error:
-        _log.warning("no grammars, since vLLM has no tokenizer of %s: %s", folder, _line(error))
+        reason = _first_line(error)
+        _log.warning("no grammars: vLLM cannot load the tokenizer of %s: %s", folder, reason)
         return False
 
 
-def _end_late(starting: "asyncio.Future[AsyncLLM]") -> None:
+def _end_late_start(starting: "asyncio.Future[AsyncLLM]") -> None:
     if not starting.cancelled() and starting.exception() is None:
-        # Not here: this is the event loop.
+        # On a thread, because this callback runs on the event loop.
         threading.Thread(
             target=starting.result().shutdown, name="vllm-shutdown", daemon=True
         ).start()
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,4 +1,4 @@
-"""From `Generation` to vLLM's sampling parameters, and from vLLM's outputs to `Step`."""
+"""Converts a `Generation` to vLLM's sampling parameters, and vLLM's outputs to `Step`s."""
 
 import json
 import math
@@ -20,22 +20,22 @@ from serving.engine import (
 
 
 def sampling_params(generation: Generation, end_of_text: int | None) -> SamplingParams:
-    """`end_of_text` is the token by which vLLM ends what a grammar describes.
+    """`end_of_text` is the token that vLLM generates when a grammar ends the text.
 
-    Raises GenerationRefused for a grammar without it.
+    Raises GenerationRefused if the generation has a grammar and `end_of_text` is None.
     """
     stops = list(generation.stop_token_ids)
     if generation.grammar is not None:
         if end_of_text is None:
             raise GenerationRefused(
-                "vLLM was started without the tokenizer of this release, or it names no "
+                "vLLM was started without the tokenizer of this release, or this tokenizer has no "
                 "end-of-sequence token",
                 param=generation.grammar.param,
             )
         stops.append(end_of_text)
     allowed = generation.allowed_token_ids
     return SamplingParams(
-        # vLLM generates at least one token: where only the prompt is scored, it is dropped.
+        # vLLM generates at least one token. If only the prompt is scored, this token is dropped.
         max_tokens=max(generation.max_tokens, 1),
         min_tokens=generation.min_tokens,
         temperature=generation.temperature,
@@ -50,7 +50,7 @@ def sampling_params(generation: Generation, end_of_text: int | None) -> Sampling
         stop_token_ids=stops,
         allowed_token_ids=None if allowed is None else list(allowed),
         structured_outputs=_structured_outputs(generation.grammar),
-        # End-of-sequence ids are among the stop ids, where the request wants them.
+        # `stop_token_ids` has the end-of-sequence ids, unless the request ignores them.
         ignore_eos=True,
         logprobs=generation.num_logprobs,
         prompt_logprobs=generation.num_prompt_logprobs,
@@ -75,11 +75,12 @@ def _structured_outputs(grammar: Grammar | None) -> StructuredOutputsParams | No
 
 
 def step_of(output: RequestOutput, generation: Generation, release_id: str) -> Step:
-    """Raises EngineError where vLLM ended a sequence for a reason of its own, or computed a token
-    with weights of another release."""
+    """Convert an output. Raises EngineError if vLLM ended the sequence for another reason than
+    `stop` or `length`, or if weights of another release computed a token. Raises GenerationRefused
+    if vLLM cannot compile the grammar."""
     (completion,) = output.outputs
     if completion.finish_reason == "error" and generation.grammar is not None:
-        raise GenerationRefused("vLLM cannot compile it", param=generation.grammar.param)
+        raise GenerationRefused("vLLM cannot compile this grammar", param=generation.grammar.param)
     if completion.finish_reason not in (None, "stop", "length"):
         raise EngineError(f"vLLM ended the sequence: {completion.finish_reason}")
     strange = {span.version for span in completion.weight_versions or ()} - {release_id}
@@ -117,9 +118,9 @@ def _logprobs(
 
 
 def _logprob(token_id: int, found: Mapping[int, Any], num_top: int) -> TokenLogprob:
-    """`found` has the most probable tokens, and `token_id` whether it is one of them or not."""
-    # What a grammar does not allow has no probability, for vLLM's logprobs are those of the tokens
-    # that it allows.
+    """`found` has the most probable tokens, and always `token_id`."""
+    # Leave out tokens with probability 0. vLLM computes logprobs after it has applied the grammar,
+    # so these are the tokens that the grammar forbids.
     possible = [item for item in found.items() if item[1].logprob > -math.inf]
     best = sorted(possible, key=lambda item: -item[1].logprob)[:num_top]
     return TokenLogprob(

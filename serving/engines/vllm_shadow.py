@@ -1,7 +1,7 @@
-"""The shadow of a vLLM worker's model: the same classes and loaders once more, in host memory.
+"""Builds the shadow of a vLLM worker's model: a second model of the same classes, in host memory.
 
-It is registered nowhere and never run. It tells where a checkpoint's tensors go among the fused
-parameters, and packs them as vLLM packs.
+vLLM does not know the shadow, and the shadow never computes. It shows into which fused parameters
+vLLM loads each tensor of a checkpoint, and it packs weights in the same way as vLLM.
 """
 
 import copy
@@ -18,16 +18,16 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from serving.engines.torch_engine.device import free_bytes
 
-# Whatever else vLLM does to weights after it loaded them is left to vLLM.
+# Weights with any other method are transformed after loading, so they are left to vLLM's reload.
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class CannotCopy(Exception):
-    """Weights of this model cannot be exchanged by copying; the message says why."""
+    """The weights of this model cannot be replaced by copying. The message says why."""
 
 
 def check_plain(worker: Any) -> None:
-    """Raises CannotCopy for a model whose weights vLLM transforms after loading."""
+    """Raises CannotCopy if vLLM transforms the model's weights after it has loaded them."""
     config = worker.vllm_config
     model = worker.model_runner.get_model()
     is_special = {
@@ -50,11 +50,11 @@ def check_plain(worker: Any) -> None:
 
 
 def build_shadow(vllm_config: Any) -> nn.Module:
-    """The same model once more, in host memory, registered nowhere and never run."""
+    """A second model in host memory, without weights. vLLM does not know it."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.mode = CompilationMode.NONE
-    # Layers enter themselves here by name, and a name must not come twice.
+    # Each layer registers itself here under its name, and vLLM refuses a name that exists.
     config.compilation_config.static_forward_context = {}
     with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         shadow: nn.Module = initialize_model(config)
@@ -62,7 +62,7 @@ def build_shadow(vllm_config: Any) -> nn.Module:
 
 
 def check_memory(shadow: nn.Module, *, num_copies: int) -> None:
-    """Before it is filled: raises CannotCopy where the host has no room for it."""
+    """Call it before the shadow is filled. Raises CannotCopy if there is too little host memory."""
     needed = num_copies * sum(param.nbytes for param in shadow.parameters())
     free = free_bytes(torch.device("cpu"))
     if free is not None and needed > free:
@@ -72,16 +72,17 @@ def check_memory(shadow: nn.Module, *, num_copies: int) -> None:
 def load_and_trace(
     shadow: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, ...]]:
-    """Load all of a checkpoint, one tensor after the other; which parameters each one goes to.
+    """Load a checkpoint into the shadow, one tensor after the other. Returns a dict of tensor name
+    → names of the parameters into which it was loaded.
 
-    Raises CannotCopy where that cannot be told.
+    Raises CannotCopy if vLLM does not tell these parameters, or if a parameter is not loaded.
     """
     names = {name for name, _ in shadow.named_parameters()}
     targets = {}
     for name, tensor in tensors.items():
         loaded = shadow.load_weights([(name, tensor)])  # type: ignore[operator]
         if loaded is None or not set(loaded) <= names:
-            raise CannotCopy(f"{name}: vLLM does not tell where it goes")
+            raise CannotCopy(f"{name}: vLLM does not tell into which parameter it is loaded")
         targets[name] = tuple(loaded)
     if missed := names - {target for each in targets.values() for target in each}:
         raise CannotCopy(f"{', '.join(sorted(missed)[:3])}: not in the checkpoint")
@@ -89,15 +90,17 @@ def load_and_trace(
 
 
 def check_same_ties(shadow: nn.Module, live: nn.Module) -> None:
-    """vLLM ties a head to the embedding when the two happen to be equal in a checkpoint. In the
-    next one they need not be: raises CannotCopy."""
+    """Raises CannotCopy if vLLM has tied the head to the embedding because they are equal in this
+    checkpoint. They may differ in the next one."""
     heads = {name for name, _ in shadow.named_parameters()}
     if merged := heads - {name for name, _ in live.named_parameters()}:
-        raise CannotCopy(f"{', '.join(sorted(merged))}: tied by vLLM, since equal in this release")
+        names = ", ".join(sorted(merged))
+        raise CannotCopy(f"{names}: vLLM has tied it to the embedding, as they are equal here")
 
 
 def pack(module: nn.Module) -> Callable[..., torch.Tensor]:
-    """What vLLM computes this module's product with. Leaves the module as it was."""
+    """The function with which vLLM computes the product of this module, with a packed weight. The
+    module does not change."""
     weight, bias = module.weight, getattr(module, "bias", None)
     bias_data = None if bias is None else bias.data
     module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr,operator]

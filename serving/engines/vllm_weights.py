@@ -1,9 +1,10 @@
-"""Weights of a vLLM worker: staged in host memory beside the live ones, then committed at once.
+"""Replaces the weights of a vLLM worker. New weights are first staged in host memory while the old
+ones are in use; a commit then replaces the old ones at once.
 
-`CopiedWeights` lets a shadow of the model (vLLM's own classes and loaders, in host memory) put a
-checkpoint's tensors into the fused parameters and pack them as vLLM packs; a commit then copies or
-exchanges what differs, and nothing else. `ReloadedWeights` leaves all of it to vLLM's own reload,
-from memory. Both run inside the worker's process and know nothing of requests.
+`CopiedWeights` uses a shadow of the model (vLLM's classes and loaders, in host memory) to load a
+checkpoint's tensors into fused parameters and to pack them as vLLM does. Its commit copies or
+exchanges only what differs. `ReloadedWeights` lets vLLM's own reload do all this, from tensors in
+memory. Both run in the worker's process, and know nothing about requests.
 """
 
 import os
@@ -39,57 +40,59 @@ _STAGING_NICENESS = 5
 
 
 class StagingFailed(Exception):
-    """The release is not fit to be loaded; the message names file and tensor."""
+    """The release cannot be loaded. The message names the file and the tensor."""
 
 
 class WeightsInMemory(Protocol):
     way: str
 
     def needed_bytes(self, stored: Mapping[str, int]) -> int:
-        """Host memory to stage these tensors, which are given with their stored bytes."""
+        """The host memory that is needed to stage these tensors. `stored` is tensor name → bytes in
+        the shard."""
 
     def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
-        """Read `changed`, which is what differs from the release `base_id`.
+        """Read `changed`, the tensors that differ from those of the release `base_id`. Returns the
+        number of bytes read.
 
-        Bytes read. It may run on a thread of its own while the live weights are in use. Raises
-        StagingFailed, ReleaseError.
+        It may run on another thread while the live weights are in use. Raises StagingFailed and
+        ReleaseError.
         """
 
     def commit(self, release_id: str) -> None:
-        """While no request runs: the live weights become these."""
+        """Make the release's weights the live ones. No request may run."""
 
     def forget(self, release_id: str) -> None:
-        """Free what was staged, if it is not live."""
+        """Free the staged weights of the release, unless they are live."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Image:
-    """One release in host memory. Nothing in it is written to once it is made, so that releases
-    share what is equal."""
+class _HostWeights:
+    """One release in host memory. Its tensors never change after they are made, because several
+    releases share equal ones."""
 
     params: dict[str, torch.Tensor]
-    """As the fused parameters, by vLLM's names."""
+    """vLLM's name of a fused parameter → its value."""
     packed: dict[str, Callable[..., torch.Tensor]]
-    """On a CPU, by module: the product with its packed weight."""
+    """Module name → the function that computes its product with a packed weight. Only on a CPU."""
 
 
 class CopiedWeights:
     way = "copy"
 
     def __init__(self, worker: Any, release_id: str, folder: Path, weight_map: Mapping[str, str]):
-        """Raises CannotCopy. Call it on the worker's thread, while no request runs."""
+        """Call it on the worker's thread, while no request runs. Raises CannotCopy."""
         check_plain(worker)
         self._live_model: nn.Module = worker.model_runner.get_model()
         self._is_cpu = worker.device.type == "cpu"
         self._shadow = build_shadow(worker.vllm_config)
         check_same_ties(self._shadow, self._live_model)
-        # On a device it is pinned, which is one copy more.
+        # For a device, each parameter is also copied to pinned memory.
         check_memory(self._shadow, num_copies=1 if self._is_cpu else 2)
         self._targets = load_and_trace(self._shadow, read_tensors(folder, weight_map))
         params = {name: param.data for name, param in self._shadow.named_parameters()}
-        self._images = {
-            release_id: _Image(
-                params={name: self._settled(param) for name, param in params.items()},
+        self._host_weights = {
+            release_id: _HostWeights(
+                params={name: self._pinned(param) for name, param in params.items()},
                 packed={
                     name: module.cpu_linear
                     for name, module in self._live_model.named_modules()
@@ -102,16 +105,16 @@ class CopiedWeights:
         self._check_equal_to_live()
 
     def needed_bytes(self, stored: Mapping[str, int]) -> int:
-        """Parameters as they are computed with, fused: whole, whatever part of them changes."""
-        params = self._images[self._live_id].params
-        # On a CPU packed once more, else pinned.
+        """Fused parameters count completely, even if only a part of them changes."""
+        params = self._host_weights[self._live_id].params
+        # Each parameter is stored twice: on a CPU also packed, else also in pinned memory.
         return 2 * sum(params[name].nbytes for name in self._touched(stored))
 
     def stage(self, release_id: str, base_id: str, folder: Path, changed: Changed) -> int:
-        with self._staging:  # one that nobody wants any more may not have ended yet
-            return self._stage(release_id, self._images[base_id], folder, changed)
+        with self._staging:  # a cancelled staging may still be running
+            return self._stage(release_id, self._host_weights[base_id], folder, changed)
 
-    def _stage(self, release_id: str, base: _Image, folder: Path, changed: Changed) -> int:
+    def _stage(self, release_id: str, base: _HostWeights, folder: Path, changed: Changed) -> int:
         touched = self._touched(changed)
         for name, param in self._shadow.named_parameters():
             param.data = base.params[name].clone() if name in touched else base.params[name]
@@ -122,17 +125,17 @@ class CopiedWeights:
         params = dict(base.params)
         for name, param in self._shadow.named_parameters():
             if name in touched:
-                params[name] = self._settled(param.data)
-        self._images[release_id] = _Image(
+                params[name] = self._pinned(param.data)
+        self._host_weights[release_id] = _HostWeights(
             params=params, packed=base.packed | self._pack_touched(touched, set(base.packed))
         )
         return num_bytes
 
     def commit(self, release_id: str) -> None:
-        before, after = self._images[self._live_id], self._images[release_id]
+        before, after = self._host_weights[self._live_id], self._host_weights[release_id]
         with torch.no_grad():
             for name, param in self._live_model.named_parameters():
-                # A parameter that lives on in packed form only is empty.
+                # On a CPU, vLLM empties a parameter that it uses only in packed form.
                 if after.params[name] is not before.params[name] and param.numel():
                     self._set(param, after.params[name])
             for name, module in self._live_model.named_modules():
@@ -144,27 +147,30 @@ class CopiedWeights:
 
     def forget(self, release_id: str) -> None:
         if release_id != self._live_id:
-            self._images.pop(release_id, None)
+            self._host_weights.pop(release_id, None)
 
     def _touched(self, names: Iterable[str]) -> set[str]:
         return {target for name in names for target in self._targets[name]}
 
     def _set(self, param: nn.Parameter, value: torch.Tensor) -> None:
         if self._is_cpu and value.dtype == param.dtype:
-            # No graph holds the address: exchanging the memory takes no time at all.
+            # On a CPU no CUDA graph holds the address of the memory, so it can be exchanged, which
+            # takes no time.
             param.data = value
         else:
             param.data.copy_(value, non_blocking=True)
 
-    def _settled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pinned where it is copied to a device: that is several times as fast."""
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copied to pinned memory for a device, because copying to the device from there is several
+        times as fast."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def _pack_touched(
         self, touched: set[str], packable: set[str]
     ) -> dict[str, Callable[..., torch.Tensor]]:
-        """By module, as vLLM packs after a cold start. A module of a tied weight counts as well:
-        vLLM's reload forgets those, and goes on computing logits with the old head."""
+        """Packs the weights of changed modules as vLLM does after a cold start. Returns module name
+        → product. This includes modules with a tied weight. vLLM's own reload forgets those, and
+        then computes logits with the old head."""
         if not self._is_cpu:
             return {}
         changed = {id(param) for name, param in self._shadow.named_parameters() if name in touched}
@@ -175,8 +181,9 @@ class CopiedWeights:
         return packed
 
     def _check_equal_to_live(self) -> None:
-        """The shadow must hold what vLLM itself loaded: if not, its model is not understood."""
-        image = self._images[self._live_id]
+        """Raises CannotCopy if the shadow does not have the weights that vLLM has loaded. Then the
+        shadow is not built as vLLM builds the model."""
+        image = self._host_weights[self._live_id]
         for name, param in self._live_model.named_parameters():
             if not param.numel():
                 continue
@@ -219,7 +226,8 @@ class ReloadedWeights:
         self._staged.pop(release_id, None)
 
     def _pack_embeddings(self) -> None:
-        # vLLM reloads a tied weight through the embedding, and leaves the head's packed copy stale.
+        # vLLM reloads a tied weight through the embedding. It does not pack the head again,
+        # so the head would keep the old weight.
         for module in self._worker.model_runner.get_model().modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedEmbeddingMethod) and hasattr(module, "cpu_linear"):
@@ -227,7 +235,8 @@ class ReloadedWeights:
 
 
 def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each one finite, and proved by its digest."""
+    """Yields the changed tensors. Raises StagingFailed if a tensor has NaN or infinity, or if its
+    digest is wrong."""
     weight_map = {name: file for name, (file, _) in changed.items()}
     for name, tensor in read_tensors(folder, weight_map).items():
         file, expected = changed[name]
@@ -239,8 +248,8 @@ def _read_changed(folder: Path, changed: Changed) -> Iterator[tuple[str, torch.T
         yield name, tensor
 
 
-def yield_the_cores() -> None:
-    """Make the calling thread one that takes little beside the worker's."""
+def lower_thread_priority() -> None:
+    """Make the calling thread use little of a core while the worker's thread computes."""
     if sys.platform == "linux":
-        # On Linux a nice value is a thread's own; 0 is the calling thread.
+        # On Linux each thread has its own nice value. 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

@@ -1,6 +1,7 @@
-"""`HotpushWorker`: what is added to each vLLM worker, called by name through `collective_rpc`.
+"""`HotpushWorker`: methods that are added to each vLLM worker. `collective_rpc` calls them by name.
 
-Every call but `hotpush_prepare` returns at once: a worker that answers a call computes no tokens.
+While a worker answers a call, it computes no tokens. So all calls but `hotpush_prepare` and
+`hotpush_commit` return at once.
 """
 
 import logging
@@ -22,7 +23,7 @@ from serving.engines.vllm_weights import (
     ReloadedWeights,
     StagingFailed,
     WeightsInMemory,
-    yield_the_cores,
+    lower_thread_priority,
 )
 from serving.errors import ReleaseError
 
@@ -33,15 +34,17 @@ _END_SECONDS = 5.0
 
 
 class HotpushWorker:
-    """vLLM makes it a base class of its worker and never calls `__init__`: `hotpush_prepare` comes
-    first. Names have a prefix since none may clash with the worker's."""
+    """vLLM makes this a base class of its worker and never calls `__init__`, so `hotpush_prepare`
+    must be called first. All names have a prefix, so that none is also a name of vLLM's worker."""
 
     def hotpush_prepare(
         self, release_id: str, folder: str, weight_map: dict[str, str], way: str, server_pid: int
     ) -> dict[str, Any]:
-        """After the start on a release, and before its first request: make ready for the next."""
+        """Call it after vLLM has started on a release, before the first request. It prepares later
+        swaps. Returns the worker's pid, the way of swaps, and the reason if copying is not
+        possible."""
         threading.Thread(
-            target=_end_with, args=(server_pid,), name="hotpush-server-watch", daemon=True
+            target=_end_with_server, args=(server_pid,), name="hotpush-server-watch", daemon=True
         ).start()
         reason = None
         weights: WeightsInMemory | None = None
@@ -50,7 +53,7 @@ class HotpushWorker:
                 weights = CopiedWeights(self, release_id, Path(folder), weight_map)
             except CannotCopy as error:
                 reason = str(error)
-            # Whatever else it is, vLLM's own way is left.
+            # After any other error, vLLM's own reload can still be used.
             except Exception as error:
                 _log.exception("no second copy of the model")
                 reason = f"{type(error).__name__}: {error}"
@@ -61,17 +64,18 @@ class HotpushWorker:
         return {"pid": os.getpid(), "way": weights.way, "reason": reason}
 
     def hotpush_needed_bytes(self, stored: dict[str, int]) -> int:
-        """Host memory to stage these tensors, which are given with their stored bytes."""
+        """The host memory that is needed to stage these tensors. `stored` is tensor name → bytes in
+        the shard."""
         return self.hotpush_weights.needed_bytes(stored)
 
     def hotpush_stage(
         self, release_id: str, base_id: str, folder: str, changed: dict[str, list[str]]
     ) -> None:
-        """Begin on a thread of its own; ask `hotpush_status`."""
-        # Tuples are lists on the wire.
-        told = {name: (file, digest) for name, (file, digest) in changed.items()}
+        """Begin to stage on another thread. `hotpush_status` tells when this has ended."""
+        # The call has turned tuples into lists.
+        pairs = {name: (file, digest) for name, (file, digest) in changed.items()}
         job = _Staging(
-            partial(self.hotpush_weights.stage, release_id, base_id, Path(folder), told),
+            partial(self.hotpush_weights.stage, release_id, base_id, Path(folder), pairs),
             partial(self.hotpush_weights.forget, release_id),
         )
         self.hotpush_jobs[release_id] = job
@@ -88,7 +92,7 @@ class HotpushWorker:
         }
 
     def hotpush_commit(self, release_id: str) -> float:
-        """Seconds in which no token was computed."""
+        """Returns for how many seconds the worker computed no tokens."""
         started = time.perf_counter()
         self.hotpush_weights.commit(release_id)
         return time.perf_counter() - started
@@ -101,8 +105,9 @@ class HotpushWorker:
         self.hotpush_weights.forget(release_id)
 
 
-def _end_with(server_pid: int) -> None:
-    """A killed server leaves no vLLM behind: vLLM's processes would wait for it for ever."""
+def _end_with_server(server_pid: int) -> None:
+    """End vLLM when the server is killed. Otherwise its processes would wait for the server for
+    ever."""
     engine_pid = os.getppid()
     _wait_for_end_of(server_pid)
     with suppress(ProcessLookupError):
@@ -115,7 +120,7 @@ def _end_with(server_pid: int) -> None:
 def _wait_for_end_of(pid: int) -> None:
     with suppress(ProcessLookupError):
         if sys.platform == "linux":
-            # Ready as soon as it has ended, even when nobody collects it.
+            # Readable as soon as the process has ended, even if its parent does not wait for it.
             select.select([os.pidfd_open(pid)], [], [])
             return
         while True:
@@ -138,7 +143,7 @@ class _Staging(threading.Thread):
     def run(self) -> None:
         started = time.perf_counter()
         try:
-            yield_the_cores()
+            lower_thread_priority()
             self.read_bytes = self._stage()
         except ReleaseError as error:
             self.refusals = error.reasons

@@ -108,7 +108,7 @@ def test_whatever_keeps_weights_from_being_copied_leaves_vllms_own_way(
         raise error
 
     monkeypatch.setattr(vllm_worker, "CopiedWeights", fail)
-    monkeypatch.setattr(vllm_worker, "_end_with", lambda server_pid: None)
+    monkeypatch.setattr(vllm_worker, "_end_with_server", lambda server_pid: None)
     told = Worker().hotpush_prepare("r000001-00000000", "folder", {}, "copy", os.getpid())
     assert (told["way"], told["reason"]) == ("reload", said)
 

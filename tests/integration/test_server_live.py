@@ -61,7 +61,7 @@ def test_a_server_whose_engine_hangs_does_not_say_that_it_is_alive(tmp_path: Pat
 def test_the_thread_that_died_is_told(tmp_path: Path) -> None:
     class Breaks:
         @property
-        def are_at_work(self) -> bool:
+        def is_held(self) -> bool:
             raise RuntimeError("the thread is to die")
 
     engine = TorchEngine(TorchEngineSettings(num_threads=1, kv_cache_bytes=64 << 20))
@@ -72,7 +72,7 @@ def test_the_thread_that_died_is_told(tmp_path: Path) -> None:
         assert engine.failure is None
         await engine.stage(published.release, published.folder)
         await engine.commit(published.id)
-        engine._steps._neighbours = Breaks()  # type: ignore[assignment]
+        engine._steps._busy_lock = Breaks()  # type: ignore[assignment]
         with pytest.raises(EngineError, match="thread died"):
             await ask(engine, published.id, greedy((1, 2, 3)))
         assert "the thread is to die" in str(engine.failure)
@@ -129,7 +129,7 @@ def test_a_long_step_is_alive_as_long_as_it_computes(
 
     async def story() -> None:
         async with engine_with(published) as engine:
-            engine._steps._lanes[published.id].step = step  # type: ignore[method-assign]
+            engine._steps._schedulers[published.id].step = step  # type: ignore[method-assign]
             asked = asyncio.create_task(ask(engine, published.id, greedy((1, 2, 3))))
             await asyncio.to_thread(begun.wait)
             turn = asyncio.create_task(engine.take_turn())

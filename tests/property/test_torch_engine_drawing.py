@@ -207,9 +207,9 @@ def test_penalties_are_those_of_the_reference(
 
 def test_a_sequence_that_waits_holds_no_penalties() -> None:
     waiting = sequence(150_000, presence_penalty=1.0, repetition_penalty=1.1, seed=5)
-    assert waiting.shape.num_bytes == 0
+    assert waiting.logits_processor.num_bytes == 0
     Sampler().sample([waiting], torch.randn(1, 150_000))
-    assert 0 < waiting.shape.num_bytes < 4096
+    assert 0 < waiting.logits_processor.num_bytes < 4096
 
 
 @quickly

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from serving.engine import EngineError, StageError, Step
-from serving.engines.torch_engine import lane
+from serving.engines.torch_engine import scheduler
 from serving.engines.torch_engine.engine import TorchEngine
 from serving.engines.torch_engine.runner import Batch
 from tests.torch_engine_fixtures import (
@@ -32,8 +32,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return publish(build(llama_config()), tmp_path_factory.mktemp("home"))
 
 
-def lane_of(engine: TorchEngine, release_id: str) -> Any:
-    return engine._steps._lanes[release_id]
+def scheduler_of(engine: TorchEngine, release_id: str) -> Any:
+    return engine._steps._schedulers[release_id]
 
 
 async def until_idle(engine: TorchEngine) -> None:
@@ -55,7 +55,7 @@ def take_2_ms_a_token(
         sizes.append((bool(batch.token_ids), count))
         return forward(batch)
 
-    monkeypatch.setattr(lane.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now)
     runner.forward = slow
     return sizes
 
@@ -81,7 +81,7 @@ def test_a_long_prompt_that_arrives_neither_changes_nor_stops_a_running_stream(
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=40))
             found = tokens([await anext(running)])
             batches: list[Batch] = []
-            runner = lane_of(engine, published.id)._runner
+            runner = scheduler_of(engine, published.id)._runner
             forward = runner.forward
             runner.forward = lambda batch: batches.append(batch) or forward(batch)
             late = asyncio.create_task(
@@ -105,7 +105,7 @@ def test_a_step_beside_running_streams_keeps_to_its_seconds(
 
     async def scenario() -> list[tuple[bool, int]]:
         async with engine_with(published, step_seconds=0.05) as engine:
-            sizes = take_2_ms_a_token(lane_of(engine, published.id)._runner, monkeypatch)
+            sizes = take_2_ms_a_token(scheduler_of(engine, published.id)._runner, monkeypatch)
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
             await anext(running)
             await ask(engine, published.id, greedy(prompt(100, seed=1), max_tokens=1))
@@ -127,7 +127,7 @@ def test_the_seconds_that_streams_take_themselves_are_not_the_prompts(
 ) -> None:
     async def scenario() -> list[int]:
         async with engine_with(published, step_seconds=0.05) as engine:
-            runner = lane_of(engine, published.id)._runner
+            runner = scheduler_of(engine, published.id)._runner
             sizes = take_2_ms_a_token(runner, monkeypatch, decoding_seconds=0.03)
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
             for _ in range(3):
@@ -145,7 +145,7 @@ def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
 
     async def scenario() -> list[int]:
         async with engine_with(published, other, step_seconds=0.1) as engine:
-            sizes = take_2_ms_a_token(lane_of(engine, other.id)._runner, monkeypatch)
+            sizes = take_2_ms_a_token(scheduler_of(engine, other.id)._runner, monkeypatch)
             running = engine.generate(published.id, greedy(prompt(5), max_tokens=100))
             await anext(running)
             await ask(engine, other.id, greedy(prompt(100), max_tokens=0))
@@ -155,7 +155,7 @@ def test_streams_of_one_release_wait_for_the_prompts_of_the_other_no_longer(
             await ask(engine, other.id, greedy(prompt(100, seed=1), max_tokens=0))
             return [count for _, count in sizes]
 
-    # Each of two lanes has half of 0.1 s: 25 tokens at 2 ms.
+    # Each of two schedulers has half of 0.1 s: 25 tokens at 2 ms.
     assert asyncio.run(scenario()) == [16, 25, 25, 25, 9, 100]
 
 
@@ -233,7 +233,7 @@ def test_stop_ids_and_min_tokens(published: Published) -> None:
 def test_a_failing_step_fails_its_requests_and_no_later_one(published: Published) -> None:
     async def scenario() -> list[int]:
         async with engine_with(published) as engine:
-            runner = lane_of(engine, published.id)._runner
+            runner = scheduler_of(engine, published.id)._runner
             forward = runner.forward
 
             def fail(batch: Batch) -> Any:
@@ -258,7 +258,7 @@ def test_a_dead_engine_says_so(published: Published) -> None:
             def die(batch: Batch) -> Any:
                 raise SystemExit("killed")
 
-            lane_of(engine, published.id)._runner.forward = die
+            scheduler_of(engine, published.id)._runner.forward = die
             with pytest.raises(EngineError, match="thread died"):
                 await ask(engine, published.id, greedy(prompt(5)))
             with pytest.raises(EngineError, match="thread died"):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from serving.engines.torch_engine import engine as engine_module
-from serving.engines.torch_engine import llama, neighbours
-from serving.engines.torch_engine.neighbours import Neighbours
+from serving.engines.torch_engine import busy_lock, llama
+from serving.engines.torch_engine.busy_lock import BusyLock
 from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.staging import Staged
 from serving.weights.release import Release
@@ -117,7 +117,7 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
         return forward(runner, batch)
 
     monkeypatch.setattr(llama.LlamaRunner, "forward", counted)
-    monkeypatch.setattr(neighbours, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(busy_lock, "_CHECK_SECONDS", 0.0)
     lock = tmp_path / "computing"
 
     async def threads_of(engine: Any) -> set[int]:
@@ -135,19 +135,19 @@ def test_beside_others_that_compute_the_steps_leave_them_a_core(
     asyncio.run(scenario())
 
 
-def test_neighbours_are_looked_for_now_and_then(
+def test_the_busy_lock_is_checked_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(neighbours.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(busy_lock.time, "monotonic", lambda: now[0])
     lock = tmp_path / "computing"
-    found = Neighbours(lock)
-    assert not found.are_at_work
+    found = BusyLock(lock)
+    assert not found.is_held
     with computing(lock):
-        assert not found.are_at_work
+        assert not found.is_held
         now[0] += 0.11
-        assert found.are_at_work
-    assert found.are_at_work
+        assert found.is_held
+    assert found.is_held
     now[0] += 0.11
-    assert not found.are_at_work
-    assert not Neighbours(None).are_at_work
+    assert not found.is_held
+    assert not BusyLock(None).is_held

@@ -11,7 +11,7 @@ from torch import Tensor
 from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine import llama
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.rows import rounded
+from serving.engines.torch_engine.rows import padded_count
 from tests.torch_engine_fixtures import (
     Published,
     ask,
@@ -94,9 +94,9 @@ def test_only_the_first_release_is_warmed_up(
 
 @given(st.integers(min_value=1, max_value=2_000))
 def test_a_batch_is_rounded_up_by_less_than_half(num_rows: int) -> None:
-    padded = rounded(num_rows)
+    padded = padded_count(num_rows)
     assert num_rows <= padded < max(num_rows * 1.5, num_rows + 4)
-    assert rounded(padded) == padded
+    assert padded_count(padded) == padded
 
 
 def test_memory_is_given_back_once_a_release_has_left(
@@ -113,7 +113,7 @@ def test_memory_is_given_back_once_a_release_has_left(
             loop.call_soon_threadsafe(given.set)
 
         async with engine_with(first, second) as engine:
-            monkeypatch.setattr(engine_module, "give_back_memory", remember)
+            monkeypatch.setattr(engine_module, "trim_heap", remember)
             await engine.unload(first.id)
             async with asyncio.timeout(10):
                 await given.wait()

@@ -41,14 +41,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return publish(network, tmp_path_factory.mktemp("home"))
 
 
-def lane_of(engine: Any, release_id: str) -> Any:
-    return engine._steps._lanes[release_id]
+def scheduler_of(engine: Any, release_id: str) -> Any:
+    return engine._steps._schedulers[release_id]
 
 
 def watch(engine: Any, release_id: str) -> list[Batch]:
     """The batches from now on."""
     batches: list[Batch] = []
-    runner = lane_of(engine, release_id)._runner
+    runner = scheduler_of(engine, release_id)._runner
     forward = runner.forward
     runner.forward = lambda batch: batches.append(batch) or forward(batch)
     return batches
@@ -121,7 +121,7 @@ def test_a_stream_that_fills_the_old_release_holds_back_nobody_on_the_new_one(
     steps: list[str] = []
 
     def watch(engine: Any, release_id: str, before: Callable[[], Any]) -> None:
-        runner = lane_of(engine, release_id)._runner
+        runner = scheduler_of(engine, release_id)._runner
         forward = runner.forward
 
         def watched(batch: Batch) -> Any:
@@ -318,14 +318,14 @@ def test_pages_take_memory_when_written_and_give_it_back_when_cut() -> None:
     for layer in range(2):
         room.write_run(layer, 3, 0, keys_values)
     full = resident_bytes()
-    room.cut(3, 1024)
+    room.truncate(3, 1024)
     keys, values = room.read(0, 3, 4, 1024)
     assert keys.eq(1).all()
     assert values.eq(1).all()
     cut = resident_bytes()
     keys, _ = room.read(1, 3, 4, count)
     assert keys[:, :, 1024:].eq(0).all()
-    room.cut(3, 0)
+    room.truncate(3, 0)
     assert written - before < 20 << 20, "addresses alone take no memory"
     assert full - written > 28 << 20
     assert full - cut > 24 << 20

@@ -289,6 +289,6 @@ def test_without_paging_a_slot_has_memory_for_its_whole_context(
     num_blocks: int, max_batch: int, context: int, num_slots: int
 ) -> None:
     settings = TorchEngineSettings(kv_cache_bytes=num_blocks * 160, max_batch=max_batch)
-    room = staging._room(settings, 128, block_tokens=16, token_bytes=10, is_paged=False)
-    assert (room.context, room.num_slots) == (context, num_slots)
-    assert room.num_blocks >= room.num_slots * room.blocks(room.context)
+    cache_size = staging._cache_size(settings, 128, block_tokens=16, token_bytes=10, is_paged=False)
+    assert (cache_size.context, cache_size.num_slots) == (context, num_slots)
+    assert cache_size.num_blocks >= cache_size.num_slots * cache_size.blocks(cache_size.context)

@@ -79,7 +79,7 @@ def test_memory_goes_with_the_last_generation(first: Published, tmp_path: Path) 
     second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
 
     def watch(engine: TorchEngine, release_id: str) -> dict[str, weakref.ref[Any]]:
-        runner = engine._steps._lanes[release_id]._runner
+        runner = engine._steps._schedulers[release_id]._runner
         return {
             "runner": weakref.ref(runner),
             "slots": weakref.ref(runner._slots),

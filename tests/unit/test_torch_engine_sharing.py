@@ -61,7 +61,7 @@ def test_unchanged_tensors_are_shared_and_not_read(first: Published, tmp_path: P
             answers = [
                 tokens(await ask(engine, one.id, greedy(prompt(9)))) for one in (first, second)
             ]
-            one, other = (engine._steps._lanes[p.id]._runner for p in (first, second))
+            one, other = (engine._steps._schedulers[p.id]._runner for p in (first, second))
             is_shared = [
                 one._embedding is other._embedding,
                 one._head is other._head,

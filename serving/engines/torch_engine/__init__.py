@@ -1,7 +1,11 @@
-"""The embedded engine: continuous batching on torch, two releases resident, no drain to swap.
+"""The torch engine: continuous batching in the server's own process. It can hold two releases in
+memory at once, so a swap need not wait for running requests.
 
-A sequence's way: `engine` checks it and hands it to `step_loop`, whose thread gives each release's
-`lane` a step in turn; the lane plans a batch, its `runner` (`llama`, or `generic` for the rest)
-computes logits, `sampling` draws tokens, and the event loop gets all of a step's at once.
-A release's way: `staging`, on a thread of its own, has `loading` build the network's units.
+The way of a sequence: `engine` checks the sequence and submits it to `step_loop`. The thread of
+`step_loop` lets the `scheduler` of each release compute one step after the other. The scheduler
+plans a batch, its `runner` (`llama`, or `generic` for all other networks) computes the logits, and
+`sampling` chooses the tokens. All new tokens of a step are handed to the event loop at once.
+
+The way of a release: `staging` runs on a second thread and calls `loading`, which reads the tensors
+and builds the units of the network.
 """

@@ -1,4 +1,5 @@
-"""What `config.json` says of a Llama-like network, or why our own forward does not take it."""
+"""Reads from `config.json` the shape of a network like Llama, or finds that `llama.py` cannot
+compute the network."""
 
 import json
 from dataclasses import dataclass
@@ -21,12 +22,12 @@ _REQUIRED = (
     "rms_norm_eps",
     "vocab_size",
 )
-_DEFAULTS_OF_ITS_OWN = {
+_OTHER_DEFAULTS = {
     "MistralForCausalLM": ("num_key_value_heads", "sliding_window"),
     "Qwen2ForCausalLM": ("num_key_value_heads",),
     "Qwen3ForCausalLM": ("num_key_value_heads", "head_dim"),
 }
-"""Settings whose default is not Llama's."""
+"""Settings for which this architecture has another default than Llama."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +45,17 @@ class LlamaShape:
     output_bias: bool
     mlp_bias: bool
     has_head_norms: bool
-    """Queries and keys are normalised per head (Qwen3)."""
+    """Whether queries and keys are normalised in each head (Qwen3)."""
     is_tied: bool
     rope: dict[str, Any]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json says; with the defaults of `transformers`, where a network like Llama leaves
-    out what its kind has a default of its own for. Raises StageError where the folder holds no
-    configuration that can be read."""
+    """The content of `config.json`.
+
+    If a network like Llama leaves out a setting that `llama_shape` needs, `transformers` adds its
+    defaults. Raises StageError if `config.json` cannot be read or describes quantised weights.
+    """
     path = folder / CONFIG_FILE
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -63,9 +66,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if "quantization_config" in config:
         raise StageError(f"{path}: quantised weights are not supported; publish plain ones")
     kind = str(next(iter(config.get("architectures") or ()), None))
-    needed = (*_REQUIRED, *_DEFAULTS_OF_ITS_OWN.get(kind, ()))
+    needed = (*_REQUIRED, *_OTHER_DEFAULTS.get(kind, ()))
     if kind in _LLAMA_LIKE and any(key not in config for key in needed):
-        # `transformers` takes seconds to import, and few configurations need it.
+        # Only for configurations that need it, because `transformers` takes seconds to import.
         try:
             config = dict(network.load_config(folder).to_dict())
         except ReleaseError as error:
@@ -74,7 +77,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def llama_shape(config: dict[str, Any]) -> LlamaShape | None:
-    """None for every network that computes something else; `transformers` runs those."""
+    """The shape of the network; None if `llama.py` computes something else than this network. Then
+    `transformers` runs it."""
     architectures = config.get("architectures") or [None]
     name = architectures[0]
     if name not in _LLAMA_LIKE or any(key not in config for key in _REQUIRED):

@@ -1,4 +1,5 @@
-"""Which device an engine computes on, and how much memory is left there."""
+"""Chooses the device of an engine, tells how much memory is free, and lowers the priority of a
+thread."""
 
 import ctypes
 import os
@@ -15,20 +16,20 @@ _CGROUP_V2 = Path("/sys/fs/cgroup")
 
 
 def choose_device(settings: TorchEngineSettings) -> torch.device:
-    """Raises ServingError for one that this machine has not."""
+    """Raises ServingError if the configured device does not exist on this machine."""
     if settings.device is not None:
         try:
             device = torch.device(settings.device)
-            torch.Generator(device)  # which the engine needs, and of a missing device there is none
+            torch.Generator(device)  # fails if the device does not exist
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
-            raise ServingError(f"[serving.torch] device {settings.device!r}: {said}") from None
+            message = str(error).splitlines()[0]
+            raise ServingError(f"[serving.torch] device {settings.device!r}: {message}") from None
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that may still be taken, None where the system does not say."""
+    """The memory that can still be allocated; None if the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if sys.platform != "linux":
@@ -53,32 +54,33 @@ def _cgroup_free() -> int | None:
         return None
     if limit == "max":
         return None
-    # File pages count as used and are given back under pressure.
+    # The pages of files count as used, but the kernel frees them when memory is needed.
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def give_back_memory() -> None:
-    """Let the system have the pages that nothing lies in any more. glibc keeps those of a release
-    that left between what stays; where malloc is another one, this does nothing."""
+def trim_heap() -> None:
+    """Return unused pages of the heap to the system. After a release is unloaded, glibc keeps such
+    pages between those that are still in use. Does nothing if malloc is not that of glibc."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
-# About a quarter of a core beside a busy one. Nicer would starve beside other programs, and a
-# starved thread can hold what the step loop waits for.
+# Beside a busy thread, the staging thread gets about a quarter of a core. With a higher nice
+# value, it would starve beside other programs. A starved thread may hold a lock that the step loop
+# needs.
 _STAGING_NICENESS = 5
 
 
-def yield_the_cores() -> None:
-    """Make the calling thread one that takes little beside the step loop."""
+def lower_thread_priority() -> None:
+    """Make the calling thread use one core only, and little of it while the step loop computes."""
     num_threads = torch.get_num_threads()
     if num_threads > 1:
         torch.set_num_threads(1)
-        # That is this thread's number, and what threads to come begin with, which is set back by
-        # one that has no other use for it.
+        # The call above sets two numbers: the one of this thread, and the default of threads that
+        # start later. Another thread restores the default.
         other = threading.Thread(target=torch.set_num_threads, args=(num_threads,))
         other.start()
         other.join()
     if sys.platform == "linux":
-        # On Linux a nice value is a thread's own; 0 is the calling thread.
+        # On Linux each thread has its own nice value. 0 is the calling thread.
         os.setpriority(os.PRIO_PROCESS, 0, _STAGING_NICENESS)

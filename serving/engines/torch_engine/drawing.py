@@ -1,7 +1,9 @@
-"""Draws from whole batches of distributions, in few passes over a large vocabulary.
+"""Draws random tokens for a whole batch of probability distributions, with few passes over a large
+vocabulary.
 
-A row's draw depends on its own weights and its own random numbers only: no sum is over more than
-one row, and each is computed in the same order whatever the other rows are.
+What is drawn for a row depends only on the row's weights and random numbers. Other rows do not
+change it: no sum covers more than one row, and every sum is computed in the same order for any
+batch.
 """
 
 from collections.abc import Callable
@@ -14,24 +16,25 @@ from torch import Tensor
 
 _Weights = NDArray[np.float32]
 Uniform = Callable[[], float]
-"""The next random number in [0, 1) of one row."""
+"""Returns the next random number in [0, 1) of one row."""
 
 _BLOCK = 64
-_FEW = 4096
-"""Columns that `torch.topk` searches as quickly as the search by groups."""
+_SEARCHED_AT_ONCE = 4096
+"""With fewer columns, `torch.topk` on the whole row is as fast as the search by groups."""
 _BELOW_ONE = 1 - 2.0**-40
-"""A product with it stays below the other factor, however it is rounded."""
+"""A number times this is always less than the number, even after rounding."""
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row of `values` [rows, columns] and where they are, best first.
+    """The `count` largest values in each row of `values` [rows, columns], and their columns. Both
+    are [rows, count], with the largest value first.
 
-    The best of all are within the groups whose maxima are the best, so two small searches replace
-    one in the whole row.
+    The columns are divided into groups. The largest values are all in the groups with the largest
+    maxima, so two small searches replace one search in the whole row.
     """
     num_rows, num_columns = values.shape
     num_groups = num_columns // _BLOCK
-    if num_columns < _FEW or 4 * count > num_groups:
+    if num_columns < _SEARCHED_AT_ONCE or 4 * count > num_groups:
         best = values.topk(count, dim=-1)
         return best.values, best.indices
     grouped = values[:, : num_groups * _BLOCK].view(num_rows, _BLOCK, num_groups)
@@ -46,51 +49,54 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(weights: Tensor, top_p: Seq[float], uniforms: Seq[Uniform]) -> list[int]:
-    """A column of each row of `weights` [rows, columns], drawn in proportion to the weights of its
-    nucleus: the fewest most probable columns that hold `top_p` of the row together (Holtzman et
-    al., arXiv:1904.09751). Of equal columns the first is the more probable one.
+    """Draws one column for each row of `weights` [rows, columns]. `top_p` and `uniforms` have one
+    entry for each row. Weights must not be negative, and each row must have a positive weight.
 
-    Nothing is sorted. A column is drawn from the whole row. If the columns that are more probable
-    hold less than `top_p`, it is in the nucleus. Otherwise the draw is repeated among those columns
-    only (rejection sampling as in FlashInfer, flashinfer.ai/2025/03/10/sampling.html). Weights are
-    not negative, and each row has a positive one.
+    A column of the row's nucleus is drawn in proportion to its weight. The nucleus is the smallest
+    set of the most probable columns that together hold `top_p` of the row's weight (Holtzman et
+    al., arXiv:1904.09751). Of two equal columns, the first counts as the more probable one.
+
+    Nothing is sorted. First a column is drawn from the whole row. It is in the nucleus if the more
+    probable columns together hold less than `top_p`. Otherwise the next draw is among those columns
+    only (rejection sampling as in FlashInfer, flashinfer.ai/2025/03/10/sampling.html).
     """
     sums = _block_sums(weights)
     totals = sums.sum(-1)
-    chosen = _pick(weights, sums, uniforms)
+    chosen = _draw_from_all(weights, sums, uniforms)
     share = torch.tensor(top_p, dtype=torch.float64, device=weights.device)
     limits = share * totals
-    # Two quick proofs of being inside, so that few rows need the exact one. First: what is more
-    # probable weighs no more than all the other columns.
+    # Most rows need no exact check, because one of two quick ones proves that the column is in the
+    # nucleus. First check: the more probable columns weigh at most as much as all other columns.
     weight = weights.gather(1, chosen[:, None])
     left = (share < 1) & (totals - weight[:, 0] >= limits)
     if left.any():
-        # Second: nor does it weigh more than all that is as probable or more, the column apart.
-        held = _sum_from(weights, weight, left) - weight[:, 0]
+        # Second check: they weigh at most as much as all other columns that are at least as
+        # probable.
+        held = _sum_of_at_least(weights, weight, left) - weight[:, 0]
         left &= held >= limits
     tokens: list[int] = chosen.tolist()
     for row in left.nonzero()[:, 0].tolist():
         of_row = weights[row].numpy(force=True)
-        tokens[row] = _draw_again(of_row, tokens[row], top_p[row], uniforms[row])
+        tokens[row] = _redraw(of_row, tokens[row], top_p[row], uniforms[row])
     return tokens
 
 
-def _sum_from(weights: Tensor, bound: Tensor, wanted: Tensor) -> Tensor:
-    """Of each row that is `wanted`, the sum of the weights that reach `bound`."""
+def _sum_of_at_least(weights: Tensor, bound: Tensor, wanted: Tensor) -> Tensor:
+    """For each row that is `wanted`, the sum of its weights that are at least `bound`."""
     rows = wanted.nonzero()[:, 0]
-    if 2 * len(rows) > len(weights):  # to take them out would cost as much as the others
+    if 2 * len(rows) > len(weights):  # copying these rows would cost as much as summing all
         rows = torch.arange(len(weights), device=weights.device)
     else:
         weights, bound = weights.index_select(0, rows), bound[rows]
-    # Several times as quick as `torch.where`, since the comparison's result is of the same type.
+    # Several times as fast as `torch.where`, because the result of `ge` has the dtype of `weights`.
     kept = torch.ge(weights, bound, out=torch.empty_like(weights)).mul_(weights)
     sums = torch.zeros(len(wanted), dtype=torch.float64, device=weights.device)
     return sums.index_copy_(0, rows, _block_sums(kept).sum(-1))
 
 
-def _draw_again(weights: _Weights, chosen: int, top_p: float, uniform: Uniform) -> int:
-    """A column of one row that is within the nucleus: `chosen`, if it is, or else one that is more
-    probable. Each round leaves out what is less probable."""
+def _redraw(weights: _Weights, chosen: int, top_p: float, uniform: Uniform) -> int:
+    """A column of one row's nucleus: `chosen` if it is in the nucleus, else a more probable one.
+    Each round leaves out the columns that are not more probable than the last drawn one."""
     limit = top_p * weights.sum(dtype=np.float64)
     columns = np.arange(len(weights))
     while True:
@@ -107,16 +113,20 @@ def _draw_again(weights: _Weights, chosen: int, top_p: float, uniform: Uniform) 
         chosen = int(so_far.searchsorted(target, side="right"))
 
 
-def _pick(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
-    """A column of each row in proportion to its weight: the first at which the sum so far passes a
-    random share of the whole. The block of columns is looked for first."""
+def _draw_from_all(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
+    """Draws a column of each row in proportion to its weight.
+
+    It is the first column at which the running sum of the weights exceeds a random share of the
+    total. The block that contains the column is found first.
+    """
     num_columns = weights.shape[1]
     numbers = torch.tensor([each() for each in uniforms], dtype=torch.float64)
     share = numbers.clamp_(max=_BELOW_ONE).to(weights.device)[:, None]
     so_far = sums.cumsum(-1)
     target = share * so_far[:, -1:]
     block = (so_far <= target).sum(-1, keepdim=True)
-    # Inside, what is left of the share, since a block's own sum so far is rounded otherwise.
+    # Continue in the block with the rest of the share. The rest of the target cannot be used,
+    # because the sum of the block's columns is rounded in another way than the block's own sum.
     in_block = sums.gather(1, block)
     share = 1 - (so_far.gather(1, block) - target) / in_block
     columns = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
@@ -127,7 +137,7 @@ def _pick(weights: Tensor, sums: Tensor, uniforms: Seq[Uniform]) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """[rows, blocks] of `_BLOCK` columns each, the last of what is left."""
+    """float64 [rows, blocks]: the sum of each `_BLOCK` columns. The last block has the rest."""
     whole = weights.shape[1] // _BLOCK * _BLOCK
     blocks = weights[:, :whole].view(len(weights), -1, _BLOCK).sum(-1)
     rest = weights[:, whole:].sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""`TorchEngine`: holds up to two releases, and generates under either of them."""
+"""`TorchEngine`: holds up to two releases in memory and generates with either of them."""
 
 import asyncio
 import threading
@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.dtype import choose_dtype
-from serving.engines.torch_engine.device import choose_device, give_back_memory
+from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.device import choose_device, trim_heap
 from serving.engines.torch_engine.grammars import Grammars
-from serving.engines.torch_engine.lane import Lane
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
-from serving.engines.torch_engine.neighbours import Neighbours
 from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.staging import Staged, load_runner
@@ -27,15 +27,18 @@ _MAX_RESIDENT = 2
 
 _LONG_STEP_SECONDS = 1.0
 _COMPUTING_SHARE = 0.01
-"""If a step takes longer, it is enough that its thread gets this share of a core."""
+"""A step that takes longer than `_LONG_STEP_SECONDS` does not count as hanging while its thread
+gets at least this share of a core."""
 
-# While requests run, staging rests this long per second it works: the core that the steps lend it
-# is the one that reads requests and writes answers, too.
+# While requests run, staging pauses this many seconds for each second of work. Staging runs on the
+# core that the steps leave free, and the event loop needs this core too, to read requests and write
+# answers.
 _PAUSE_SHARE_BESIDE_REQUESTS = 1.0
 
 
 def create_engine(**settings: Any) -> "TorchEngine":
-    """An engine with no release yet. `TorchEngineSettings` says what the arguments mean."""
+    """An engine that holds no release yet. `TorchEngineSettings` explains the arguments. Raises
+    ValidationError for an invalid setting, and ServingError if the device does not exist."""
     return TorchEngine(TorchEngineSettings(**settings))
 
 
@@ -48,24 +51,25 @@ class _Resident:
     read_bytes: int
     shared_bytes: int
     is_committed: bool = False
-    is_leaving: bool = False
+    is_unloading: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidentRelease:
-    """What is known of a release in memory."""
+    """Information about a release in memory."""
 
     is_committed: bool
     context: int
-    """Tokens of a sequence, prompt included."""
+    """The largest number of tokens in a sequence, prompt included."""
     read_bytes: int
-    """Read from shards when it was staged."""
+    """Bytes of the tensors that were read from shards when the release was staged."""
     shared_bytes: int
-    """Not read, since another resident release held the same tensors."""
+    """Bytes of the tensors that were not read, because another release in memory had the same."""
 
 
 class TorchEngine:
-    """Called on one event loop; computes on a thread of its own and loads on another."""
+    """All methods must be called on one event loop. The engine computes on a second thread and
+    loads releases on a third."""
 
     holds_two = True
     checks_digests = True
@@ -79,27 +83,27 @@ class TorchEngine:
         self._grammars = Grammars()
         self._residents: dict[str, _Resident] = {}
         self._staging = asyncio.Lock()
-        self._one_left = asyncio.Event()
+        self._one_unloaded = asyncio.Event()
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-staging")
         self._stop_staging = threading.Event()
         self._is_closed = False
         self._steps = StepLoop(
-            num_threads=settings.num_threads, neighbours=Neighbours(settings.neighbours)
+            num_threads=settings.num_threads, busy_lock=BusyLock(settings.neighbours)
         )
 
     @property
     def failure(self) -> str | None:
-        return self._steps.death
+        return self._steps.failure
 
     async def take_turn(self) -> None:
         turn = asyncio.get_running_loop().create_future()
-        self._steps.give_turn(turn)
+        self._steps.add_liveness_check(turn)
         try:
             while not turn.done():
                 before = self._steps.cpu_seconds
                 await asyncio.wait({turn}, timeout=_LONG_STEP_SECONDS)
                 now = self._steps.cpu_seconds
-                # A long prompt is one step. A thread that hangs in it uses no processor time.
+                # A long prompt can be one long step. A thread that hangs uses no processor time.
                 if (
                     not turn.done()
                     and (before is not None and now is not None)
@@ -112,20 +116,20 @@ class TorchEngine:
 
     async def stage(self, release: Release, folder: Path) -> None:
         async with self._staging:
-            if self._take_back(release.id):
+            if self._cancel_unload(release.id):
                 return
             await self._wait_for_room(release.id)
-            with self._steps.lending_a_core():
+            with self._steps.reserve_core():
                 staged = await self._load(release, folder)
             try:
-                self._steps.add(release.id, Lane(staged.runner, self._sampler, self._settings))
+                self._steps.add(release.id, Scheduler(staged.runner, self._sampler, self._settings))
             except EngineError as error:
                 raise StageError(f"release {release.id}: {error}") from error
             self._residents[release.id] = _Resident(
                 release=release,
                 folder=folder,
                 vocab_size=staged.runner.vocab_size,
-                context=staged.runner.room.context,
+                context=staged.runner.cache_size.context,
                 read_bytes=staged.read_bytes,
                 shared_bytes=staged.shared_bytes,
             )
@@ -137,28 +141,32 @@ class TorchEngine:
         return self._find(release_id).context
 
     async def commit(self, release_id: str) -> None:
-        """Raises EngineError for a release that is not staged."""
+        """Raises EngineError if the release is not staged."""
         self._find(release_id).is_committed = True
 
     async def unload(self, release_id: str) -> None:
-        """A release that is not there, or leaves already, is no error."""
+        """Does nothing if the release is not in memory or is already being unloaded."""
         resident = self._residents.get(release_id)
-        if resident is None or resident.is_leaving:
+        if resident is None or resident.is_unloading:
             return
-        resident.is_leaving = True
+        resident.is_unloading = True
         loop = asyncio.get_running_loop()
 
-        def on_gone() -> None:
+        def on_unloaded() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._forget, release_id)
 
-        self._steps.retire(release_id, on_gone)
+        self._steps.unload(release_id, on_unloaded)
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """The sequence is on its way when this returns, and keeps its release until it ends; one
-        with a grammar is when its first step is asked for."""
+        """Submits the sequence before it returns. A sequence with a grammar is submitted when its
+        first step is requested, because the grammar must be compiled first.
+
+        The release stays in memory until the sequence ends. Raises EngineError if the release is
+        not committed, or if the prompt or a token id does not fit it.
+        """
         resident = self._find(release_id)
-        if not resident.is_committed or resident.is_leaving:
+        if not resident.is_committed or resident.is_unloading:
             raise EngineError(f"release {release_id} is not live: commit it first")
         _check_fits(generation, resident)
         sequence = Sequence(
@@ -175,13 +183,14 @@ class TorchEngine:
     async def _submit_constrained(self, sequence: Sequence, resident: _Resident) -> None:
         grammar = sequence.generation.grammar
         if grammar is not None:
-            sequence.shape.grammar = await self._grammars.begin(
+            sequence.logits_processor.grammar = await self._grammars.begin(
                 resident.release, resident.folder, resident.vocab_size, grammar
             )
         self._steps.submit(sequence)
 
     def resident_releases(self) -> dict[str, ResidentRelease]:
-        """Releases in memory by id, those that end their last sequences included."""
+        """All releases in memory by id, including those that are unloaded after their last
+        sequence ends."""
         return {
             release_id: ResidentRelease(
                 is_committed=resident.is_committed,
@@ -195,7 +204,7 @@ class TorchEngine:
     async def close(self) -> None:
         self._is_closed = True
         self._stop_staging.set()
-        self._one_left.set()
+        self._one_unloaded.set()
         self._steps.stop()
         await asyncio.to_thread(self._steps.join)
         await asyncio.to_thread(self._loader.shutdown)
@@ -208,27 +217,28 @@ class TorchEngine:
         except KeyError:
             raise EngineError(f"release {release_id} is not resident") from None
 
-    def _take_back(self, release_id: str) -> bool:
-        """Keep a release that is resident still, as a rollback soon after a swap finds it."""
+    def _cancel_unload(self, release_id: str) -> bool:
+        """If the release is still in memory, keep it there. This happens when a rollback follows
+        soon after a swap. Returns False if the release must be loaded again."""
         resident = self._residents.get(release_id)
-        if resident is None or not self._steps.keep(release_id):
+        if resident is None or not self._steps.cancel_unload(release_id):
             return False
-        resident.is_leaving = False
+        resident.is_unloading = False
         return True
 
     def _forget(self, release_id: str) -> None:
         self._residents.pop(release_id, None)
         self._grammars.forget(release_id)
-        self._one_left.set()
+        self._one_unloaded.set()
         if not self._is_closed:
-            self._loader.submit(give_back_memory)
+            self._loader.submit(trim_heap)
 
     async def _wait_for_room(self, release_id: str) -> None:
         try:
             async with asyncio.timeout(self._settings.stage_wait_seconds):
                 while len(self._residents) >= _MAX_RESIDENT and not self._is_closed:
-                    self._one_left.clear()
-                    await self._one_left.wait()
+                    self._one_unloaded.clear()
+                    await self._one_unloaded.wait()
         except TimeoutError:
             raise StageError(
                 f"release {release_id}: no room, {' and '.join(self._residents)} are resident "
@@ -256,19 +266,21 @@ class TorchEngine:
             raise StageError(f"release {release.id}: the engine was closed") from None
         except asyncio.CancelledError:
             is_unwanted.set()
-            # The next release is staged on the same thread, after this one stopped.
+            # The next release is staged on the same thread, after this work has stopped. The
+            # callback takes the exception, so that asyncio does not log it as never retrieved.
             loading.add_done_callback(lambda done: done.exception())
             raise
 
 
 class Stream(AsyncIterator[Step]):
-    """Steps of one sequence. Closing it, or dropping it, frees the slot within a step."""
+    """The steps of one sequence. If the stream is closed or garbage-collected, the next step of the
+    engine frees the slot of the sequence."""
 
     def __init__(
         self, sequence: Sequence, begin: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """`begin` is what is left to do to have the sequence on its way. It may raise EngineError,
-        which ends the stream."""
+        """`begin` is called before the first step and must submit the sequence. If `begin` raises
+        EngineError, the stream ends with this error."""
         self._sequence = sequence
         self._begin = begin
         self._is_done = False
@@ -302,7 +314,8 @@ class Stream(AsyncIterator[Step]):
 
 
 def _check_fits(generation: Generation, resident: _Resident) -> None:
-    """Refuse what would fail a step, and so everybody in it."""
+    """Raises EngineError for a value that would make a step fail, because a failed step ends all
+    sequences in it."""
     if not 0 < len(generation.prompt) <= resident.context:
         raise EngineError(
             f"a prompt of {len(generation.prompt)} tokens does not fit; "

@@ -1,4 +1,4 @@
-"""Any causal network of `transformers`, through its own forward pass."""
+"""Runs any causal network of `transformers` through its own forward pass."""
 
 import inspect
 import logging
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import StageError
-from serving.engines.torch_engine.runner import Batch, Room
+from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 from serving.engines.torch_engine.units import Built, Part, Unit
 from serving.errors import ReleaseError
@@ -22,13 +22,14 @@ from serving.weights.release import Release
 _log = logging.getLogger(__name__)
 
 _WITHOUT_POSITIONS = ("bloom", "mpt")
-"""Networks that add a bias to each key by its column (ALiBi, arXiv:2108.12409) in place of taking
-positions. Columns are positions here, so a batch of different lengths is right. Others that take no
-positions count them from the batch's length: their sequences are computed one by one."""
+"""Networks without position ids, which add a bias to each key by its column (ALiBi,
+arXiv:2108.12409). In our slots the column is the position, so sequences of different lengths can be
+one batch. Other networks without position ids derive positions from the length of the batch, so
+their sequences are computed one by one."""
 
 
 def build_network(folder: Path) -> nn.Module:
-    """The network of `config.json`, its weights not yet set. Raises StageError."""
+    """The network of `config.json`, without the release's weights. Raises StageError."""
     return _built(folder, is_empty=False)
 
 
@@ -40,7 +41,8 @@ def _built(folder: Path, *, is_empty: bool) -> nn.Module:
 
 
 def find_sources(built: nn.Module, release: Release) -> Sources:
-    """What each tensor of a network is made of. Raises StageError with every fault."""
+    """The stored tensors that each tensor of the network is made of. Raises StageError with every
+    fault."""
     try:
         return network.sources(built, release.named_tensors)
     except ReleaseError as error:
@@ -48,7 +50,8 @@ def find_sources(built: nn.Module, release: Release) -> Sources:
 
 
 def units(sources: Sources) -> dict[str, Unit]:
-    """A unit for every parameter and persistent buffer, named as in the network's state dict."""
+    """A unit for each parameter and persistent buffer, with the names of the network's state
+    dict."""
     return {
         name: Unit(
             kind=source.kind,
@@ -63,16 +66,18 @@ def units(sources: Sources) -> dict[str, Unit]:
 
 
 def layer_shapes(folder: Path) -> list[LayerShape]:
-    """What each layer keeps of a token. The network is run without weights, on shapes alone.
+    """The shapes of the keys and values that each layer keeps for a token. The network is run on
+    the meta device, without weights.
 
-    Raises StageError for a network that keeps something else.
+    Raises StageError if the network keeps something else than keys and values.
     """
     from serving.engines.torch_engine.generic_cache import KeepsState, ShapeRecorder
 
-    # Of 16-bit numbers, since the operators of experts have shapes for no others.
+    # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
     empty: Any = _built(folder, is_empty=True).to(torch.bfloat16)
     for module in empty.modules():
-        # Some scalings look at the values of positions, and no shape depends on a scaling.
+        # Some kinds of RoPE scaling read the values of positions, which do not exist here. Scaling
+        # changes no shape, so it is turned off.
         if isinstance(kind := getattr(module, "rope_type", None), dict):
             module.rope_type = dict.fromkeys(kind, "default")
         elif kind is not None:
@@ -90,14 +95,14 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
             'the torch engine has no room for states; vLLM may serve it: set engine = "vllm" under '
             "[serving]"
         ) from None
-    # A network may fail in many ways where there are no values.
+    # Without values, a network may fail in many ways.
     except Exception as error:
         raise StageError(f"{name}: cannot be run on shapes alone: {error}") from error
     return recorder.shapes
 
 
 class TransformersRunner:
-    """Decoding sequences are one forward pass, and each chunk of a prompt is one."""
+    """Computes all decoding sequences in one forward pass, and each prefill chunk in another."""
 
     shares_prefixes = True
 
@@ -108,20 +113,21 @@ class TransformersRunner:
         layers: Seq[KeyValueSlots],
         shapes: Seq[LayerShape],
         *,
-        room: Room,
+        cache_size: KvCacheSize,
         device: torch.device,
     ) -> None:
         """`layers` and `shapes` have one entry for each layer of `network`."""
         from serving.engines.torch_engine.generic_cache import SlotCache, SlotLayer
 
-        self.room = room
+        self.cache_size = cache_size
         self._config: Any = network.config
         self.vocab_size: int = self._config.get_text_config().vocab_size
         network.requires_grad_(False)
-        # The module wraps each tensor in a parameter of its own; the pool knows the tensors.
+        # `load_state_dict` wraps each tensor in a new parameter. The pool holds the tensors weakly,
+        # so keep them here.
         self._weights = dict(built)
         network.load_state_dict(self._weights, assign=True)
-        # Weights are where they should be; what is left are buffers that no checkpoint holds.
+        # Weights are on the device already. This moves the buffers that no checkpoint holds.
         self._network = network.to(device)
         self._device = device
         self._dtype = next(network.parameters()).dtype
@@ -130,11 +136,11 @@ class TransformersRunner:
         self._cache = SlotCache(list(map(SlotLayer, layers, shapes)), device)
 
     def warm_up(self) -> None:
-        """No batch size has a kernel of its own."""
+        """Does nothing, because no kernel depends on the batch size."""
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         for layer in self._layers:
-            layer.cut(slot, length)
+            layer.truncate(slot, length)
 
     def copy(self, source: int, target: int, length: int) -> None:
         for layer in self._layers:
@@ -157,11 +163,11 @@ class TransformersRunner:
     def _read(
         self, slots: Seq[int], starts: Seq[int], token_ids: list[list[int]], keep: int
     ) -> Tensor:
-        """Logits of the last `keep` tokens of every slot, one after the other."""
+        """float32 logits [slots times keep, vocabulary] of the last `keep` tokens of each slot."""
         from serving.engines.torch_engine import generic_cache
 
         rows = generic_cache.Rows(slots=slots, starts=starts, num_new=len(token_ids[0]))
-        positions = self._cache.choose(rows)
+        positions = self._cache.prepare(rows)
         asked = {"position_ids": positions, "logits_to_keep": keep}
         answer = self._network(
             input_ids=torch.tensor(token_ids, device=self._device),

@@ -1,8 +1,8 @@
-"""Keys and values in slots, as the `Cache` that networks of `transformers` write to and read from.
+"""The KV cache that networks of `transformers` use. It keeps keys and values in the engine's slots.
 
-A slot holds a sequence's tokens from its first column on, whatever the other slots hold. So a batch
-is padded on the right, and sequences join and leave without moving anything. Imported only where a
-network of `transformers` runs, because it takes seconds.
+In each slot, a sequence begins at the first column, so a batch is padded on the right. Sequences
+can join and leave a batch, and nothing must be moved. Import this module only to run a network of
+`transformers`, because the import takes seconds.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,13 @@ from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """What one forward pass reads and writes: new tokens of one slot, or one of each of many."""
+    """What one forward pass reads and writes: either new tokens of one slot, or one new token in
+    each of several slots."""
 
     slots: Seq[int]
-    """Ascending."""
+    """The slot numbers, in ascending order."""
     starts: Seq[int]
-    """Tokens that each slot already holds."""
+    """The number of tokens that each slot already holds."""
     num_new: int
 
     @property
@@ -39,46 +40,50 @@ class Rows:
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The cache of a whole network. `choose` says what the next forward pass is about."""
+    """The cache of all layers. Call `prepare` before each forward pass."""
 
     def __init__(self, layers: "Seq[SlotLayer]", device: torch.device) -> None:
         super().__init__(layers=list(layers))
         self._device = device
 
-    def choose(self, rows: Rows) -> Tensor:
-        """Positions of the new tokens, [slots, new tokens]."""
+    def prepare(self, rows: Rows) -> Tensor:
+        """Set the slots of the next forward pass. Returns the positions of the new tokens,
+        [slots, new tokens]."""
         for layer in self.layers:
-            layer.choose(rows)
+            layer.prepare(rows)
         starts = torch.tensor(rows.starts, device=self._device)[:, None]
         return starts + torch.arange(rows.num_new, device=self._device)
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
-    """All tokens are kept; a mask hides those in front of a window."""
+    """False, because all tokens are kept. A mask hides those that are outside a window."""
 
     def __init__(self, slots: KeyValueSlots, shape: LayerShape) -> None:
         super().__init__()
         self._slots = slots
         self._shape = shape
 
-    def choose(self, rows: Rows) -> None:
+    def prepare(self, rows: Rows) -> None:
         self._rows = rows
         if len(rows.slots) > 1:
-            self._places = self._slots.places(rows.slots, rows.starts)
+            self._row_indices = self._slots.row_indices(rows.slots, rows.starts)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """The slots are there already."""
+        """Does nothing, because the slots exist already."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Both are [slots, heads, new tokens, size]; what comes back has all tokens of the longest
-        sequence, and whatever lies behind the end of the shorter ones."""
+        """Store the new keys and values, each [slots, heads, new tokens, size].
+
+        Returns all keys and values of the slots, each [slots, heads, longest, size]. Columns after
+        the end of a shorter sequence hold arbitrary values, which the mask must hide.
+        """
         rows, size = self._rows, self._shape.head_dim
         new = torch.stack([_by_token(key_states, size), _by_token(value_states, size)], dim=1)
         if len(rows.slots) > 1:
-            self._slots.write_rows(0, self._places, new)
+            self._slots.write_rows(0, self._row_indices, new)
         else:
             self._slots.write_run(0, rows.slots[0], rows.starts[0], new)
         first, end = rows.slots[0], rows.slots[-1] + 1
@@ -99,11 +104,11 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class KeepsState(Exception):
-    """A network keeps something else than keys and values, such as a recurrent state."""
+    """The network keeps something else than keys and values, such as a recurrent state."""
 
 
 class ShapeRecorder(Cache):  # type: ignore[misc]
-    """Notes what a network would keep of each token, in every layer."""
+    """Records the shapes of the keys and values that each layer would keep."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -130,13 +135,15 @@ class ShapeRecorder(Cache):  # type: ignore[misc]
 def batch_masks(
     config: PreTrainedConfig, positions: Tensor, length: int, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor] | None:
-    """What the newest tokens of sequences of different lengths may look at.
+    """The attention mask for the newest tokens of several sequences with different lengths.
 
-    `positions` is [slots, 1]; `length` is the longest sequence's. None for a single sequence, since
-    then `transformers` makes its own. Where no layer has a window, a mask [slots, length] of tokens
-    that are there is enough. Where there is one, `transformers` would count the window of each
-    sequence from the longest one's end: then the masks are made here, one for all layers or one for
-    each kind of layer, as `transformers.masking_utils.create_masks_for_generate` does.
+    `positions` is [slots, 1], and `length` is that of the longest sequence. Returns None for a
+    single sequence, because then `transformers` makes the mask.
+
+    If no sequence is longer than a window, the result is a mask [slots, length] of existing tokens.
+    Otherwise `transformers` would measure each sequence's window from the end of the longest
+    sequence. So the masks are made here: one mask for all layers, or a dict with one for each kind
+    of layer, as `transformers.masking_utils.create_masks_for_generate` does.
     """
     if len(positions) == 1:
         return None
@@ -146,14 +153,14 @@ def batch_masks(
     if length <= min((size for size in windows.values() if size is not None), default=length):
         return (columns <= positions).long()
     masks = {
-        kind: _as_wanted(_mask(kind, size, positions, columns), text, dtype)
+        kind: _as_attention_bias(_mask(kind, size, positions, columns), text, dtype)
         for kind, size in windows.items()
     }
     return masks if getattr(text, "layer_types", None) is not None else next(iter(masks.values()))
 
 
 def _windows(text: Any) -> Mapping[str, int | None]:
-    """How far each kind of layer looks back."""
+    """For each kind of layer: how many tokens it looks back; None for no limit."""
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     chunk = getattr(text, "attention_chunk_size", None)
@@ -166,7 +173,7 @@ def _windows(text: Any) -> Mapping[str, int | None]:
 
 
 def _mask(kind: str, size: int | None, positions: Tensor, columns: Tensor) -> Tensor:
-    """bool [slots, 1, 1, columns]."""
+    """bool [slots, 1, 1, columns]: True where the newest token may look."""
     rows = torch.arange(len(positions), device=positions.device)[:, None, None, None]
     if size is None:
         look = causal_mask_function
@@ -178,7 +185,7 @@ def _mask(kind: str, size: int | None, positions: Tensor, columns: Tensor) -> Te
     return found
 
 
-def _as_wanted(mask: Tensor, text: Any, dtype: torch.dtype) -> Tensor:
+def _as_attention_bias(mask: Tensor, text: Any, dtype: torch.dtype) -> Tensor:
     if text._attn_implementation != "eager":
         return mask
     zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
@@ -186,7 +193,7 @@ def _as_wanted(mask: Tensor, text: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _by_token(states: Tensor, size: int) -> Tensor:
-    """[tokens, heads, size]: keys and values as wide as the wider of the two."""
+    """[tokens, heads, size]: keys or values, padded to `size`, the larger of both sizes."""
     if states.shape[-1] < size:
         states = torch.nn.functional.pad(states, (0, size - states.shape[-1]))
     return states.transpose(1, 2).flatten(0, 1)

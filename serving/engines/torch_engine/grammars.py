@@ -1,4 +1,5 @@
-"""Grammars compiled for a release's tokenizer by llguidance, and where a sequence is in one."""
+"""Compiles grammars for a release's tokenizer with llguidance, and tracks the state of a sequence
+in its grammar."""
 
 import asyncio
 import json
@@ -18,14 +19,15 @@ from serving.tokenizer import load_tokenizer, tokenizer_files
 from serving.weights.release import Release
 
 Bits = NDArray[np.int32]
-"""[rows, words]: a bit for each token of the vocabulary, the lowest bit first."""
+"""[rows, words]: one bit for each token of the vocabulary, the lowest bit first. A set bit allows
+the token."""
 
 _COMPILE_SECONDS = 10.0
 _MAX_CACHED = 32
 _MAX_REASON_CHARS = 300
 _END = "<|end of a text that follows a grammar|>"
 
-# Limits of size and, as fuel, of time: for the grammar, and for each token.
+# Limits for the whole grammar and for each token. The "fuel" limits the time.
 _LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     initial_lexer_fuel=1_000_000,
@@ -37,7 +39,7 @@ _LIMITS = LLParserLimits(
 
 
 class GrammarState:
-    """Where one sequence is in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, param: str) -> None:
         self.matcher = matcher
@@ -47,8 +49,8 @@ class GrammarState:
     def copy(self) -> "GrammarState":
         return GrammarState(self.matcher.deep_copy(), self.tokenizer, self.param)
 
-    def take(self, token_id: int) -> bool:
-        """Read a token; whether the text is complete and nothing can follow."""
+    def advance(self, token_id: int) -> bool:
+        """Advance by one token. Returns True if the text is complete and no token can follow."""
         self.matcher.consume_token(token_id)
         return bool(self.matcher.is_stopped() and not self.matcher.is_error())
 
@@ -58,17 +60,18 @@ class GrammarState:
 
     @property
     def fault(self) -> str | None:
-        """Why there is no next token; None where there is one."""
+        """The error after which no token can follow; None if there is none."""
         return _one_line(self.matcher.get_error()) if self.matcher.is_error() else None
 
 
 class Grammars:
-    """Used on the event loop; a thread of its own compiles, one grammar after the other."""
+    """Call it on the event loop. One thread compiles the grammars, one after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-grammar")
         self._tokenizers: dict[str, tuple[object, LLTokenizer]] = {}
-        """By release, with what it was made of: releases whose files are equal share one."""
+        """Release id → (what the tokenizer was made from, tokenizer). Releases with equal tokenizer
+        files share one tokenizer."""
         self._compiled: OrderedDict[tuple[str, Grammar], asyncio.Future[GrammarState]] = (
             OrderedDict()
         )
@@ -76,10 +79,10 @@ class Grammars:
     async def begin(
         self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
     ) -> GrammarState:
-        """A state at the beginning of the text.
+        """The state at the beginning of the text.
 
-        Raises GenerationRefused for a grammar that cannot be compiled, within bounds of time and
-        size, or not for this release's tokenizer.
+        Raises GenerationRefused if the grammar cannot be compiled for this release's tokenizer, or
+        not within the limits of time and size.
         """
         key = (release.id, grammar)
         compiling = self._compiled.get(key)
@@ -87,14 +90,14 @@ class Grammars:
             compiling = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._compile, release, folder, vocab_size, grammar
             )
-            # What fails is said to everybody who waits, if anybody still does.
+            # Take the exception. Otherwise asyncio logs it if no request waits any more.
             compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._compiled[key] = compiling
             while len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
         try:
-            # One that takes too long goes on for those that ask again.
+            # After the timeout the compilation continues, and a later request can use its result.
             first = await asyncio.wait_for(asyncio.shield(compiling), _COMPILE_SECONDS)
         except TimeoutError:
             raise GenerationRefused(
@@ -137,13 +140,14 @@ class Grammars:
 
 
 class NextTokens:
-    """Which tokens may come next, for many sequences at once."""
+    """Finds the tokens that may come next, for several sequences at once."""
 
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
     def of(self, states: Seq[GrammarState | None], vocab_size: int) -> Bits:
-        """A row for each state, of one release all. Where there is none, every token may come."""
+        """One row for each state. The states must be of one release. Without a state, every token
+        is allowed."""
         num_tokens = max([vocab_size, *(each.tokenizer.vocab_size for each in states if each)])
         bits = np.full((len(states), (num_tokens + 31) // 32), -1, np.int32)
         found = [(state.matcher, row) for row, state in enumerate(states) if state]
@@ -163,8 +167,8 @@ class NextTokens:
 def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     """Raises ReleaseError, ValueError."""
     tokenizer = load_tokenizer(folder).tokenizer
-    # What ends a sequence is the request's to say. The token that ends a text here is one that no
-    # text has.
+    # The request decides which tokens end the sequence. So llguidance gets an end token that no
+    # text contains, and `NextTokens` never allows this token.
     tokenizer.add_special_tokens([AddedToken(_END, special=True)])
     end = tokenizer.get_vocab(with_added_tokens=True)[_END]
     return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=[end])
@@ -183,6 +187,6 @@ def _as_guidance(grammar: Grammar) -> str:
 
 
 def _one_line(message: str) -> str:
-    """Of llguidance's messages, without what is meant for its authors."""
+    """A message of llguidance in one line, without the parts for llguidance's developers."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
     return " ".join(line for line in lines if line)[:_MAX_REASON_CHARS]

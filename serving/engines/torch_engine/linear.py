@@ -1,25 +1,25 @@
-"""`Linear`: one weight matrix in the layout that this device multiplies fastest."""
+"""`Linear`: a weight matrix in the layout with the fastest product on its device."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows that a packed layout is chosen for: a full decoding batch. It serves one row as well.
+# The number of rows for which oneDNN chooses the layout. The layout serves any other number too.
 _PACKED_FOR_ROWS = 16
 
 
 class Linear:
     """`x @ weight.T + bias`.
 
-    On the CPU the weight is packed once into oneDNN's blocked layout, and the plain one is let go:
-    a decoding step, which is bound by reading weights, takes half the time or less that
-    `F.linear` takes on the plain layout.
+    On a CPU, the weight is packed once into oneDNN's blocked layout, and the plain weight is freed.
+    A decoding step is limited by the time to read weights. With the packed layout it takes at most
+    half the time that it takes with `F.linear` and the plain layout.
     """
 
     __slots__ = ("__weakref__", "_weight", "bias", "is_packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` is [out, in] and `bias` [out], both on the device and in the dtype to use."""
+        """`weight` is [out, in], `bias` is [out]. Both must have the final device and dtype."""
         self.bias = bias
         self.is_packed = _is_packable(weight)
         if self.is_packed:
@@ -27,7 +27,7 @@ class Linear:
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] to [rows, out]."""
+        """`x` is [rows, in]. Returns [rows, out]."""
         if self.is_packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self.bias, "none", [], ""
@@ -42,7 +42,7 @@ class Linear:
         return rows, columns
 
     def plain_weight(self) -> Tensor:
-        """[out, in], the very values that it was made of; a copy where it is packed."""
+        """[out, in], with exactly the original values. A copy if the weight is packed."""
         return self._weight.to_dense(self._weight.dtype) if self.is_packed else self._weight
 
 

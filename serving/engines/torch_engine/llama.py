@@ -1,4 +1,5 @@
-"""Llama and its kin (Mistral, Qwen2, Qwen3) as few, large torch operations; no module tree."""
+"""Runs Llama and similar networks (Mistral, Qwen2, Qwen3) as a few large torch operations, without
+torch modules."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -11,8 +12,8 @@ from torch.nn import functional as F
 from serving.engines.torch_engine import rope, threads
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.linear import Linear
-from serving.engines.torch_engine.rows import Rows, Span, rounded
-from serving.engines.torch_engine.runner import Batch, Chunk, Room
+from serving.engines.torch_engine.rows import Rows, Span, padded_count
+from serving.engines.torch_engine.runner import Batch, Chunk, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots
 from serving.engines.torch_engine.units import Built
 
@@ -32,7 +33,7 @@ class _Layer:
 
 
 class LlamaRunner:
-    """The forward pass of one release, over slots of its own."""
+    """The network of one release, with its own slots."""
 
     shares_prefixes = True
 
@@ -42,34 +43,35 @@ class LlamaRunner:
         built: Mapping[str, Built],
         slots: KeyValueSlots,
         *,
-        room: Room,
+        cache_size: KvCacheSize,
         device: torch.device,
     ) -> None:
-        self.room = room
+        self.cache_size = cache_size
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self._slots = slots
         self._device = device
-        rotations = rope.rotations(shape.rope, shape.head_dim, room.context)
+        rotations = rope.rotations(shape.rope, shape.head_dim, cache_size.context)
         self._rotations = rotations.to(device)[:, None]
         self._embedding = _tensor(built["embedding"])
         self._norm = _tensor(built["norm"])
-        self._head = _matrix(built["head"])
+        self._head = _linear(built["head"])
         self._layers = [_assemble(shape, built, layer) for layer in range(shape.num_layers)]
 
     def warm_up(self) -> None:
-        """Make the kernels of decoding batches, and of short prompts beside few of them."""
+        """Create the kernels for all padded numbers of rows up to 64: decoding batches, and short
+        prefills together with a few decoding sequences. Does nothing if weights are not packed."""
         if not self._head.is_packed:
             return
         layer = self._layers[0]
         matrices = (layer.qkv, layer.output, layer.gate_up, layer.down, self._head)
         by_kind = {(matrix.shape, matrix.bias is None): matrix for matrix in matrices}
-        for num_rows in sorted({rounded(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
+        for num_rows in sorted({padded_count(number) for number in range(1, _ROWS_WARMED_UP + 1)}):
             for matrix in by_kind.values():
                 matrix(self._embedding.new_zeros(num_rows, matrix.shape[1]))
 
-    def cut(self, slot: int, length: int) -> None:
-        self._slots.cut(slot, self.room.blocks(length) * self.room.block_tokens)
+    def truncate(self, slot: int, length: int) -> None:
+        self._slots.truncate(slot, self.cache_size.blocks(length) * self.cache_size.block_tokens)
 
     def copy(self, source: int, target: int, length: int) -> None:
         self._slots.copy(source, target, length)
@@ -78,16 +80,18 @@ class LlamaRunner:
         dtype = self._embedding.dtype
         rows = Rows(
             batch,
-            places=self._slots.places(batch.slots, batch.lengths),
+            row_indices=self._slots.row_indices(batch.slots, batch.lengths),
             token_bytes=2 * self._shape.num_kv_heads * self._shape.head_dim * dtype.itemsize,
             dtype=dtype,
             device=self._device,
-            are_rounded=self._head.is_packed,
+            is_padded=self._head.is_packed,
         )
         self._num_threads = torch.get_num_threads()
-        """For what is worth them in this step; the rest has `_num_small`."""
-        self._num_small = 1 if rows.count < threads.MANY_ROWS else self._num_threads
-        with threads.on(self._num_small):
+        """For matrix products and large attention. Elementwise operations use
+        `_num_elementwise_threads`."""
+        is_parallel = rows.count >= threads.PARALLEL_ROWS
+        self._num_elementwise_threads = self._num_threads if is_parallel else 1
+        with threads.use(self._num_elementwise_threads):
             x = F.embedding(rows.token_ids, self._embedding)
             rotation = self._rotations[rows.positions]
             for index, layer in enumerate(self._layers):
@@ -102,14 +106,14 @@ class LlamaRunner:
     def _multiply(self, matrix: Linear, x: Tensor) -> Tensor:
         torch.set_num_threads(self._num_threads)
         y = matrix(x)
-        torch.set_num_threads(self._num_small)
+        torch.set_num_threads(self._num_elementwise_threads)
         return y
 
     def _layer(self, index: int, layer: _Layer, x: Tensor, rotation: Tensor, rows: Rows) -> Tensor:
         shape = self._shape
         num_queries = shape.num_heads * shape.head_dim
         qkv = self._multiply(layer.qkv, self._normalise(x, layer.input_norm))
-        # Queries and keys are rotated where they stand, so that keys and values leave as one block.
+        # Queries and keys are rotated in place, so keys and values stay one contiguous block.
         heads = shape.num_heads + shape.num_kv_heads
         rotated = qkv[:, : heads * shape.head_dim].view(-1, heads, shape.head_dim)
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -123,14 +127,14 @@ class LlamaRunner:
         gate, up = self._multiply(layer.gate_up, self._normalise(x, layer.mlp_norm)).chunk(2, dim=1)
         return self._multiply(layer.down, F.silu(gate).mul_(up)).add_(x)
 
-    def _threads_for(self, *, is_much: bool) -> AbstractContextManager[None]:
-        return threads.on(self._num_threads if is_much else 1)
+    def _threads_for(self, *, is_parallel: bool) -> AbstractContextManager[None]:
+        return threads.use(self._num_threads if is_parallel else 1)
 
     def _write(self, index: int, keys_values: Tensor, rows: Rows) -> None:
         shape, first = self._shape, rows.num_decoding
         by_head = keys_values.view(-1, 2, shape.num_kv_heads, shape.head_dim)
         if first:
-            self._slots.write_rows(index, rows.places, by_head[:first])
+            self._slots.write_rows(index, rows.row_indices, by_head[:first])
         for chunk, _ in rows.chunks:
             end = first + len(chunk.token_ids)
             self._slots.write_run(index, chunk.slot, chunk.start, by_head[first:end])
@@ -154,11 +158,12 @@ class LlamaRunner:
             queries = queries.new_zeros(count, queries.shape[1]).index_copy_(
                 0, span.places, queries
             )
-        # The heads that share keys stand where SDPA has query positions: nothing is repeated.
+        # For SDPA, the query heads that share a key head look like query positions. So keys and
+        # values need not be repeated.
         grouped = queries.view(count, shape.num_kv_heads, -1, shape.head_dim)
-        with self._threads_for(is_much=span.is_much):
+        with self._threads_for(is_parallel=span.is_parallel):
             if count > 1 and keys.dtype == torch.float32 and keys.device.type == "cpu":
-                attended = _attend_by_products(grouped, keys, values, span.mask)
+                attended = _attend_by_matrix_products(grouped, keys, values, span.mask)
             else:
                 attended = F.scaled_dot_product_attention(
                     grouped, keys, values, attn_mask=span.mask
@@ -172,8 +177,10 @@ class LlamaRunner:
         shape, count = self._shape, len(chunk.token_ids)
         keys, values = self._slots.read(index, chunk.slot, chunk.slot + 1, chunk.start + count)
         by_head = queries.view(1, count, shape.num_heads, shape.head_dim).transpose(1, 2)
-        is_much = threads.is_much(multiplications=2 * queries.numel() * (chunk.start + count))
-        with self._threads_for(is_much=is_much):
+        is_parallel = threads.is_parallel_worthwhile(
+            multiplications=2 * queries.numel() * (chunk.start + count)
+        )
+        with self._threads_for(is_parallel=is_parallel):
             attended = F.scaled_dot_product_attention(
                 by_head, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )
@@ -182,17 +189,17 @@ class LlamaRunner:
     def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.rms_norm(x, (x.shape[-1],), weight, self._shape.norm_eps)
-        # The same in fewer passes over memory: on a CPU, of 512 rows a third of the time.
+        # The same with fewer passes over memory: a third of the time for 512 rows on a CPU.
         norms: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         means = norms.square_().div_(x.shape[-1])
         return (x * means.add_(self._shape.norm_eps).rsqrt_()).mul_(weight)
 
 
-def _attend_by_products(
+def _attend_by_matrix_products(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """What SDPA computes. On a CPU it takes queries by blocks of more rows than there are here, and
-    16 sequences of 7 M parameters half as long."""
+    """Computes the same as SDPA. On a CPU, SDPA processes blocks of more query rows than there are
+    here. For 16 sequences of a network with 7 M parameters, this function takes half the time."""
     scaled = (queries * queries.shape[-1] ** -0.5).flatten(0, 1)
     scores = torch.bmm(scaled, keys.flatten(0, 1).transpose(1, 2))
     scores = scores.view(*queries.shape[:3], -1)
@@ -202,7 +209,8 @@ def _attend_by_products(
 
 
 def _rotate(pairs: Tensor, rotation: Tensor) -> None:
-    """Turn [rows, heads, head dim] in place by [rows, 1, head dim / 2] complex numbers."""
+    """Rotate the pairs of `pairs` [rows, heads, head dim] in place, with the complex numbers
+    `rotation` [rows, 1, head dim / 2]."""
     wide = pairs.float()
     turned = torch.view_as_complex(wide.view(*wide.shape[:-1], -1, 2)).mul_(rotation)
     if wide.dtype != pairs.dtype:
@@ -215,13 +223,13 @@ def _assemble(shape: LlamaShape, built: Mapping[str, Built], layer: int) -> _Lay
 
     return _Layer(
         input_norm=_tensor(built[f"{layer}.input_norm"]),
-        qkv=_matrix(built[f"{layer}.qkv"]),
+        qkv=_linear(built[f"{layer}.qkv"]),
         query_norm=norm("query_norm"),
         key_norm=norm("key_norm"),
-        output=_matrix(built[f"{layer}.output"]),
+        output=_linear(built[f"{layer}.output"]),
         mlp_norm=_tensor(built[f"{layer}.mlp_norm"]),
-        gate_up=_matrix(built[f"{layer}.gate_up"]),
-        down=_matrix(built[f"{layer}.down"]),
+        gate_up=_linear(built[f"{layer}.gate_up"]),
+        down=_linear(built[f"{layer}.down"]),
     )
 
 
@@ -230,6 +238,6 @@ def _tensor(unit: Built) -> Tensor:
     return unit
 
 
-def _matrix(unit: Built) -> Linear:
+def _linear(unit: Built) -> Linear:
     assert isinstance(unit, Linear)
     return unit

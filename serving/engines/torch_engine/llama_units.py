@@ -1,4 +1,4 @@
-"""What a Llama or one of its kin is built of: the stored tensors of each fused unit."""
+"""Lists the fused units of a Llama or a similar network, and the stored tensors of each unit."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -16,7 +16,7 @@ HEAD = "lm_head.weight"
 
 
 def units(shape: LlamaShape) -> dict[str, Unit]:
-    """Every unit of the network, by its place in it."""
+    """All units of the network. The keys are their names in `LlamaRunner`."""
     found = {
         "embedding": _plain(EMBEDDING, (shape.vocab_size, shape.hidden_size)),
         "norm": _plain("model.norm.weight", (shape.hidden_size,)),
@@ -30,12 +30,12 @@ def units(shape: LlamaShape) -> dict[str, Unit]:
 
 
 def ties(shape: LlamaShape) -> dict[str, str]:
-    """Names that the network has only as another one."""
+    """Alias → name of the tensor that the network uses instead."""
     return {HEAD: EMBEDDING} if shape.is_tied else {}
 
 
 def ignored(names: Iterable[str]) -> set[str]:
-    """Those of stored names that are no weights: frequencies, which older checkpoints have."""
+    """The stored tensors that are not weights: the RoPE frequencies in older checkpoints."""
     return {name for name in names if name.endswith("rotary_emb.inv_freq")}
 
 
@@ -90,8 +90,11 @@ def _linear(
     *,
     rotated: tuple[int, int, int] | None = None,
 ) -> Unit:
-    """Weights on top of each other; with `rotated` (query heads, kv heads, head dim) the rows of
-    the first two, queries and keys, in the order that `rope.interleave` gives."""
+    """A unit with several weights stacked into one matrix.
+
+    `rotated` is (query heads, KV heads, head dim). With it, the rows of the first two weights
+    (queries and keys) get the order of `rope.interleave`.
+    """
     weights = [Part(name=name, shape=(rows, columns)) for name, rows in rows_by_weight.items()]
     biases = [
         Part(name=name.removesuffix("weight") + "bias", shape=(rows,))
@@ -114,7 +117,7 @@ def _linear(
         weight = _stack(parts[: len(weights)])
         return Linear(weight, _stack(parts[len(weights) :]) if biases else None)
 
-    def part(built: Built, number: int) -> Tensor:
+    def extract_part(built: Built, number: int) -> Tensor:
         assert isinstance(built, Linear)
         block = number % len(sizes)
         whole = built.plain_weight() if number < len(weights) else built.bias
@@ -122,7 +125,13 @@ def _linear(
         return whole[starts[block] : starts[block + 1]]
 
     kind = "linear" if rotated is None else f"linear rotated {rotated}"
-    return Unit(kind=kind, parts=(*weights, *biases), build=build, prepare=prepare, part=part)
+    return Unit(
+        kind=kind,
+        parts=(*weights, *biases),
+        build=build,
+        prepare=prepare,
+        extract_part=extract_part,
+    )
 
 
 def _stack(blocks: list[Tensor]) -> Tensor:

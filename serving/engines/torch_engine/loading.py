@@ -1,4 +1,5 @@
-"""From a release's shards to built units: checked, converted, fused, and shared where equal."""
+"""Reads the shards of a release and builds units: checks, converts and fuses the tensors. Units
+that another release in memory already has are shared."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -17,7 +18,8 @@ from serving.weights.release import Release, TensorEntry
 from serving.weights.shards import DTYPES, read_tensors, tensor_bytes
 from serving.weights.verify import wrong_digest
 
-# Elements handled in one go: some milliseconds of one core, during which nobody else waits for it.
+# The number of elements that are processed at once. This takes some milliseconds, short enough that
+# no other thread waits long for the core.
 _BLOCK_ELEMENTS = 1 << 20
 
 Form = tuple[str, tuple[tuple[int, ...], ...]]
@@ -28,14 +30,14 @@ UnitKey = tuple[Form, torch.dtype, tuple[str, ...]]
 class Loaded:
     units: dict[str, Built]
     read_bytes: int
-    """Of tensors read from shards."""
+    """Bytes of the tensors that were read from shards."""
     shared_bytes: int
-    """Of tensors that a resident release already held in the same form."""
+    """Bytes of the tensors that another release in memory already held in the same form."""
 
 
 class UnitPool:
-    """What resident releases are built of. It keeps nothing alive: a unit goes with the last
-    release that uses it."""
+    """The units of all releases in memory. The pool holds weak references only, so a unit is freed
+    together with the last release that uses it."""
 
     def __init__(self) -> None:
         self._units: WeakValueDictionary[UnitKey, Built] = WeakValueDictionary()
@@ -44,7 +46,7 @@ class UnitPool:
         return self._units.get(key)
 
     def find_with_part(self, key: UnitKey, number: int) -> Built | None:
-        """A unit of the same form in which the part with that number is the same."""
+        """A unit of the same form and dtype, whose part with this number has the same digest."""
         form, dtype, digests = key
         for (*like, others), unit in self._units.items():
             if like == [form, dtype] and others[number] == digests[number]:
@@ -56,7 +58,7 @@ class UnitPool:
 
 
 class StagingCancelled(Exception):
-    """Whoever asked for the release no longer wants it."""
+    """The load was cancelled, because the release is no longer wanted or the engine closes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +72,8 @@ class Loader:
     device: torch.device
     is_cancelled: Callable[[], bool]
     pause_share: Callable[[], float]
-    """Seconds to rest per second worked, so that running requests keep the memory's bandwidth."""
+    """Seconds to pause for each second of work. The pauses leave memory bandwidth to running
+    requests."""
 
     def check(
         self,
@@ -78,10 +81,10 @@ class Loader:
         ties: Mapping[str, str],
         ignored: Collection[str] = frozenset(),
     ) -> None:
-        """Raise StageError with everything that the manifest does not have as the network needs it.
+        """Raises StageError with every tensor in which the manifest does not fit the network.
 
-        `ties` are names that the network has only as another one: a release may store both, if they
-        are equal. Tensors that are `ignored` are not read. Nothing is read here.
+        `ties` maps an alias to the name that the network uses instead. A release may store both if
+        they are equal. Tensors in `ignored` may be stored but are not used. No shard is read.
         """
         entries = self.release.tensors
         reasons = []
@@ -119,7 +122,8 @@ class Loader:
             raise StageError(*dict.fromkeys(reasons))
 
     def missing_bytes(self, units: Mapping[str, Unit]) -> int:
-        """Memory that `load` will take for good."""
+        """The memory that the new units will take. Memory that is freed during `load` does not
+        count."""
         fresh = {self._key(unit): unit.numel for unit in units.values()}
         return sum(
             numel * self.dtype.itemsize
@@ -128,7 +132,7 @@ class Loader:
         )
 
     def load(self, units: Mapping[str, Unit]) -> Loaded:
-        """Raises StageError, StagingCancelled."""
+        """Build all units. Raises StageError and StagingCancelled."""
         built: dict[str, Built] = {}
         read: set[str] = set()
         used: set[str] = set()
@@ -137,7 +141,7 @@ class Loader:
             key = self._key(unit)
             found = self.pool.find(key)
             if found is None:
-                values = [self._share(unit, key, number) for number in range(len(unit.parts))]
+                values = [self._find_part(unit, key, number) for number in range(len(unit.parts))]
                 for number, part in enumerate(unit.parts):
                     if values[number] is None:
                         values[number] = unit.prepare(number, self._read(part))
@@ -158,12 +162,12 @@ class Loader:
         digests = [self.release.tensors[self._stored(part.name)].digest for part in unit.parts]
         return unit.form, self.dtype, tuple(digests)
 
-    def _share(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
-        """A part's prepared values from what is in memory, if they are."""
+    def _find_part(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
+        """The prepared values of a part, taken from a unit in memory; None if there is none."""
         resident = self.pool.find_with_part(key, number)
-        if resident is not None and unit.part is not None:
-            return unit.part(resident, number)
-        # As a tied head finds the embedding.
+        if resident is not None and unit.extract_part is not None:
+            return unit.extract_part(resident, number)
+        # This is how a tied head finds the embedding.
         digest, shape = key[2][number], unit.parts[number].shape
         plain = self.pool.find((("plain", (shape,)), self.dtype, (digest,)))
         return unit.prepare(number, plain) if isinstance(plain, Tensor) else None
@@ -174,7 +178,8 @@ class Loader:
         return sum(torch.Size(entry.shape).numel() * sizes[entry.dtype] for entry in entries)
 
     def _read(self, part: Part) -> Tensor:
-        """A tensor's values in memory of its own: finite, and what the manifest's digest is of."""
+        """Copy a tensor from its shard. Raises StageError if it has NaN or infinity, or if its
+        digest is not that of the manifest. Raises StagingCancelled."""
         name = self._stored(part.name)
         entry = self.release.tensors[name]
         try:
@@ -195,7 +200,7 @@ class Loader:
             started = time.perf_counter()
             block = source[start : start + _BLOCK_ELEMENTS]
             low, high = torch.aminmax(block)
-            # A NaN anywhere makes both of them NaN.
+            # If the block contains a NaN, both are NaN.
             if not (low.isfinite() and high.isfinite()):
                 raise StageError(f"{entry.file}: tensor {name}: holds NaN or infinity")
             target[start : start + _BLOCK_ELEMENTS] = block

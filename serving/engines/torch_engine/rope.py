@@ -1,7 +1,8 @@
-"""Rotary position embeddings: frequencies from a configuration, as complex rotations.
+"""Rotary position embeddings (RoPE): computes frequencies from a configuration, and the rotations
+as complex numbers.
 
-Su et al., arXiv:2104.09864; `linear` is position interpolation, arXiv:2306.15595; `llama3` is the
-frequency-dependent scaling that Llama 3.1 introduced.
+Su et al., arXiv:2104.09864. `linear` is position interpolation (arXiv:2306.15595). `llama3` is the
+frequency-dependent scaling of Llama 3.1.
 """
 
 import math
@@ -14,7 +15,8 @@ SUPPORTED = ("default", "linear", "llama3")
 
 
 def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration's rotary settings, in the newer of its two spellings."""
+    """The RoPE settings of a configuration. `config.json` has an older and a newer spelling; the
+    result has the newer one."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -23,17 +25,17 @@ def rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rotations(parameters: dict[str, Any], head_dim: int, positions: int) -> Tensor:
-    """complex64 [positions, head_dim / 2]: what position p multiplies each pair of a head by."""
+    """complex64 [positions, head_dim / 2]: the factor for each pair of a head at each position."""
     frequencies = _frequencies(parameters, head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def interleave(num_heads: int, head_dim: int) -> Tensor:
-    """Row order that puts the two rows which rotate together side by side, in each head.
+    """The order of rows that makes the two rows of each rotating pair adjacent, in each head.
 
-    Checkpoints hold the real halves of a head before the imaginary ones. Queries and keys are only
-    ever multiplied with each other, so one order is as good as another.
+    Checkpoints store the real half of a head before its imaginary half. Queries and keys are only
+    multiplied with each other, so any order gives the same products if both have it.
     """
     rows = torch.arange(num_heads * head_dim).view(num_heads, 2, head_dim // 2)
     return rows.transpose(1, 2).reshape(-1)
@@ -50,7 +52,7 @@ def _frequencies(parameters: dict[str, Any], head_dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between are blended."""
+    """Divides low frequencies by `factor`, keeps high ones, and blends those between."""
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = frequencies * (parameters["original_max_position_embeddings"] / (2 * math.pi))
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

@@ -1,4 +1,4 @@
-"""`Rows`: a batch as tensors, and which of its rows attend together."""
+"""`Rows`: the tensors of a batch. Also decides which rows attend in one operation."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -9,50 +9,53 @@ from torch import Tensor
 from serving.engines.torch_engine import threads
 from serving.engines.torch_engine.runner import Batch, Chunk
 
-# oneDNN makes a kernel for each number of rows, at about a millisecond and 0.4 MB, and keeps it:
-# numbers are rounded up. (Up to so many rows, to multiples of this.) Few rows cost about the same,
-# since a step reads every weight whatever their number; more cost up to a fifth of the matrices'.
+# oneDNN creates a kernel for each number of rows and keeps it (about 1 ms and 0.4 MB each). So
+# the number of rows is padded to one of a few numbers. (n, step): up to n rows, it is padded to a
+# multiple of step. Padding a few rows costs almost nothing, because a step reads every weight
+# anyway. Padding more rows costs up to a fifth of the time of the matrix products.
 _ROW_STEPS = ((2, 1), (16, 4), (32, 8), (64, 16), (256, 32))
 _ROW_STEP_ABOVE = 64
 
-# An attention over one more span of slots takes as long as reading this many bytes of keys and
-# values more: about 40 µs.
+# One more attention operation takes as long as reading this many more bytes of keys and values:
+# about 40 µs.
 _SPAN_BYTES = 1 << 19
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """Slots side by side whose decoding rows attend in one operation, as far as the longest."""
+    """Adjacent slots whose decoding rows attend in one operation. All of them read `length` tokens,
+    one more than the longest of their sequences held."""
 
     rows: slice
     first: int
     end: int
     length: int
     places: Tensor | None
-    """Which of the slots the rows are; None where they are all of them."""
-    is_much: bool
-    """Whether that is worth more than one thread."""
+    """The slots of the rows, counted from `first`; None if the span has a row for every slot."""
+    is_parallel: bool
+    """Whether this attention runs on several threads."""
     mask: Tensor | None
-    """0 where a slot's row may look, else -inf, [slots, 1, 1, length]; None where all may look
-    everywhere. Additive, since SDPA would turn a boolean one into that again in every layer."""
+    """[slots, 1, 1, length]: 0 where a row may look, else -inf; None if all rows may look
+    everywhere. It is additive, because SDPA would convert a boolean mask again in every layer."""
 
 
 class Rows:
-    """One row per token, decoding slots first, then padding where rounded."""
+    """One row for each token. Decoding slots come first, then chunks, then padding if
+    `is_padded`."""
 
     def __init__(
         self,
         batch: Batch,
         *,
-        places: Tensor,
+        row_indices: Tensor,
         token_bytes: int,
         dtype: torch.dtype,
         device: torch.device,
-        are_rounded: bool,
+        is_padded: bool,
     ) -> None:
-        """`places` are those of the decoding rows' keys and values; `token_bytes` those of one
-        token's in one layer."""
-        self.places = places
+        """`row_indices` says where the decoding rows write their keys and values. `token_bytes` is
+        the size of one token's keys and values in one layer."""
+        self.row_indices = row_indices
         self.num_decoding = len(batch.token_ids)
         token_ids = list(batch.token_ids)
         positions = list(batch.lengths)
@@ -66,14 +69,14 @@ class Rows:
             token_ids.extend(chunk.token_ids)
             positions.extend(range(chunk.start, chunk.start + len(chunk.token_ids)))
         self.count, self.num_wanted = len(token_ids), len(wanted)
-        if are_rounded:
+        if is_padded:
             token_ids.extend(_padding(self.count))
             positions.extend(_padding(self.count))
         self.token_ids = torch.tensor(token_ids, device=device)
         self.positions = torch.tensor(positions, device=device)
         self.wanted: Tensor | None = None
         if self.num_wanted < self.count:
-            wanted.extend(_padding(self.num_wanted) if are_rounded else [])
+            wanted.extend(_padding(self.num_wanted) if is_padded else [])
             self.wanted = torch.tensor(wanted, dtype=torch.long, device=device)
         self.spans = [
             _span(batch, rows, token_bytes, dtype, device)
@@ -82,22 +85,22 @@ class Rows:
         self.chunks = [(chunk, _chunk_mask(chunk, device)) for chunk in batch.chunks]
 
 
-def rounded(num_rows: int) -> int:
-    """The number of rows that so many are computed as."""
+def padded_count(num_rows: int) -> int:
+    """The number of rows after padding."""
     step = next((step for end, step in _ROW_STEPS if num_rows <= end), _ROW_STEP_ABOVE)
     return -(-num_rows // step) * step
 
 
 def _padding(num_rows: int) -> list[int]:
-    return [0] * (rounded(num_rows) - num_rows)
+    return [0] * (padded_count(num_rows) - num_rows)
 
 
 def adjacent(slots: Seq[int], lengths: Seq[int], span_tokens: int) -> list[slice]:
-    """Rows of ascending `slots`, split into runs that attend together.
+    """Divide the rows of ascending `slots` into runs. Each run attends in one operation.
 
-    A run reads every slot between its first and its last one as far as its longest, which costs
-    more than it saves where a gap is wide or the lengths differ: one more run costs as much as
-    reading `span_tokens` tokens.
+    A run reads all slots from its first to its last one, each up to the longest sequence. This
+    reads too much if slots are missing between them or if lengths differ. A new run costs as much
+    as reading `span_tokens` tokens, and begins where this is less.
     """
     runs: list[slice] = []
     begin = longest = 0
@@ -122,7 +125,8 @@ def _span(
     is_whole = len(slots) == end - first
     mask = None
     if any(each != length - 1 for each in lengths):
-        # Nobody asks what a slot between them would find; it must only not be NaN.
+        # The result for a slot between them is not used, but it must not be NaN. So such a slot
+        # looks at all columns.
         ends = [length] * (end - first)
         for place, each in zip(places, lengths, strict=True):
             ends[place] = each
@@ -135,13 +139,14 @@ def _span(
         end=end,
         length=length,
         places=None if is_whole else torch.tensor(places, device=device),
-        is_much=threads.is_much(read_bytes=(end - first) * length * token_bytes),
+        is_parallel=threads.is_parallel_worthwhile(read_bytes=(end - first) * length * token_bytes),
         mask=mask,
     )
 
 
 def _chunk_mask(chunk: Chunk, device: torch.device) -> Tensor | None:
-    """True where a chunk's row may look, [rows, keys]; None for a prompt's beginning."""
+    """[rows, keys]: True where a row of the chunk may look; None if the chunk begins its
+    sequence."""
     if chunk.start == 0:
         return None
     end = chunk.start + len(chunk.token_ids)

@@ -1,4 +1,5 @@
-"""`Runner`: the seam between scheduling and a network. Slots of keys and values in, logits out."""
+"""`Runner`: the interface between the scheduler and a network. It gets a batch of tokens, keeps
+their keys and values in slots, and returns logits."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -8,72 +9,75 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """What there is for the keys and values of one release.
+class KvCacheSize:
+    """The size of the KV cache of one release.
 
-    A slot has addresses for a whole context. Memory is counted in blocks, which all slots share.
+    A slot has an address range for a whole context. Memory is counted in blocks, which all slots
+    share.
     """
 
     num_slots: int
     num_blocks: int
-    """At least as many as one sequence of `context` tokens takes."""
+    """At least the number of blocks for one sequence of `context` tokens."""
     block_tokens: int
     block_bytes: int
     context: int
-    """Tokens that a sequence may have."""
+    """The largest number of tokens in a sequence, prompt included."""
 
     @property
     def memory_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
     def blocks(self, num_tokens: int) -> int:
-        """That `num_tokens` of one sequence take."""
+        """The number of blocks for `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A run of a sequence's tokens, read in one step."""
+    """Consecutive tokens of one sequence that one step prefills."""
 
     slot: int
     start: int
-    """Tokens of the same sequence that its slot already holds; what follows them is forgotten."""
+    """The number of tokens that the slot already holds. If it holds more than `start` tokens, those
+    after the first `start` are overwritten."""
     token_ids: tuple[int, ...]
     wants: str
-    """Logits of which tokens: `none`, `last` or `all`."""
+    """For which of these tokens logits are computed: `none`, `last` or `all`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step computes. No slot is in it twice."""
+    """What one step computes. No slot appears twice, neither in `slots` nor in `chunks`."""
 
     slots: Seq[int]
-    """Those that decode, ascending, with gaps."""
+    """The slots of the sequences that decode, in ascending order. Numbers may be missing."""
     token_ids: Seq[int]
-    """The newest token of each of `slots`."""
+    """The newest token of each slot in `slots`."""
     lengths: Seq[int]
-    """Tokens that each of `slots` already holds."""
+    """The number of tokens that each slot in `slots` already holds."""
     chunks: Seq[Chunk]
 
 
 class Runner(Protocol):
-    """A release's network with room for its sequences. Used by one thread."""
+    """The network of a release, with its KV cache. Used by one thread only."""
 
-    room: Room
+    cache_size: KvCacheSize
     vocab_size: int
     shares_prefixes: bool
-    """Whether a slot can be read from any of its tokens on, and copied in part."""
+    """Whether a slot may be read from any of its tokens on, and a part of it may be copied. If so,
+    sequences can share the KV cache of a common prefix."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """float32 logits [rows, vocabulary]: one row per decoding slot, then the wanted rows of
-        each chunk in turn."""
+        """Compute one step. Returns float32 logits [rows, vocabulary]: one row for each decoding
+        slot, then the requested rows of each chunk in order."""
 
     def warm_up(self) -> None:
-        """Make what the first batches of each size would be held up for, where there is such."""
+        """Create what the first batch of each size would have to wait for, such as kernels."""
 
-    def cut(self, slot: int, length: int) -> None:
-        """Give back the memory that a slot has for tokens after its first `length`."""
+    def truncate(self, slot: int, length: int) -> None:
+        """Free the memory that a slot has for tokens after its first `length`."""
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Make the first `length` tokens of `target` those of `source`, which stays. Called only
-        where the runner shares prefixes."""
+        """Copy the first `length` tokens of `source` to `target`. `source` does not change. Called
+        only if `shares_prefixes`."""

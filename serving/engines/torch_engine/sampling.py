@@ -1,4 +1,5 @@
-"""From logits to tokens and logprobs. It keeps no state but the generator of unseeded draws."""
+"""Chooses tokens from logits, and computes logprobs. The only state is the random generator for
+sequences without a seed."""
 
 import random
 from collections.abc import Sequence as Seq
@@ -9,51 +10,55 @@ from torch import Tensor
 from serving.engine import TokenLogprob
 from serving.engines.torch_engine.drawing import draw, largest
 from serving.engines.torch_engine.grammars import NextTokens
+from serving.engines.torch_engine.logits_processor import process_logits
 from serving.engines.torch_engine.sequence import Sequence
-from serving.engines.torch_engine.shaping import shape
 
-_LEAST_TEMPERATURE = 1e-30
-"""Logits divided by it are still finite."""
+_MIN_TEMPERATURE = 1e-30
+"""Logits divided by this are still finite."""
 _ROWS_AT_ONCE = 16
-"""Of logprobs: a long prompt's would need as much memory again as its logits."""
+"""Rows of logprobs that are computed at once. All rows of a long prompt would take as much memory
+again as their logits."""
 
 
 class Sampler:
-    """Temperature, then min-p, top-k and top-p, in the order of vLLM."""
+    """Applies temperature, then min-p, top-k and top-p, in the same order as vLLM."""
 
     def __init__(self) -> None:
         self._unseeded = random.Random()
         self._next_tokens = NextTokens()
 
     def sample(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        """One token per row of `logits` [sequences, vocabulary], which is left as it is. The token
-        of a sequence whose shape has a `refusal` afterwards means nothing."""
-        if not all(sequence.shape.is_plain for sequence in sequences):
+        """Choose one token for each row of `logits` [sequences, vocabulary]. `logits` does not
+        change. If a sequence's `logits_processor` has a `refusal` afterwards, its token is
+        arbitrary."""
+        if not all(sequence.logits_processor.is_plain for sequence in sequences):
             logits = logits.clone()
-            shapes, outputs = [s.shape for s in sequences], [s.output for s in sequences]
-            shape(logits, shapes, outputs, self._next_tokens)
-        ways: dict[str, list[int]] = {"greedy": [], "few": [], "all": []}
+            processors = [s.logits_processor for s in sequences]
+            outputs = [s.output for s in sequences]
+            process_logits(logits, processors, outputs, self._next_tokens)
+        rows_by_method: dict[str, list[int]] = {"greedy": [], "top_k": [], "all": []}
         for row, sequence in enumerate(sequences):
             generation = sequence.generation
-            is_few = 0 < generation.top_k < logits.shape[1]
-            way = "greedy" if generation.temperature == 0 else "few" if is_few else "all"
-            ways[way].append(row)
+            is_top_k = 0 < generation.top_k < logits.shape[1]
+            method = "greedy" if generation.temperature == 0 else "top_k" if is_top_k else "all"
+            rows_by_method[method].append(row)
         tokens = [0] * len(sequences)
-        for way, rows in ways.items():
+        for method, rows in rows_by_method.items():
             if not rows:
                 continue
             chosen = [sequences[row] for row in rows]
             found = logits if len(rows) == len(sequences) else _rows(logits, rows)
-            if way == "greedy":
+            if method == "greedy":
                 drawn = found.argmax(dim=-1).tolist()
             else:
-                drawn = self._draw_few(chosen, found) if way == "few" else self._draw(chosen, found)
+                draw_all = self._draw_from_top_k if method == "top_k" else self._draw
+                drawn = draw_all(chosen, found)
             for row, token in zip(rows, drawn, strict=True):
                 tokens[row] = token
         return tokens
 
-    def _draw_few(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
-        """The same as `_draw`, of the `top_k` most probable tokens of each row."""
+    def _draw_from_top_k(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+        """The same as `_draw`, but only among the `top_k` most probable tokens of each row."""
         counts = [sequence.generation.top_k for sequence in sequences]
         values, ids = largest(logits, max(counts))
         places = torch.arange(max(counts), device=logits.device)
@@ -64,7 +69,7 @@ class Sampler:
 
     def _draw(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
         generations = [sequence.generation for sequence in sequences]
-        scales = [1 / max(each.temperature, _LEAST_TEMPERATURE) for each in generations]
+        scales = [1 / max(each.temperature, _MIN_TEMPERATURE) for each in generations]
         if any(scale != 1 for scale in scales):
             logits = logits * logits.new_tensor(scales)[:, None]
         weights = torch.softmax(logits, dim=-1)
@@ -77,12 +82,13 @@ class Sampler:
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    """Several times as quick as `logits[rows]`."""
+    """The same as `logits[rows]`, but several times as fast."""
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
 def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[TokenLogprob]:
-    """Of each token under its row of `logits` [tokens, vocabulary], with the best `num_top`."""
+    """The logprob of each token in its row of `logits` [tokens, vocabulary], with those of the
+    `num_top` most probable tokens of the row."""
     found: list[TokenLogprob] = []
     most = min(max(num_top, default=0), logits.shape[-1])
     for start in range(0, len(token_ids), _ROWS_AT_ONCE):

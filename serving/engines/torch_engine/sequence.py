@@ -1,16 +1,17 @@
-"""`Sequence`: one generation as the step loop knows it."""
+"""`Sequence`: one generation in the engine."""
 
 import asyncio
 import random
 
 from serving.engine import EngineError, Generation, Step, TokenLogprob
 from serving.engines.torch_engine.drawing import Uniform
-from serving.engines.torch_engine.ledger import Slot
-from serving.engines.torch_engine.shaping import Shape
+from serving.engines.torch_engine.logits_processor import LogitsProcessor
+from serving.engines.torch_engine.slot_allocator import Slot
 
 
 class Sequence:
-    """Owned by the step loop, except `is_cancelled`, which any thread may set."""
+    """Used by the step loop's thread only. Exceptions: any thread may set `is_cancelled`, and
+    `events` belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -24,58 +25,57 @@ class Sequence:
         self.generation = generation
         self.loop = loop
         self.events: asyncio.Queue[Step | EngineError] = asyncio.Queue()
-        """Filled on the event loop's thread only."""
+        """Only the event loop's thread may put events into this queue."""
         self.is_cancelled = False
         self.arrival = 0
-        """Its place among the sequences of its release, in the order in which they came."""
+        """The sequence's number, in the order in which the sequences of its release arrived."""
         self.slot: Slot | None = None
-        """Its room, once it is admitted and until it ends or has to wait again."""
+        """None while the sequence waits and after it has ended."""
         self.num_cached_tokens = 0
-        """Of the prompt, found in the cache."""
+        """The number of prompt tokens that were found in the prefix cache."""
         self.output: list[int] = []
         self._gathered: list[int] = []
-        """The end of `output` that is not handed over yet."""
+        """The last tokens of `output`, which have not been handed over yet."""
         self._logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if generation.num_prompt_logprobs is None else []
         )
         self.stop_ids = frozenset(id for id in generation.stop_token_ids if id < vocab_size)
-        self.shape = Shape(generation, self.stop_ids)
+        self.logits_processor = LogitsProcessor(generation, self.stop_ids)
         self._random: random.Random | None = None
 
     @property
     def uniform(self) -> Uniform | None:
-        """The random numbers of its seed, made when the first is needed: they take 2.5 KB. None
-        without a seed."""
+        """The generator of this sequence's random numbers; None without a seed. It is made when the
+        first number is needed, because it takes 2.5 KB."""
         seed = self.generation.seed
         if seed is None:
             return None
         if self._random is None:
-            # `Random` would take a negative seed for its absolute value.
+            # `Random` ignores the sign of a seed.
             self._random = random.Random(seed % (1 << 64))
         return self._random.random
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and output."""
+        """The prompt and the output."""
         prompt = self.generation.prompt
         return (*prompt, *self.output) if self.output else prompt
 
-    def start_again(self) -> None:
-        """Give up the slot; nothing of what was handed over, or is to be, is lost."""
-        self.slot = None
+    def reset_for_preemption(self) -> None:
+        """Forget the slot. The output stays, and prompt logprobs will be computed again."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()
 
     def add(self, token_id: int, logprob: TokenLogprob | None, context: int) -> str | None:
-        """Take a new token; the reason why it is the last one, or None."""
+        """Add a new token. Returns the finish reason if this token is the last one, else None."""
         self.output.append(token_id)
         self._gathered.append(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
         if token_id in self.stop_ids and len(self.output) >= self.generation.min_tokens:
             return "stop"
-        if self.shape.take(token_id):
+        if self.logits_processor.add(token_id):
             return "stop"
         total = len(self.generation.prompt) + len(self.output)
         if len(self.output) >= self.generation.max_tokens or total >= context:
@@ -83,7 +83,7 @@ class Sequence:
         return None
 
     def take_step(self, finish_reason: str | None) -> Step | None:
-        """What is to be handed over now; None while tokens are gathered."""
+        """The step that must be handed over now, or None if more tokens are gathered first."""
         is_first = len(self._gathered) == len(self.output)
         is_full = len(self._gathered) >= self.generation.max_step_tokens
         if not (is_first or is_full or finish_reason is not None):
@@ -100,7 +100,7 @@ class Sequence:
         return step
 
     def take_scores(self) -> Step:
-        """The only step of a sequence that generates nothing."""
+        """The only step of a sequence that generates no token."""
         return Step(
             prompt_logprobs=self.take_prompt_logprobs(),
             finish_reason="length",
@@ -108,6 +108,6 @@ class Sequence:
         )
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """Once; None after that, and where nobody asked."""
+        """Returns the logprobs once. Returns None after that, or if they were not requested."""
         found, self.prompt_logprobs = self.prompt_logprobs, None
         return None if found is None else tuple(found)

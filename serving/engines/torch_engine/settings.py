@@ -1,4 +1,4 @@
-"""What the embedded engine is told: `[serving.torch]`, and what an engine of one's own may set."""
+"""Settings of the torch engine: `[serving.torch]`, and more for programs that make an engine."""
 
 from pathlib import Path
 from typing import Literal
@@ -10,33 +10,35 @@ class TorchSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     device: str | None = None
-    """The device, as torch names it. Unset: CUDA if there is a GPU, else the CPU."""
+    """The device, in torch's notation. Unset: CUDA if there is a GPU, else the CPU."""
     num_threads: int | None = Field(default=None, ge=1, le=1024)
-    """CPU threads that compute. Unset: one per core."""
+    """The number of CPU threads that compute. Unset: one per core."""
     max_batch: int = Field(default=64, ge=1)
-    """How many sequences of one release are generated at once. More than these wait, and those for
-    whose tokens `kv_cache_bytes` has no room."""
+    """The largest number of sequences of one release that run at once. More sequences wait, and so
+    do sequences whose tokens do not fit into `kv_cache_bytes`."""
     max_context: int | None = Field(default=None, ge=1)
-    """The most tokens of a sequence, prompt included. Unset: what the release allows, or less if
-    `kv_cache_bytes` cannot hold one such sequence."""
+    """The largest number of tokens in a sequence, prompt included. Unset: the limit of the release,
+    or less if `kv_cache_bytes` is too small for one sequence of that length."""
     kv_cache_bytes: int = Field(default=2 << 30, ge=1)
-    """Memory for keys and values, per release. On the CPU it is taken when it is first used, and
-    finished sequences keep theirs until it is needed."""
+    """The size of the KV cache of each release. On a CPU, memory is taken when it is first used,
+    and the KV cache of a finished sequence stays until its memory is needed."""
 
 
 class TorchEngineSettings(TorchSettings):
-    """Settings of one embedded engine; the same for every release that it holds."""
+    """Settings of one engine. They are the same for every release that the engine holds."""
 
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
     """`serving.engines.dtype` says what `auto` means."""
     max_batch_tokens: int = 512
-    """Prompt tokens read in one step at most."""
+    """The largest number of prompt tokens that one step prefills."""
     step_seconds: float = 0.05
-    """How long steps that read a prompt may hold back the streams that run beside them, those of
-    both releases together. Held as far as 16 prompt tokens a step, the least that is read."""
+    """While other sequences decode, a prefill may make their steps longer by at most this time. If
+    two releases run, the time is shared between them. The limit does not hold if 16 prompt tokens
+    take longer, because a step that prefills takes at least 16 tokens."""
     memory_reserve_bytes: int = 256 << 20
-    """Left free by staging."""
+    """Memory that must stay free after a release is staged."""
     neighbours: Path | None = None
-    """A file on which others hold a lock while they compute: steps leave them a core then."""
+    """A file that other programs lock while they compute. While it is locked, steps use one thread
+    less."""
     stage_wait_seconds: float = 120.0
-    """How long a third release waits for one of two to end."""
+    """If two releases are in memory, a third one waits this long for one of them to be unloaded."""

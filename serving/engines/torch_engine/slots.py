@@ -1,8 +1,8 @@
-"""`KeyValueSlots`: the keys and values of sequences, one slot each, in every layer.
+"""`KeyValueSlots`: stores keys and values, in one slot for each sequence and in every layer.
 
-A slot has addresses for a whole context, so that attention reads each sequence where it stands. On
-the CPU the operating system does the paging, as a GPU's driver does for vAttention
-(arXiv:2405.04437): a page takes memory once something is written there, until it is given back.
+A slot has an address range for a whole context, so attention can read a sequence without copying
+it. On a CPU the operating system does the paging, as a GPU's driver does for vAttention
+(arXiv:2405.04437): a page takes memory from the first write until it is freed.
 """
 
 import math
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_LEAST_BLOCK_TOKENS = 16
+_MIN_BLOCK_TOKENS = 16
 
 
 def block_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """How many tokens of one head fill whole pages: memory is taken and given back by as many."""
+    """The number of tokens in a block: the keys of one head in a block fill whole pages. Memory is
+    taken and freed in blocks."""
     row_bytes = head_dim * dtype.itemsize
     whole = math.lcm(row_bytes, mmap.PAGESIZE) // row_bytes
-    return whole * -(-_LEAST_BLOCK_TOKENS // whole)
+    return whole * -(-_MIN_BLOCK_TOKENS // whole)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """What a layer keeps of each token."""
+    """The keys and values that a layer keeps for each token."""
 
     num_heads: int
     key_size: int
@@ -33,7 +34,7 @@ class LayerShape:
 
     @property
     def head_dim(self) -> int:
-        """Numbers that a slot has for a key, and for a value."""
+        """The width of a slot, for keys and for values."""
         return max(self.key_size, self.value_size)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
@@ -41,7 +42,7 @@ class LayerShape:
 
 
 class KeyValueSlots:
-    """Per layer one tensor [2, slots, kv heads, tokens, head dim]: keys, then values."""
+    """Each layer has one tensor [2, slots, KV heads, tokens, head dim]: keys, then values."""
 
     def __init__(
         self,
@@ -54,19 +55,20 @@ class KeyValueSlots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`num_tokens` is that of a slot, in whole blocks. Raises OSError where the system lends no
-        so many addresses."""
+        """`num_tokens` is the length of a slot, a multiple of `block_tokens`. Raises OSError if the
+        system does not provide the address range."""
         shape = (2, num_slots, num_kv_heads, num_tokens, head_dim)
         self._pages = [_Pages(shape, dtype) for _ in range(num_layers if _is_cpu(device) else 0)]
-        # Zeros: what lies beyond a sequence's end is masked out, and must not be NaN for that.
+        # Zeros, because columns after a sequence's end are masked, and a mask does not remove NaN.
         self._layers = [pages.tensor for pages in self._pages] or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
         ]
-        # The same memory, a row for each token of each head.
+        # Views of the same memory, with one row for each token of each head.
         self._by_row = [layer.view(-1, head_dim) for layer in self._layers]
 
-    def places(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
-        """What `write_rows` takes for tokens that are at these positions of these slots."""
+    def row_indices(self, slots: Seq[int], positions: Seq[int]) -> Tensor:
+        """The indices for `write_rows`, for one token in each slot: int64 [slots * 2 * KV heads].
+        `positions` are the tokens' positions."""
         _, num_slots, num_heads, num_tokens, _ = self._layers[0].shape
         device = self._layers[0].device
         token = torch.tensor(positions, device=device)[:, None, None]
@@ -75,18 +77,19 @@ class KeyValueSlots:
         kind = torch.arange(2, device=device)[:, None]
         return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
 
-    def write_rows(self, layer: int, places: Tensor, keys_values: Tensor) -> None:
-        """`keys_values` is [rows, 2, kv heads, head dim], a token each, wherever they are."""
-        self._by_row[layer].index_copy_(0, places, keys_values.reshape(len(places), -1))
+    def write_rows(self, layer: int, row_indices: Tensor, keys_values: Tensor) -> None:
+        """Write tokens of several slots. `keys_values` is [rows, 2, KV heads, head dim]."""
+        self._by_row[layer].index_copy_(0, row_indices, keys_values.reshape(len(row_indices), -1))
 
     def write_run(self, layer: int, slot: int, start: int, keys_values: Tensor) -> None:
-        """`keys_values` is [tokens, 2, kv heads, head dim], tokens of one slot from `start` on."""
+        """Write the tokens of one slot from position `start` on. `keys_values` is
+        [tokens, 2, KV heads, head dim]."""
         run = self._layers[layer][:, slot, :, start : start + len(keys_values)]
         run.copy_(keys_values.permute(1, 2, 0, 3))
 
     def read(self, layer: int, first: int, end: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots `first` to `end`, each a view
-        [slots, kv heads, length, head dim]."""
+        """The keys and the values of the slots from `first` to before `end`. Both are views
+        [slots, KV heads, length, head dim]."""
         found = self._layers[layer][:, first:end, :, :length]
         return found[0], found[1]
 
@@ -94,14 +97,15 @@ class KeyValueSlots:
         for layer in self._layers:
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
-    def cut(self, slot: int, length: int) -> None:
-        """Give back the pages of a slot after its first `length` tokens, which fill whole pages."""
+    def truncate(self, slot: int, length: int) -> None:
+        """Free the pages after the first `length` tokens of a slot. `length` must be a multiple of
+        `block_tokens`."""
         for pages in self._pages:
-            pages.give_back(slot, length)
+            pages.free(slot, length)
 
 
 class _Pages:
-    """A tensor whose pages the system hands out when they are first written."""
+    """A tensor whose pages take memory from the first write on."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         numel = math.prod(shape)
@@ -111,12 +115,12 @@ class _Pages:
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0),
         )
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # A page of 2 MB would be taken for each head's first token.
+            # Otherwise the first token of each head would take a page of 2 MB.
             self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel).view(shape)
 
-    def give_back(self, slot: int, length: int) -> None:
-        if not hasattr(mmap, "MADV_DONTNEED"):  # not on Windows: the pages stay for the next one
+    def free(self, slot: int, length: int) -> None:
+        if not hasattr(mmap, "MADV_DONTNEED"):  # then the pages stay for the slot's next sequence
             return
         kinds, num_slots, num_heads, num_tokens, head_dim = self.tensor.shape
         row_bytes = head_dim * self.tensor.itemsize

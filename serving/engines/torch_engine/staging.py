@@ -1,4 +1,5 @@
-"""From a release's folder to a runner that holds it. It runs on a thread that yields to others."""
+"""Loads a release: reads its folder and makes a runner. The work is done on a thread with low
+priority."""
 
 import logging
 import math
@@ -14,9 +15,9 @@ from serving.engine import StageError
 from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine import architecture, generic, llama, llama_units
 from serving.engines.torch_engine.architecture import LlamaShape
-from serving.engines.torch_engine.device import free_bytes, yield_the_cores
+from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
 from serving.engines.torch_engine.loading import Loader, UnitPool
-from serving.engines.torch_engine.runner import Room, Runner
+from serving.engines.torch_engine.runner import KvCacheSize, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import KeyValueSlots, block_tokens
 from serving.weights.network import context_length
@@ -25,10 +26,11 @@ from serving.weights.release import Release
 _log = logging.getLogger(__name__)
 
 _SLOTS_PER_SEQUENCE = 2
-"""A slot for each sequence that runs, and as many for finished ones, whose tokens may be shared."""
+"""One slot for each running sequence, and one for a finished sequence in the prefix cache."""
 
-_SEQUENCES_OF_LESS = 4
-"""That have room where the context is lowered and each one has memory for all of it."""
+_MIN_SEQUENCES = 4
+"""At least this many sequences must fit when `max_context` is lowered for a device on which each
+slot takes memory for a whole context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,11 +51,12 @@ def load_runner(
     is_cancelled: Callable[[], bool],
     pause_share: Callable[[], float],
 ) -> Staged:
-    """Raises StageError, StagingCancelled. Blocks; the calling thread is made a low-priority one.
+    """Load a release and make its runner. Blocks, and lowers the priority of the calling thread.
 
-    Manifest and memory are checked before anything is read.
+    The manifest and the free memory are checked before any tensor is read. Raises StageError and
+    StagingCancelled.
     """
-    yield_the_cores()
+    lower_thread_priority()
     started = time.perf_counter()
     config = architecture.read_config(folder)
     loader = Loader(
@@ -91,7 +94,7 @@ def _load_llama(
     units = llama_units.units(shape)
     ignored = llama_units.ignored(loader.release.tensors)
     loader.check(units, llama_units.ties(shape), ignored)
-    room = _room(
+    cache_size = _cache_size(
         settings,
         shape.context,
         block_tokens=block_tokens(shape.head_dim, loader.dtype),
@@ -99,16 +102,18 @@ def _load_llama(
         * (shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize),
         is_paged=loader.device.type == "cpu",
     )
-    _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
+    _check_memory(loader, settings, loader.missing_bytes(units), cache_size.memory_bytes)
     loaded = loader.load(units)
     slots = _slots(
         loader,
-        room,
+        cache_size,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
     )
-    runner = llama.LlamaRunner(shape, loaded.units, slots, room=room, device=loader.device)
+    runner = llama.LlamaRunner(
+        shape, loaded.units, slots, cache_size=cache_size, device=loader.device
+    )
     return runner, loaded.read_bytes, loaded.shared_bytes
 
 
@@ -118,64 +123,67 @@ def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner
     units = generic.units(sources)
     loader.check(units, sources.ties, sources.ignored)
     shapes = generic.layer_shapes(loader.folder)
-    room = _room(
+    cache_size = _cache_size(
         settings,
         context_length(network.config),
         block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in shapes)),
         token_bytes=sum(each.token_bytes(loader.dtype) for each in shapes),
         is_paged=loader.device.type == "cpu",
     )
-    _check_memory(loader, settings, loader.missing_bytes(units), room.memory_bytes)
+    _check_memory(loader, settings, loader.missing_bytes(units), cache_size.memory_bytes)
     loaded = loader.load(units)
     layers = [
-        _slots(loader, room, num_layers=1, num_kv_heads=each.num_heads, head_dim=each.head_dim)
+        _slots(
+            loader, cache_size, num_layers=1, num_kv_heads=each.num_heads, head_dim=each.head_dim
+        )
         for each in shapes
     ]
     runner = generic.TransformersRunner(
-        network, loaded.units, layers, shapes, room=room, device=loader.device
+        network, loaded.units, layers, shapes, cache_size=cache_size, device=loader.device
     )
     return runner, loaded.read_bytes, loaded.shared_bytes
 
 
 def _slots(
-    loader: Loader, room: Room, *, num_layers: int, num_kv_heads: int, head_dim: int
+    loader: Loader, cache_size: KvCacheSize, *, num_layers: int, num_kv_heads: int, head_dim: int
 ) -> KeyValueSlots:
     try:
         return KeyValueSlots(
             num_layers=num_layers,
-            num_slots=room.num_slots,
+            num_slots=cache_size.num_slots,
             num_kv_heads=num_kv_heads,
-            num_tokens=room.blocks(room.context) * room.block_tokens,
+            num_tokens=cache_size.blocks(cache_size.context) * cache_size.block_tokens,
             head_dim=head_dim,
             dtype=loader.dtype,
             device=loader.device,
         )
     except OSError as error:
         raise StageError(
-            f"{room.num_slots} slots of {room.context} tokens: the system gives no addresses for "
-            f"them ({error}); lower max_batch or max_context under [serving.torch], or raise the "
-            "limit of virtual memory (ulimit -v)"
+            f"{cache_size.num_slots} slots of {cache_size.context} tokens: the system does not "
+            f"provide their address range ({error}); lower max_batch or max_context under "
+            "[serving.torch], or raise the limit of virtual memory (ulimit -v)"
         ) from error
 
 
-def _room(
+def _cache_size(
     settings: TorchEngineSettings,
     allowed: int,
     *,
     block_tokens: int,
     token_bytes: int,
     is_paged: bool,
-) -> Room:
-    """Room for keys and values. Unless it `is_paged`, a slot has memory for a whole context."""
+) -> KvCacheSize:
+    """The size of the KV cache. With `is_paged`, memory is taken in blocks. Without, each slot
+    takes memory for a whole context. Raises StageError if not even one sequence fits."""
     block_bytes = block_tokens * token_bytes
     num_blocks = settings.kv_cache_bytes // block_bytes
     context = min(allowed, settings.max_context or allowed)
-    fitting = num_blocks // (1 if is_paged else _SEQUENCES_OF_LESS) * block_tokens
+    fitting = num_blocks // (1 if is_paged else _MIN_SEQUENCES) * block_tokens
     if num_blocks * block_tokens < context and settings.max_context is None and fitting:
-        # Models of a long context are served with a shorter one, rather than not at all.
+        # If a release allows a long context, serve it with a shorter one instead of refusing it.
         _log.warning(
-            "kv_cache_bytes (%d) holds no sequence of the %d tokens that the release allows: "
-            "max_context is %d",
+            "kv_cache_bytes (%d) is too small for a sequence of %d tokens, which the release "
+            "allows: max_context is lowered to %d",
             *(settings.kv_cache_bytes, context, fitting),
         )
         context = fitting
@@ -183,13 +191,13 @@ def _room(
     if num_blocks < slot_blocks:
         raise StageError(
             f"one sequence of {context} tokens needs {slot_blocks * block_bytes} bytes of keys and "
-            f"values, kv_cache_bytes is {settings.kv_cache_bytes}; raise it, or lower max_context, "
-            "under [serving.torch]"
+            f"values, but kv_cache_bytes is {settings.kv_cache_bytes}; raise kv_cache_bytes or "
+            "lower max_context, under [serving.torch]"
         )
     num_slots = _SLOTS_PER_SEQUENCE * settings.max_batch
     if not is_paged:
         num_slots = min(num_slots, num_blocks // slot_blocks)
-    return Room(
+    return KvCacheSize(
         num_slots=num_slots,
         num_blocks=min(num_blocks, num_slots * slot_blocks),
         block_tokens=block_tokens,

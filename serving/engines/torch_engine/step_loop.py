@@ -1,4 +1,5 @@
-"""`StepLoop`: the one thread that computes. Everything else hands it sequences and gets steps."""
+"""`StepLoop`: owns the one thread that computes. All other code submits sequences to this thread
+and receives their steps."""
 
 import asyncio
 import atexit
@@ -12,113 +13,122 @@ from collections.abc import Callable, Iterator
 import torch
 
 from serving.engine import EngineError, Step
-from serving.engines.torch_engine.lane import Event, Lane
-from serving.engines.torch_engine.neighbours import Neighbours
+from serving.engines.torch_engine.busy_lock import BusyLock
+from serving.engines.torch_engine.scheduler import Event, Scheduler
 from serving.engines.torch_engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
 
 class StepLoop:
-    """Its methods may be called from any thread, and return at once.
+    """All methods may be called from any thread. All but `join` return at once.
 
-    Lanes take turns, a step each, so an old release ends its sequences beside the new one's.
+    The loop lets each scheduler compute one step, then the next scheduler. So after a swap, the
+    sequences of the old release end while those of the new release already run.
     """
 
-    def __init__(self, *, num_threads: int | None, neighbours: Neighbours) -> None:
+    def __init__(self, *, num_threads: int | None, busy_lock: BusyLock) -> None:
         self._num_threads = num_threads
-        self._neighbours = neighbours
+        self._busy_lock = busy_lock
         self._changed = threading.Condition()
         self._submitted: deque[Sequence] = deque()
-        self._lanes: dict[str, Lane] = {}
-        self._cold: Lane | None = None
-        """The first lane, until it is warm: those that follow mostly are of its shape, and streams
-        run beside them."""
-        self._leaving: dict[str, Callable[[], None]] = {}
-        self._turns: list[asyncio.Future[None]] = []
+        self._schedulers: dict[str, Scheduler] = {}
+        self._cold: Scheduler | None = None
+        """The first scheduler, until it has been warmed up. Later ones are not warmed up: most
+        releases have the same shape, so their kernels exist, and a warm-up would delay running
+        sequences."""
+        self._unloading: dict[str, Callable[[], None]] = {}
+        self._liveness_checks: list[asyncio.Future[None]] = []
         self._cpu_clock: int | None = None
-        self._is_lending = False
+        self._is_core_reserved = False
         self._is_stopping = False
-        self._death: EngineError | None = None
+        self._failure: EngineError | None = None
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
         self._is_ready.wait()
-        # The interpreter must not go away under a thread that computes.
+        # The interpreter must not shut down while the thread computes.
         atexit.register(self._stop_at_exit)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._submitted) or any(not lane.is_idle for lane in list(self._lanes.values()))
+        return bool(self._submitted) or any(
+            not scheduler.is_idle for scheduler in list(self._schedulers.values())
+        )
 
     @property
-    def death(self) -> str | None:
-        """Why the thread is no more."""
-        return None if self._death is None else str(self._death)
+    def failure(self) -> str | None:
+        """The error that ended the thread; None while the thread runs."""
+        return None if self._failure is None else str(self._failure)
 
     @property
     def cpu_seconds(self) -> float | None:
-        """The processor time that the thread has used; None where the system does not tell."""
-        if self._cpu_clock is None or self._death is not None:
+        """The processor time that the thread has used. None if the system does not tell, or if the
+        thread has ended."""
+        if self._cpu_clock is None or self._failure is not None:
             return None
         return time.clock_gettime(self._cpu_clock)
 
-    def give_turn(self, turn: "asyncio.Future[None]") -> None:
-        """Have the thread end `turn` before its next step. Raises EngineError where the thread is
-        no more."""
+    def add_liveness_check(self, check: "asyncio.Future[None]") -> None:
+        """The thread completes the future `check` before its next step. Raises EngineError if the
+        thread has ended."""
         with self._changed:
-            if self._death is not None:
-                raise self._death
-            self._turns.append(turn)
+            if self._failure is not None:
+                raise self._failure
+            self._liveness_checks.append(check)
             self._changed.notify()
 
     @contextlib.contextmanager
-    def lending_a_core(self) -> Iterator[None]:
-        """Steps leave one core to another thread, and do not wait in each of their operations until
-        it lets go of theirs."""
-        self._is_lending = True
+    def reserve_core(self) -> Iterator[None]:
+        """In the `with` block, steps use one thread less, so that another thread has a core. If
+        steps used all cores, each of their operations would wait for the core that the other thread
+        occupies."""
+        self._is_core_reserved = True
         try:
             yield
         finally:
-            self._is_lending = False
+            self._is_core_reserved = False
 
-    def add(self, release_id: str, lane: Lane) -> None:
-        """Raises EngineError where the thread is no more."""
+    def add(self, release_id: str, scheduler: Scheduler) -> None:
+        """Raises EngineError if the thread has ended."""
         with self._changed:
-            if self._death is not None:
-                raise self._death
-            if not self._lanes:
-                self._cold = lane
-            self._lanes[release_id] = lane
+            if self._failure is not None:
+                raise self._failure
+            if not self._schedulers:
+                self._cold = scheduler
+            self._schedulers[release_id] = scheduler
             self._changed.notify()
 
-    def retire(self, release_id: str, on_gone: Callable[[], None]) -> None:
-        """Let a lane go once it is idle, and then call `on_gone`, on whatever thread that is."""
+    def unload(self, release_id: str, on_unloaded: Callable[[], None]) -> None:
+        """Remove the release's scheduler as soon as it is idle, then call `on_unloaded`. The call
+        is made on the loop's thread, or on the calling thread if the loop's thread has ended."""
         with self._changed:
-            if self._death is None:
-                self._leaving[release_id] = on_gone
+            if self._failure is None:
+                self._unloading[release_id] = on_unloaded
                 self._changed.notify()
                 return
-        on_gone()
+        on_unloaded()
 
-    def keep(self, release_id: str) -> bool:
-        """Take `retire` back. False where the lane is gone already."""
+    def cancel_unload(self, release_id: str) -> bool:
+        """Undo `unload`. Returns False if the scheduler has already been removed."""
         with self._changed:
-            self._leaving.pop(release_id, None)
-            return release_id in self._lanes
+            self._unloading.pop(release_id, None)
+            return release_id in self._schedulers
 
     def submit(self, sequence: Sequence) -> None:
-        """Raises EngineError where the thread is no more, or never had the release."""
+        """Raises EngineError if the thread has ended, or if the release is not loaded or is being
+        unloaded."""
         with self._changed:
-            if self._death is not None:
-                raise self._death
-            if sequence.release_id not in self._lanes or sequence.release_id in self._leaving:
-                raise EngineError(f"release {sequence.release_id} is not resident")
+            if self._failure is not None:
+                raise self._failure
+            release_id = sequence.release_id
+            if release_id not in self._schedulers or release_id in self._unloading:
+                raise EngineError(f"release {release_id} is not resident")
             self._submitted.append(sequence)
             self._changed.notify()
 
     def stop(self) -> None:
-        """End every sequence with EngineError and every lane. `join` waits for it."""
+        """Stop the thread. Every sequence ends with EngineError. `join` waits for the end."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify()
@@ -136,19 +146,20 @@ class StepLoop:
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
-            # A thread that has not asked yet gets its number at its first operation, and that is 1
-            # while another one makes itself small to stage.
+            # torch sets a thread's number of threads at the thread's first operation, to 1 while
+            # another thread has lowered the default (`lower_thread_priority`). So ask now, before a
+            # release can be staged.
             num_threads = self._num_threads or torch.get_num_threads()
             torch.set_num_threads(num_threads)
             self._is_ready.set()
             with torch.inference_mode():
                 while self._wait_for_work():
                     self._warm_up(num_threads)
-                    left = max(1, num_threads - self._is_lending - self._neighbours.are_at_work)
-                    if left != torch.get_num_threads():
-                        torch.set_num_threads(left)
-                    self._step_every_lane()
-                    self._let_go()
+                    usable = max(1, num_threads - self._is_core_reserved - self._busy_lock.is_held)
+                    if usable != torch.get_num_threads():
+                        torch.set_num_threads(usable)
+                    self._step_every_scheduler()
+                    self._remove_unloaded()
         except BaseException as error:
             reason = f"the engine's thread died: {error!r}"
             _log.critical(reason, exc_info=True)
@@ -157,101 +168,105 @@ class StepLoop:
             self._is_ready.set()
 
     def _wait_for_work(self) -> bool:
-        """False when there is to be no more."""
+        """Wait until there is a step to compute. Returns False if the loop must stop."""
         with self._changed:
-            self._end_turns(None)
+            self._answer_liveness_checks(None)
             while not (
                 self._is_stopping
                 or self._submitted
-                or self._leaving
+                or self._unloading
                 or self._cold
                 or self._is_running()
             ):
                 self._changed.wait()
-                self._end_turns(None)
+                self._answer_liveness_checks(None)
             while self._submitted:
                 sequence = self._submitted.popleft()
-                self._lanes[sequence.release_id].submit(sequence)
+                self._schedulers[sequence.release_id].submit(sequence)
             return not self._is_stopping
 
     def _warm_up(self, num_threads: int) -> None:
         with self._changed:
-            lane, self._cold = self._cold, None
-        if lane is None:
+            scheduler, self._cold = self._cold, None
+        if scheduler is None:
             return
-        # A kernel is one for so many threads, and while a release is staged, or others compute,
-        # there is one less.
-        for left in {max(1, num_threads - 1), num_threads}:
-            torch.set_num_threads(left)
+        # oneDNN has a separate kernel for each number of threads. There is one thread less while a
+        # release is staged or another program computes.
+        for usable in {max(1, num_threads - 1), num_threads}:
+            torch.set_num_threads(usable)
             try:
-                lane.warm_up()
+                scheduler.warm_up()
             except Exception:
-                # Nobody waits for this; what is wrong with the steps they say themselves.
+                # If steps fail as well, they report the error to their sequences.
                 _log.exception("the engine could not be warmed up")
 
-    def _end_turns(self, error: EngineError | None) -> None:
-        for turn in self._turns:
-            loop = turn.get_loop()
+    def _answer_liveness_checks(self, error: EngineError | None) -> None:
+        for check in self._liveness_checks:
+            loop = check.get_loop()
             if not loop.is_closed():
-                loop.call_soon_threadsafe(_end_turn, turn, error)
-        self._turns.clear()
+                loop.call_soon_threadsafe(_answer_liveness_check, check, error)
+        self._liveness_checks.clear()
 
     def _is_running(self) -> bool:
-        return any(not lane.is_idle for lane in self._lanes.values())
+        return any(not scheduler.is_idle for scheduler in self._schedulers.values())
 
-    def _step_every_lane(self) -> None:
+    def _step_every_scheduler(self) -> None:
         with self._changed:
-            lanes = [(id, lane) for id, lane in self._lanes.items() if not lane.is_idle]
+            schedulers = [
+                (id, scheduler)
+                for id, scheduler in self._schedulers.items()
+                if not scheduler.is_idle
+            ]
         events: list[Event] = []
-        for release_id, lane in lanes:
+        for release_id, scheduler in schedulers:
             try:
-                events.extend(lane.step(num_lanes=len(lanes)))
+                events.extend(scheduler.step(num_schedulers=len(schedulers)))
             except Exception as error:
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
-                events.extend(lane.fail(failure))
+                events.extend(scheduler.fail(failure))
         _deliver(events)
 
-    def _let_go(self) -> None:
+    def _remove_unloaded(self) -> None:
         with self._changed:
-            # A sequence that was handed in since keeps its lane.
+            # A sequence may have been submitted after this step began.
             wanted = {sequence.release_id for sequence in self._submitted}
-            gone = []
-            for release_id in list(self._leaving):
-                if release_id not in wanted and self._lanes[release_id].is_idle:
-                    del self._lanes[release_id]
-                    gone.append(self._leaving.pop(release_id))
-        for on_gone in gone:
-            on_gone()
+            unloaded = []
+            for release_id in list(self._unloading):
+                if release_id not in wanted and self._schedulers[release_id].is_idle:
+                    del self._schedulers[release_id]
+                    unloaded.append(self._unloading.pop(release_id))
+        for on_unloaded in unloaded:
+            on_unloaded()
 
     def _end(self, error: EngineError) -> None:
         with self._changed:
-            self._death = error
+            self._failure = error
             events: list[Event] = [(sequence, error) for sequence in self._submitted]
-            for lane in self._lanes.values():
-                events.extend(lane.fail(error))
+            for scheduler in self._schedulers.values():
+                events.extend(scheduler.fail(error))
             self._submitted.clear()
-            self._lanes.clear()
+            self._schedulers.clear()
             self._cold = None
-            gone = list(self._leaving.values())
-            self._leaving.clear()
-            self._end_turns(error)
+            unloaded = list(self._unloading.values())
+            self._unloading.clear()
+            self._answer_liveness_checks(error)
         _deliver(events)
-        for on_gone in gone:
-            on_gone()
+        for on_unloaded in unloaded:
+            on_unloaded()
 
 
-def _end_turn(turn: "asyncio.Future[None]", error: EngineError | None) -> None:
-    if turn.done():  # nobody waits for it any more
+def _answer_liveness_check(check: "asyncio.Future[None]", error: EngineError | None) -> None:
+    if check.done():  # the waiting task was cancelled
         return
     if error is None:
-        turn.set_result(None)
+        check.set_result(None)
     else:
-        turn.set_exception(error)
+        check.set_exception(error)
 
 
 def _deliver(events: list[Event]) -> None:
-    """Hand events over, once per event loop."""
+    """Put each event into the queue of its sequence. Wakes each event loop only once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Event]] = {}
     for event in events:
         by_loop.setdefault(event[0].loop, []).append(event)

@@ -1,8 +1,9 @@
-"""Which operations of a step are worth more than one thread.
+"""Decides which operations of a step run on several threads.
 
-A thread that waited has to be woken for the next parallel operation: 10 to 150 µs, the longer the
-more else runs on the cores (and the less it spins before it sleeps, `GOMP_SPINCOUNT`). A decoding
-step has hundreds of operations that take less alone.
+Before a parallel operation, the sleeping threads must be woken. This takes 10 to 150 µs. It takes
+longer if other programs use the cores, and if threads spin for a shorter time before they sleep
+(`GOMP_SPINCOUNT`). A decoding step has hundreds of operations that take less time than this on one
+thread.
 """
 
 from collections.abc import Iterator
@@ -10,16 +11,16 @@ from contextlib import contextmanager
 
 import torch
 
-MANY_ROWS = 256
-"""From here on elementwise operations gain by more threads."""
-# Of attention, about 0.2 ms on one thread.
-_MUCH_READ_BYTES = 1 << 21
-_MUCH_COMPUTED = 1 << 22
+PARALLEL_ROWS = 256
+"""Elementwise operations on at least this number of rows are faster on several threads."""
+# Attention that reads or multiplies this much takes about 0.2 ms on one thread.
+_PARALLEL_READ_BYTES = 1 << 21
+_PARALLEL_MULTIPLICATIONS = 1 << 22
 
 
 @contextmanager
-def on(num_threads: int) -> Iterator[None]:
-    """Operations of this thread run on so many threads."""
+def use(num_threads: int) -> Iterator[None]:
+    """In the `with` block, operations of the calling thread run on `num_threads` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -28,6 +29,6 @@ def on(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def is_much(*, read_bytes: int = 0, multiplications: int = 0) -> bool:
-    """Whether an attention gains by more threads."""
-    return read_bytes > _MUCH_READ_BYTES or multiplications > _MUCH_COMPUTED
+def is_parallel_worthwhile(*, read_bytes: int = 0, multiplications: int = 0) -> bool:
+    """Whether attention of this size is faster on several threads."""
+    return read_bytes > _PARALLEL_READ_BYTES or multiplications > _PARALLEL_MULTIPLICATIONS

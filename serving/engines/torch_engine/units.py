@@ -1,4 +1,4 @@
-"""`Unit`: what a network is built of: stored tensors that are checked, fused and kept together."""
+"""`Unit`: a piece of a network that is built from stored tensors and may be shared by releases."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Built = Linear | Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One stored tensor that a unit needs."""
+    """A stored tensor that a unit is built from."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,18 +20,19 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
-    """Parts with equal digests build equal units of one form: those two are what is shared."""
+    """Two units with the same form and equal digests of their parts are equal. Releases in memory
+    share such units."""
 
     kind: str
     parts: tuple[Part, ...]
     build: Callable[[list[Tensor]], Built]
-    """Called with the parts' prepared values in order, in the dtype and on the device to use, as
-    memory that the unit may keep."""
+    """Builds the unit. The argument has the prepared values of all parts in order, with the final
+    dtype and device. The unit may keep their memory."""
     prepare: Callable[[int, Tensor], Tensor] = lambda _, values: values
-    """The values of the part with that number, as the unit holds them."""
-    part: Callable[[Built, int], Tensor] | None = None
-    """The way back: the prepared values of one part, out of a unit of the same form. None for units
-    of one part."""
+    """Converts the values of the part with this number to the form in which the unit holds them."""
+    extract_part: Callable[[Built, int], Tensor] | None = None
+    """The opposite of `build`: the prepared values of one part, taken from a unit of the same form.
+    None for units of one part."""
 
     @property
     def form(self) -> tuple[str, tuple[tuple[int, ...], ...]]:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import EngineError, Generation, Step
-from serving.engines.torch_engine.lane import Lane
-from serving.engines.torch_engine.runner import Batch, Room
+from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.scheduler import Scheduler
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
 
@@ -31,11 +31,11 @@ class RememberingRunner:
 
     vocab_size = VOCAB
 
-    def __init__(self, room: Room, max_tokens: int, *, shares_prefixes: bool) -> None:
-        self.room = room
+    def __init__(self, cache_size: KvCacheSize, max_tokens: int, *, shares_prefixes: bool) -> None:
+        self.cache_size = cache_size
         self.shares_prefixes = shares_prefixes
         self._max_tokens = max_tokens
-        self.slots: list[list[int]] = [[] for _ in range(room.num_slots)]
+        self.slots: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
         self.num_read = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -58,12 +58,13 @@ class RememberingRunner:
                 found.append(next_token(read))
             self.num_read += len(found)
             rows.extend(found[{"none": len(found), "last": -1, "all": 0}[chunk.wants] :])
-        assert sum(self.room.blocks(len(slot)) for slot in self.slots) <= self.room.num_blocks
+        num_blocks = sum(self.cache_size.blocks(len(slot)) for slot in self.slots)
+        assert num_blocks <= self.cache_size.num_blocks
         return torch.nn.functional.one_hot(torch.tensor(rows, dtype=torch.long), VOCAB).float()
 
     def warm_up(self) -> None: ...
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         del self.slots[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -106,10 +107,10 @@ moves = st.lists(
 
 
 @st.composite
-def rooms(draw: st.DrawFn) -> Room:
+def cache_sizes(draw: st.DrawFn) -> KvCacheSize:
     block_tokens = draw(st.sampled_from([1, 4, 16]))
     least = -(-CONTEXT // block_tokens)
-    return Room(
+    return KvCacheSize(
         num_slots=draw(st.integers(1, 6)),
         num_blocks=draw(st.integers(least, 3 * least)),
         block_tokens=block_tokens,
@@ -120,27 +121,27 @@ def rooms(draw: st.DrawFn) -> Room:
 
 @given(
     moves=moves,
-    room=rooms(),
+    cache_size=cache_sizes(),
     max_batch=st.integers(1, 4),
     max_tokens=st.integers(1, 30),
     shares_prefixes=st.booleans(),
 )
 def test_each_sequence_gets_the_tokens_it_would_get_alone(
     moves: list[Generation | int | str],
-    room: Room,
+    cache_size: KvCacheSize,
     max_batch: int,
     max_tokens: int,
     shares_prefixes: bool,
     loop: asyncio.AbstractEventLoop,
 ) -> None:
     settings = TorchEngineSettings(max_batch_tokens=max_tokens, max_batch=max_batch)
-    runner = RememberingRunner(room, max_tokens, shares_prefixes=shares_prefixes)
-    lane = Lane(runner, Sampler(), settings)
+    runner = RememberingRunner(cache_size, max_tokens, shares_prefixes=shares_prefixes)
+    scheduler = Scheduler(runner, Sampler(), settings)
     submitted: list[Sequence] = []
     answers: dict[Sequence, list[Step]] = {}
 
     def step() -> None:
-        for sequence, event in lane.step(num_lanes=1):
+        for sequence, event in scheduler.step(num_schedulers=1):
             assert not isinstance(event, EngineError)
             assert not sequence.is_cancelled
             answers[sequence].append(event)
@@ -150,17 +151,17 @@ def test_each_sequence_gets_the_tokens_it_would_get_alone(
             sequence = Sequence("r000001-00000000", move, loop, vocab_size=VOCAB)
             submitted.append(sequence)
             answers[sequence] = []
-            lane.submit(sequence)
+            scheduler.submit(sequence)
         elif isinstance(move, int):
             if move < len(submitted):
                 submitted[move].is_cancelled = True
         else:
             step()
     for _ in range(1000):
-        if lane.is_idle:
+        if scheduler.is_idle:
             break
         step()
-    assert lane.is_idle
+    assert scheduler.is_idle
     for sequence, steps in answers.items():
         tokens, reason = alone(sequence.generation)
         found = [token_id for one in steps for token_id in one.token_ids]

@@ -4,8 +4,8 @@ was read."""
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from serving.engines.torch_engine.ledger import LEAST_SHARED, Ledger, Slot
-from serving.engines.torch_engine.runner import Batch, Room
+from serving.engines.torch_engine.runner import Batch, KvCacheSize
+from serving.engines.torch_engine.slot_allocator import MIN_SHARED_TOKENS, Slot, SlotAllocator
 
 CONTEXT = 96
 
@@ -16,16 +16,16 @@ class TokenSlots:
     vocab_size = 2
     shares_prefixes = True
 
-    def __init__(self, room: Room) -> None:
-        self.room = room
-        self.held: list[list[int]] = [[] for _ in range(room.num_slots)]
+    def __init__(self, cache_size: KvCacheSize) -> None:
+        self.cache_size = cache_size
+        self.held: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
 
     def forward(self, batch: Batch) -> None:  # type: ignore[override]
         raise NotImplementedError
 
     def warm_up(self) -> None: ...
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         del self.held[slot][length:]
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -39,15 +39,15 @@ class Sequences(RuleBasedStateMachine):
         num_blocks=st.integers(CONTEXT // 8, 4 * CONTEXT // 8),
     )
     def begin(self, num_slots: int, num_blocks: int) -> None:
-        room = Room(
+        cache_size = KvCacheSize(
             num_slots=num_slots,
             num_blocks=num_blocks,
             block_tokens=8,
             block_bytes=1,
             context=CONTEXT,
         )
-        self.runner = TokenSlots(room)
-        self.ledger = Ledger(self.runner)  # type: ignore[arg-type]
+        self.runner = TokenSlots(cache_size)
+        self.allocator = SlotAllocator(self.runner)  # type: ignore[arg-type]
         self.running: list[Slot] = []
         self.texts: dict[Slot, list[int]] = {}
 
@@ -57,16 +57,16 @@ class Sequences(RuleBasedStateMachine):
         num_spare=st.integers(0, 2),
         may_share=st.booleans(),
     )
-    def take(self, shared: int, own: list[int], num_spare: int, may_share: bool) -> None:
+    def allocate(self, shared: int, own: list[int], num_spare: int, may_share: bool) -> None:
         tokens = ((0,) * shared + tuple(own))[:CONTEXT]
-        slot = self.ledger.take(tokens, num_spare=num_spare, may_share=may_share)
+        slot = self.allocator.allocate(tokens, num_spare=num_spare, may_share=may_share)
         if slot is None:
             # With nobody else there is always room, and nobody to wait for.
             assert self.running or num_spare
             return
         assert slot not in self.running
         assert slot.length < len(tokens)
-        assert slot.length == 0 or (may_share and slot.length >= LEAST_SHARED)
+        assert slot.length == 0 or (may_share and slot.length >= MIN_SHARED_TOKENS)
         assert self.runner.held[slot.number][: slot.length] == list(tokens[: slot.length])
         self.running.append(slot)
         self.texts[slot] = list(tokens)
@@ -86,39 +86,39 @@ class Sequences(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(self.running))
         if not len(slot.tokens) <= slot.length < CONTEXT:
             return
-        if not self.ledger.grow(slot, slot.length + 1):
-            assert sum(one.num_blocks for one in self.running) == self.runner.room.num_blocks
+        if not self.allocator.grow(slot, slot.length + 1):
+            assert sum(one.num_blocks for one in self.running) == self.runner.cache_size.num_blocks
             return
         self.runner.held[slot.number][slot.length :] = [token_id]
         self.texts[slot].append(token_id)
         slot.length += 1
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), is_kept=st.booleans())
-    def leave(self, data: st.DataObject, is_kept: bool) -> None:
+    @rule(data=st.data(), is_cached=st.booleans())
+    def leave(self, data: st.DataObject, is_cached: bool) -> None:
         slot = data.draw(st.sampled_from(self.running))
         self.running.remove(slot)
         text = tuple(self.texts.pop(slot))
-        if is_kept:
-            self.ledger.keep(slot, text)
+        if is_cached:
+            self.allocator.cache(slot, text)
         else:
-            self.ledger.free(slot)
+            self.allocator.free(slot)
 
     @invariant()
     def blocks_add_up(self) -> None:
-        if not hasattr(self, "ledger"):
+        if not hasattr(self, "allocator"):
             return
-        kept = list(self.ledger._kept)
-        slots = [*self.running, *kept]
-        numbers = [slot.number for slot in slots] + self.ledger._empty
-        assert sorted(numbers) == list(range(self.runner.room.num_slots))
+        cached = list(self.allocator._cached)
+        slots = [*self.running, *cached]
+        numbers = [slot.number for slot in slots] + self.allocator._empty
+        assert sorted(numbers) == list(range(self.runner.cache_size.num_slots))
         used = sum(slot.num_blocks for slot in slots)
-        assert used + self.ledger._num_free == self.runner.room.num_blocks
-        assert self.ledger._num_free >= 0
+        assert used + self.allocator._num_free == self.runner.cache_size.num_blocks
+        assert self.allocator._num_free >= 0
         for slot in slots:
             held = self.runner.held[slot.number]
             assert slot.length <= len(held) <= slot.num_blocks * 8
-        for slot in kept:
+        for slot in cached:
             assert tuple(self.runner.held[slot.number][: slot.length]) == slot.tokens
 
 

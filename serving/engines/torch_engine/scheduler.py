@@ -1,4 +1,4 @@
-"""`Lane`: the sequences of one release: who runs, who waits, and what the next step computes."""
+"""`Scheduler`: decides which sequences of one release run, and what the next step computes."""
 
 import time
 from collections import deque
@@ -7,39 +7,39 @@ from itertools import count
 from torch import Tensor
 
 from serving.engine import EngineError, Step, TokenLogprob
-from serving.engines.torch_engine.ledger import Ledger, Slot
 from serving.engines.torch_engine.runner import Batch, Chunk, Runner
 from serving.engines.torch_engine.sampling import Sampler, logprobs
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.engines.torch_engine.slot_allocator import Slot, SlotAllocator
 
-_LEAST_PROMPT_TOKENS = 16
-_COPIED_LIKE_ONE_READ = 32
-"""Tokens whose keys and values are copied in the time in which one token is read, or less."""
+_MIN_PREFILL_TOKENS = 16
+_COPIED_PER_PREFILLED = 32
+"""Prefilling one token takes at least as long as copying the keys and values of this many."""
 
 Event = tuple[Sequence, Step | EngineError]
 
 
-class Lane:
+class Scheduler:
     """Used by the step loop's thread only.
 
-    A sequence waits, then reads its tokens into a slot, then decodes. One that finds no memory for
-    its next token takes it from the newest one, which waits again and later reads what it had: the
-    oldest one always goes on.
+    A sequence waits, then prefills its tokens into a slot, then decodes. If there is no memory for
+    the next token of a sequence, the newest sequence is preempted: it loses its memory, waits
+    again, and later prefills its prompt and its output. So the oldest sequence always continues.
     """
 
     def __init__(self, runner: Runner, sampler: Sampler, settings: TorchEngineSettings) -> None:
         self._runner = runner
         self._sampler = sampler
         self._settings = settings
-        self._ledger = Ledger(runner)
+        self._allocator = SlotAllocator(runner)
         self._waiting: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
-        self._reading: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
         self._arrivals = count()
         self._seconds_per_prompt_token = 0.0
         self._seconds_per_decoding = 0.0
-        """Of a step that reads no prompt."""
+        """The time of a step without prefill."""
 
     def warm_up(self) -> None:
         self._runner.warm_up()
@@ -50,16 +50,19 @@ class Lane:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._decoding or self._reading)
+        return not (self._waiting or self._decoding or self._prefilling)
 
-    def step(self, *, num_lanes: int) -> list[Event]:
-        """Compute one step, and say what it brought to whom. `num_lanes` take turns, this one
-        included: the streams of one wait for the prompts of all."""
+    def step(self, *, num_schedulers: int) -> list[Event]:
+        """Compute one step. Returns the new events and the sequences that they belong to.
+
+        `num_schedulers` schedulers take turns, this one included. The decoding sequences of each
+        one wait for the prefills of all, so each prefills less if there are more.
+        """
         self._drop_cancelled()
         if self.is_idle:
             return []
-        self._make_room()
-        chunks = self._plan_prompts(self._prompt_budget(num_lanes))
+        self._grow_or_preempt()
+        chunks = self._plan_prefill(self._prefill_budget(num_schedulers))
         decoding = sorted(self._decoding, key=lambda sequence: _slot(sequence).number)
         slots = [_slot(sequence) for sequence in decoding]
         batch = Batch(
@@ -76,50 +79,50 @@ class Lane:
         return self._finish_step(decoding, chunks, logits)
 
     def fail(self, error: EngineError) -> list[Event]:
-        """Give up every sequence."""
-        for sequence in (*self._decoding, *self._reading):
-            self._ledger.free(_slot(sequence))
-        everyone = [*self._decoding, *self._reading, *self._waiting]
-        self._decoding, self._reading = [], []
+        """Remove every sequence. Returns `error` as an event for each of them."""
+        for sequence in (*self._decoding, *self._prefilling):
+            self._allocator.free(_slot(sequence))
+        everyone = [*self._decoding, *self._prefilling, *self._waiting]
+        self._decoding, self._prefilling = [], []
         self._waiting.clear()
         return [(sequence, error) for sequence in everyone]
 
     def _drop_cancelled(self) -> None:
-        for running in (self._decoding, self._reading):
+        for running in (self._decoding, self._prefilling):
             for sequence in [sequence for sequence in running if sequence.is_cancelled]:
                 running.remove(sequence)
-                self._leave(sequence)
+                self._cache_slot(sequence)
         if any(sequence.is_cancelled for sequence in self._waiting):
             self._waiting = deque(s for s in self._waiting if not s.is_cancelled)
 
-    def _leave(self, sequence: Sequence) -> None:
-        self._ledger.keep(_slot(sequence), sequence.tokens)
+    def _cache_slot(self, sequence: Sequence) -> None:
+        self._allocator.cache(_slot(sequence), sequence.tokens)
         sequence.slot = None
 
-    def _make_room(self) -> None:
-        """Find memory for the next token of each sequence that decodes, for the oldest first."""
+    def _grow_or_preempt(self) -> None:
+        """Get memory for the next token of each decoding sequence, the oldest sequence first."""
         for sequence in sorted(self._decoding, key=_arrival):
-            while (slot := sequence.slot) and not self._ledger.grow(slot, slot.length + 1):
-                self._preempt(max((*self._decoding, *self._reading), key=_arrival))
+            while (slot := sequence.slot) and not self._allocator.grow(slot, slot.length + 1):
+                self._preempt(max((*self._decoding, *self._prefilling), key=_arrival))
 
     def _preempt(self, sequence: Sequence) -> None:
-        running = self._decoding if sequence in self._decoding else self._reading
+        running = self._decoding if sequence in self._decoding else self._prefilling
         running.remove(sequence)
-        self._ledger.free(_slot(sequence))
-        sequence.start_again()
+        self._allocator.free(_slot(sequence))
+        sequence.reset_for_preemption()
         self._waiting.appendleft(sequence)
 
-    def _plan_prompts(self, budget: int) -> list[Chunk]:
-        """A chunk for each of `_reading`, which takes in who waits; only the last may be left
-        unfinished."""
+    def _plan_prefill(self, budget: int) -> list[Chunk]:
+        """A chunk for each sequence in `_prefilling`, after waiting sequences have been moved to
+        it. Only the last chunk may end before its sequence is prefilled completely."""
         chunks: list[Chunk] = []
         while budget > 0:
-            if len(chunks) == len(self._reading):
+            if len(chunks) == len(self._prefilling):
                 if not self._admit():
                     break
-                copied = _slot(self._reading[-1]).num_copied
-                budget = max(1, budget - copied // _COPIED_LIKE_ONE_READ)
-            sequence = self._reading[len(chunks)]
+                copied = _slot(self._prefilling[-1]).num_copied
+                budget = max(1, budget - copied // _COPIED_PER_PREFILLED)
+            sequence = self._prefilling[len(chunks)]
             slot = _slot(sequence)
             unread = slot.tokens[slot.length : slot.length + budget]
             budget -= len(unread)
@@ -135,13 +138,15 @@ class Lane:
         return chunks
 
     def _admit(self) -> bool:
-        """Have the first of those that wait read its tokens, where there is room for them."""
-        num_running = len(self._decoding) + len(self._reading)
+        """Move the first waiting sequence to `_prefilling`. Returns False if no sequence waits, if
+        the batch is full, or if the sequence gets no slot now."""
+        num_running = len(self._decoding) + len(self._prefilling)
         if not self._waiting or num_running >= self._settings.max_batch:
             return False
         sequence = self._waiting[0]
-        # With a block to spare for each that runs, it is not preempted by the next few tokens.
-        slot = self._ledger.take(
+        # `num_spare` leaves one block for each running sequence. Otherwise the next few tokens of
+        # these sequences would preempt the new one.
+        slot = self._allocator.allocate(
             sequence.tokens,
             num_spare=num_running,
             may_share=sequence.prompt_logprobs is None,
@@ -151,32 +156,37 @@ class Lane:
         sequence.slot = slot
         if not sequence.output:
             sequence.num_cached_tokens = slot.length
-        self._reading.append(self._waiting.popleft())
+        self._prefilling.append(self._waiting.popleft())
         return True
 
-    def _prompt_budget(self, num_lanes: int) -> int:
-        """Prompt tokens for the next step: as many as this lane's share of `step_seconds` allows
-        beside streams that run, few while it is not known how long one takes."""
+    def _prefill_budget(self, num_schedulers: int) -> int:
+        """The largest number of prompt tokens for the next step.
+
+        While sequences decode or another scheduler runs, this scheduler's share of `step_seconds`
+        limits the prefill.
+        The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token takes.
+        """
         budget = self._settings.max_batch_tokens
-        if not self._decoding and num_lanes == 1:
+        if not self._decoding and num_schedulers == 1:
             return budget
         fitting = 0
         if self._seconds_per_prompt_token > 0:
-            seconds = self._settings.step_seconds / num_lanes
+            seconds = self._settings.step_seconds / num_schedulers
             fitting = int(seconds / self._seconds_per_prompt_token)
-        return min(budget, max(fitting, _LEAST_PROMPT_TOKENS))
+        return min(budget, max(fitting, _MIN_PREFILL_TOKENS))
 
     def _learn_speed(self, batch: Batch, seconds: float) -> None:
         count = sum(len(chunk.token_ids) for chunk in batch.chunks)
         if not count:
-            self._seconds_per_decoding = _blend(self._seconds_per_decoding, seconds)
-        elif count >= _LEAST_PROMPT_TOKENS:
+            self._seconds_per_decoding = _smooth(self._seconds_per_decoding, seconds)
+        elif count >= _MIN_PREFILL_TOKENS:
             if batch.slots:
-                # Streams wait for the step's length beyond that of a step without the prompt. Their
-                # number changes, so that no more than half is believed to be theirs.
+                # The prefill delays decoding sequences only by the time that a step without prefill
+                # would not take. The number of decoding sequences changes between steps, so this is
+                # an estimate, and at most half of the time is subtracted.
                 seconds = max(seconds - self._seconds_per_decoding, seconds / 2)
             measured = seconds / count
-            self._seconds_per_prompt_token = _blend(self._seconds_per_prompt_token, measured)
+            self._seconds_per_prompt_token = _smooth(self._seconds_per_prompt_token, measured)
 
     def _finish_step(
         self,
@@ -188,7 +198,7 @@ class Lane:
         sampled, rows = list(decoding), list(range(len(decoding)))
         row = len(decoding)
         scored: list[Sequence] = []
-        for chunk, sequence in zip(chunks, list(self._reading), strict=True):
+        for chunk, sequence in zip(chunks, list(self._prefilling), strict=True):
             slot = _slot(sequence)
             wanted = {"none": 0, "last": 1, "all": len(chunk.token_ids)}[chunk.wants]
             if sequence.prompt_logprobs is not None:
@@ -197,9 +207,10 @@ class Lane:
             slot.length += len(chunk.token_ids)
             if slot.length < len(slot.tokens):
                 continue
-            self._reading.remove(sequence)
+            self._prefilling.remove(sequence)
             self._decoding.append(sequence)
-            if sequence.generation.max_tokens == 0 or slot.length >= self._runner.room.context:
+            is_full = slot.length >= self._runner.cache_size.context
+            if sequence.generation.max_tokens == 0 or is_full:
                 scored.append(sequence)
             else:
                 sampled.append(sequence)
@@ -207,7 +218,7 @@ class Lane:
         if sampled:
             events.extend(self._sample(sampled, logits if len(rows) == row else logits[rows]))
         for sequence in scored:
-            self._end(sequence)
+            self._finish(sequence)
             events.append((sequence, sequence.take_scores()))
         return events
 
@@ -216,23 +227,23 @@ class Lane:
         found = _token_logprobs(sequences, token_ids, logits)
         events: list[Event] = []
         for sequence, token_id in zip(sequences, token_ids, strict=True):
-            if sequence.shape.refusal is not None:
-                events.append((sequence, sequence.shape.refusal))
-                self._end(sequence)
+            if sequence.logits_processor.refusal is not None:
+                events.append((sequence, sequence.logits_processor.refusal))
+                self._finish(sequence)
                 continue
-            reason = sequence.add(token_id, found.get(sequence), self._runner.room.context)
+            reason = sequence.add(token_id, found.get(sequence), self._runner.cache_size.context)
             if (step := sequence.take_step(reason)) is not None:
                 events.append((sequence, step))
             if reason is not None:
-                self._end(sequence)
+                self._finish(sequence)
         return events
 
-    def _end(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: Sequence) -> None:
         self._decoding.remove(sequence)
-        self._leave(sequence)
+        self._cache_slot(sequence)
 
 
-def _blend(known: float, measured: float) -> float:
+def _smooth(known: float, measured: float) -> float:
     return 0.7 * known + 0.3 * measured if known else measured
 
 
@@ -252,7 +263,8 @@ def _wanted(sequence: Sequence, *, is_last: bool) -> str:
 
 
 def _score(sequence: Sequence, start: int, scored: list[TokenLogprob], logits: Tensor) -> None:
-    """The logprobs of the prompt tokens after those that were read, from `start` on."""
+    """Append the logprobs of prompt tokens to `scored`. The first row of `logits` [tokens,
+    vocabulary] was computed from token `start` of the prompt, and predicts token `start + 1`."""
     targets = sequence.generation.prompt[start + 1 : start + 1 + len(logits)]
     if targets:
         num_top = sequence.generation.num_prompt_logprobs or 0

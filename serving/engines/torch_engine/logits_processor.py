@@ -1,5 +1,5 @@
-"""What a sequence's settings make of its logits before a token is chosen: tokens that are not
-allowed, bias, penalties. All rows of a batch are changed by one operation for each of these."""
+"""Changes the logits before a token is chosen: forbids tokens, adds biases and applies penalties.
+Each kind of change is one operation for all rows of a batch."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
@@ -15,25 +15,26 @@ from serving.engines.torch_engine.grammars import Bits, GrammarState, NextTokens
 _Ids = NDArray[np.int64]
 _Values = NDArray[np.float32]
 
-# For each byte of `Bits`, what to add to the logits of its eight tokens.
-_OF_BYTE = np.where(
+# For each byte of `Bits`: what is added to the logits of its eight tokens.
+_LOGITS_OF_BYTE = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
 ).astype(np.float32)
 
 
-class Shape:
-    """What one sequence asks for. It takes memory from the first token that is chosen on, so a
-    sequence that waits has none."""
+class LogitsProcessor:
+    """The settings of one sequence that change its logits. It takes memory only from the first
+    chosen token on, so a waiting sequence takes none."""
 
     def __init__(self, generation: Generation, stop_ids: frozenset[int]) -> None:
         self._generation = generation
         self._stop_ids = stop_ids
-        self._tally: Tally | None = None
+        self._token_counts: TokenCounts | None = None
         self._allowed: Bits | None = None
         self.grammar: GrammarState | None = None
-        """Set before the first token is chosen, where the generation has one."""
+        """The state in the grammar. If the generation has a grammar, this is set before the first
+        token is chosen."""
         self.refusal: GenerationRefused | None = None
-        """Why the sequence cannot go on; None as long as it can."""
+        """Why the sequence cannot continue; None while it can."""
         self.is_penalised = bool(
             generation.presence_penalty
             or generation.frequency_penalty
@@ -46,17 +47,17 @@ class Shape:
             or (generation.min_tokens and stop_ids)
             or self.is_penalised
         )
-        """Whether the logits stay as they are."""
+        """Whether the logits need no change."""
 
-    def take(self, token_id: int) -> bool:
-        """Read a token that does not end the sequence; whether its grammar does."""
-        return self.grammar is not None and self.grammar.take(token_id)
+    def add(self, token_id: int) -> bool:
+        """Add a token that is not a stop token. Returns True if the grammar ends the text."""
+        return self.grammar is not None and self.grammar.advance(token_id)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it has taken, its grammar apart."""
-        of_tally = 0 if self._tally is None else self._tally.num_bytes
-        return of_tally + (0 if self._allowed is None else self._allowed.nbytes)
+        """The memory that this object has taken, without that of its grammar."""
+        of_counts = 0 if self._token_counts is None else self._token_counts.num_bytes
+        return of_counts + (0 if self._allowed is None else self._allowed.nbytes)
 
     def bias(self) -> tuple[_Ids, _Values]:
         bias = self._generation.logit_bias
@@ -64,13 +65,15 @@ class Shape:
             bias.values(), np.float32, len(bias)
         )
 
-    def forbidden_ends(self, output: list[int]) -> _Ids:
+    def forbidden_stop_ids(self, output: list[int]) -> _Ids:
         if len(output) >= self._generation.min_tokens:
             return np.empty(0, np.int64)
         return np.fromiter(self._stop_ids, np.int64, len(self._stop_ids))
 
-    def narrow(self, bits: Bits) -> None:
-        """Take from one row of `bits` what is not allowed, given what the grammar lets follow."""
+    def restrict(self, bits: Bits) -> None:
+        """Clear the bits of tokens that are not allowed, in one row of `bits`. The row must hold
+        the tokens that the grammar allows. If the text may end here, stop tokens are allowed too.
+        """
         if self.grammar is not None and self.grammar.may_end:
             _set(bits, self._stop_ids)
         if self._generation.allowed_token_ids is not None:
@@ -80,23 +83,24 @@ class Shape:
             bits &= self._allowed
 
     def refuse(self) -> None:
-        """No token is left to choose."""
+        """Set `refusal`, because no token is left to choose."""
         fault = None if self.grammar is None else self.grammar.fault
         param = "allowed_token_ids" if self.grammar is None else self.grammar.param
         self.refusal = GenerationRefused(
-            fault or "no token is left that it, allowed_token_ids and min_tokens allow", param=param
+            fault or "no token is left that this field, allowed_token_ids and min_tokens allow",
+            param=param,
         )
 
-    def tally(self, output: list[int]) -> "Tally":
-        """Of everything in `output`, which has grown since the last time."""
-        if self._tally is None:
+    def token_counts(self, output: list[int]) -> "TokenCounts":
+        """Counts of all tokens in `output`. It must begin with the `output` of the last call."""
+        if self._token_counts is None:
             looks_at_prompt = self._generation.repetition_penalty != 1.0
-            self._tally = Tally(self._generation.prompt if looks_at_prompt else ())
-        self._tally.read(output)
-        return self._tally
+            self._token_counts = TokenCounts(self._generation.prompt if looks_at_prompt else ())
+        self._token_counts.read(output)
+        return self._token_counts
 
     def penalties(self) -> tuple[float, float, float]:
-        """Repetition, frequency, presence."""
+        """The penalties for repetition, frequency and presence."""
         generation = self._generation
         return (
             generation.repetition_penalty,
@@ -105,8 +109,9 @@ class Shape:
         )
 
 
-class Tally:
-    """Which tokens there were and how often each was generated, without the vocabulary's rest."""
+class TokenCounts:
+    """How often each token was generated. It holds only tokens that occurred, not the whole
+    vocabulary."""
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         seen = dict.fromkeys(prompt)
@@ -121,7 +126,7 @@ class Tally:
 
     @property
     def counts(self) -> _Values:
-        """Of `ids`, in the output; what is in the prompt only has 0."""
+        """How often each of `ids` is in the output. 0 for a token that only the prompt has."""
         return self._counts[: len(self._place)]
 
     @property
@@ -140,63 +145,70 @@ class Tally:
         self._num_read = len(output)
 
 
-def shape(
-    logits: Tensor, shapes: Seq[Shape], outputs: Seq[list[int]], next_tokens: NextTokens
+def process_logits(
+    logits: Tensor,
+    processors: Seq[LogitsProcessor],
+    outputs: Seq[list[int]],
+    next_tokens: NextTokens,
 ) -> None:
-    """Change `logits` [rows, vocabulary] in place, as each row's `Shape` asks for. A shape of which
-    no token is left has a `refusal` afterwards, and its row is all zero."""
-    _mask(logits, shapes, next_tokens)
-    _add_bias(logits, shapes)
-    _forbid_ends(logits, shapes, outputs)
-    _penalise(logits, shapes, outputs)
-    constrained = [row for row, each in enumerate(shapes) if each.is_constrained]
+    """Change `logits` [rows, vocabulary] in place. If no token is left in a row, its processor gets
+    a `refusal`, and all its logits become zero."""
+    _mask(logits, processors, next_tokens)
+    _add_bias(logits, processors)
+    _forbid_stop_tokens(logits, processors, outputs)
+    _penalise(logits, processors, outputs)
+    constrained = [row for row, each in enumerate(processors) if each.is_constrained]
     for row in constrained:
-        each = shapes[row]
+        each = processors[row]
         if (each.grammar and each.grammar.fault) or logits[row].amax() == -torch.inf:
             each.refuse()
             logits[row] = 0
 
 
-def _mask(logits: Tensor, shapes: Seq[Shape], next_tokens: NextTokens) -> None:
-    rows = [row for row, each in enumerate(shapes) if each.is_constrained]
+def _mask(logits: Tensor, processors: Seq[LogitsProcessor], next_tokens: NextTokens) -> None:
+    rows = [row for row, each in enumerate(processors) if each.is_constrained]
     if not rows:
         return
     vocab_size = logits.shape[1]
-    bits = next_tokens.of([shapes[row].grammar for row in rows], vocab_size)
+    bits = next_tokens.of([processors[row].grammar for row in rows], vocab_size)
     for number, row in enumerate(rows):
-        shapes[row].narrow(bits[number])
-    added = _OF_BYTE.take(bits.view(np.uint8), axis=0).reshape(len(rows), -1)[:, :vocab_size]
+        processors[row].restrict(bits[number])
+    added = _LOGITS_OF_BYTE.take(bits.view(np.uint8), axis=0).reshape(len(rows), -1)[:, :vocab_size]
     for number, row in enumerate(rows):
         logits[row] += torch.from_numpy(added[number]).to(logits.device)
 
 
-def _add_bias(logits: Tensor, shapes: Seq[Shape]) -> None:
-    found = [each.bias() for each in shapes]
+def _add_bias(logits: Tensor, processors: Seq[LogitsProcessor]) -> None:
+    found = [each.bias() for each in processors]
     at = _places(logits, [ids for ids, _ in found])
     if len(at):
         values = np.concatenate([values for _, values in found])
         logits.view(-1)[at] += torch.from_numpy(values).to(logits.device)
 
 
-def _forbid_ends(logits: Tensor, shapes: Seq[Shape], outputs: Seq[list[int]]) -> None:
-    ends = [each.forbidden_ends(output) for each, output in zip(shapes, outputs, strict=True)]
+def _forbid_stop_tokens(
+    logits: Tensor, processors: Seq[LogitsProcessor], outputs: Seq[list[int]]
+) -> None:
+    ends = [
+        each.forbidden_stop_ids(output) for each, output in zip(processors, outputs, strict=True)
+    ]
     logits.view(-1)[_places(logits, ends)] = -torch.inf
 
 
-def _penalise(logits: Tensor, shapes: Seq[Shape], outputs: Seq[list[int]]) -> None:
-    """Repetition looks at the prompt too (CTRL, arXiv:1909.05858); the other two, OpenAI's, look at
-    new tokens only."""
-    none = Tally(())
-    tallies = [
-        each.tally(output) if each.is_penalised else none
-        for each, output in zip(shapes, outputs, strict=True)
+def _penalise(logits: Tensor, processors: Seq[LogitsProcessor], outputs: Seq[list[int]]) -> None:
+    """The repetition penalty also counts tokens of the prompt (CTRL, arXiv:1909.05858). OpenAI's
+    frequency and presence penalties count new tokens only."""
+    no_counts = TokenCounts(())
+    of_rows = [
+        each.token_counts(output) if each.is_penalised else no_counts
+        for each, output in zip(processors, outputs, strict=True)
     ]
-    at = _places(logits, [tally.ids for tally in tallies])
+    at = _places(logits, [each.ids for each in of_rows])
     if not len(at):
         return
-    counts = torch.from_numpy(np.concatenate([tally.counts for tally in tallies]))
-    sizes = torch.tensor([len(tally.ids) for tally in tallies])
-    each_row = torch.tensor([each.penalties() for each in shapes])
+    counts = torch.from_numpy(np.concatenate([each.counts for each in of_rows]))
+    sizes = torch.tensor([len(each.ids) for each in of_rows])
+    each_row = torch.tensor([each.penalties() for each in processors])
     each_token = each_row.repeat_interleave(sizes, dim=0).to(logits.device)
     repetition, frequency, presence = each_token.unbind(1)
     counts = counts.to(logits.device)
@@ -206,7 +218,7 @@ def _penalise(logits: Tensor, shapes: Seq[Shape], outputs: Seq[list[int]]) -> No
 
 
 def _places(logits: Tensor, ids_of_rows: Seq[_Ids]) -> Tensor:
-    """Where the tokens of each row are in `logits` as one long row."""
+    """The indices of the rows' tokens in the flattened `logits`."""
     vocab_size = logits.shape[1]
     places = [row * vocab_size + ids for row, ids in enumerate(ids_of_rows) if len(ids)]
     whole = np.concatenate(places) if places else np.empty(0, np.int64)
@@ -214,6 +226,6 @@ def _places(logits: Tensor, ids_of_rows: Seq[_Ids]) -> Tensor:
 
 
 def _set(bits: Bits, token_ids: Collection[int]) -> None:
-    """In one row."""
+    """Set the bits of these tokens in one row."""
     ids = np.fromiter(token_ids, np.int64, len(token_ids))
     np.bitwise_or.at(bits.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))

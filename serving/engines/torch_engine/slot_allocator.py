@@ -1,0 +1,169 @@
+"""`SlotAllocator`: gives slots and blocks of memory to sequences. It also keeps the KV cache of
+finished sequences (prefix cache): a new sequence that begins with the same tokens does not prefill
+them again."""
+
+import heapq
+from dataclasses import dataclass
+
+from serving.engines.torch_engine.runner import Runner
+
+MIN_SHARED_TOKENS = 16
+"""With fewer common tokens, prefilling them again is as fast as copying them."""
+_TOKENS_PER_COMPARISON = 256
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The place of one running or finished sequence in the KV cache."""
+
+    number: int
+    tokens: tuple[int, ...] = ()
+    """The tokens that the sequence prefills. In a cached slot: all tokens that the slot holds."""
+    length: int = 0
+    """The number of tokens whose keys and values the slot holds. The generated tokens follow those
+    of `tokens`."""
+    num_blocks: int = 0
+    num_copied: int = 0
+    """The number of tokens that were copied from another slot when the sequence began."""
+
+
+class SlotAllocator:
+    """There is one allocator for each release, so two releases share no keys and values. Used by
+    the step loop's thread only.
+
+    A slot is empty, running or cached. A cached slot holds a finished sequence until its memory is
+    needed. The least recently used slot is freed first.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._cache_size = runner.cache_size
+        self._num_free = runner.cache_size.num_blocks
+        self._empty = list(range(runner.cache_size.num_slots))
+        """The numbers of the empty slots, as a heap. The lowest number is used first, so that
+        running slots are adjacent if possible."""
+        self._running: set[Slot] = set()
+        self._cached: dict[Slot, None] = {}
+
+    def allocate(self, tokens: tuple[int, ...], *, num_spare: int, may_share: bool) -> Slot | None:
+        """Returns a slot with memory for `tokens` and one more token. The first `length` tokens of
+        the slot are already computed.
+
+        Returns None if there is no memory for that and for `num_spare` more blocks. Also returns
+        None if a running sequence is just prefilling tokens that this one can share. The caller
+        tries again before the next step.
+        """
+        size = self._cache_size.blocks(min(len(tokens) + 1, self._cache_size.context))
+        num_cached_blocks = sum(slot.num_blocks for slot in self._cached)
+        if size + num_spare > self._num_free + num_cached_blocks:
+            return None
+        source, length = None, 0
+        if may_share and self._runner.shares_prefixes:
+            source, length, is_worth_waiting = self._find(tokens)
+            if is_worth_waiting:
+                return None
+        slot = self._choose(source, length, size + num_spare, num_cached_blocks)
+        if slot is None:
+            return None
+        self._cached.pop(slot, None)
+        if source is not None and source in self._cached:
+            self._cached[source] = self._cached.pop(source)  # the most recently used
+        self._free_blocks(size - slot.num_blocks, without=source)
+        self._resize(slot, size)
+        slot.tokens, slot.length, slot.num_copied = tokens, length, 0
+        if source is not None and source is not slot:
+            self._runner.copy(source.number, slot.number, length)
+            slot.num_copied = length
+        self._running.add(slot)
+        return slot
+
+    def grow(self, slot: Slot, num_tokens: int) -> bool:
+        """Get memory for `num_tokens` tokens in a running slot. Returns False if there is none."""
+        size = self._cache_size.blocks(num_tokens)
+        if size > slot.num_blocks:
+            self._free_blocks(size - slot.num_blocks)
+            if size - slot.num_blocks > self._num_free:
+                return False
+            self._resize(slot, size)
+        return True
+
+    def cache(self, slot: Slot, tokens: tuple[int, ...]) -> None:
+        """Turn a running slot into a cached one, or free it if caching is useless. `tokens` are the
+        prompt and the output; the slot holds the first `slot.length` of them."""
+        if slot.length < MIN_SHARED_TOKENS or not self._runner.shares_prefixes:
+            self.free(slot)
+            return
+        self._running.remove(slot)
+        slot.tokens = tokens[: slot.length]
+        self._cached[slot] = None
+        self._resize(slot, self._cache_size.blocks(slot.length))
+
+    def free(self, slot: Slot) -> None:
+        """Free a slot and its memory."""
+        self._running.discard(slot)
+        self._cached.pop(slot, None)
+        self._resize(slot, 0)
+        heapq.heappush(self._empty, slot.number)
+
+    def _find(self, tokens: tuple[int, ...]) -> tuple[Slot | None, int, bool]:
+        """Find the slot that shares the longest prefix with `tokens`.
+
+        Returns this slot, the length of the prefix, and whether to wait because a running slot will
+        soon hold a longer prefix. The prefix never includes the last token, because its logits must
+        be computed.
+        """
+        best, length, awaited = None, 0, 0
+        for slot in (*self._cached, *self._running):
+            common = min(_num_common(slot.tokens, tokens), len(tokens) - 1)
+            awaited = max(awaited, common)
+            if min(common, slot.length) >= max(length + 1, MIN_SHARED_TOKENS):
+                best, length = slot, min(common, slot.length)
+        return best, length, awaited >= length + MIN_SHARED_TOKENS
+
+    def _choose(
+        self, source: Slot | None, length: int, num_blocks: int, num_cached_blocks: int
+    ) -> Slot | None:
+        """Choose the slot for a sequence that shares `length` tokens with `source`.
+
+        This is `source` itself if it is cached and would lose at most half of its tokens, or if
+        there is no memory or no slot beside it.
+        """
+        is_cached = source is not None and source in self._cached
+        if source is not None and is_cached:
+            others = num_cached_blocks - source.num_blocks
+            is_alone = num_blocks > self._num_free + others or not (
+                self._empty or len(self._cached) > 1
+            )
+            if 2 * length >= source.length or is_alone:
+                return source
+        if self._empty:
+            return Slot(heapq.heappop(self._empty))
+        return next((slot for slot in self._cached if slot is not source), None)
+
+    def _free_blocks(self, number: int, *, without: Slot | None = None) -> None:
+        """Free cached slots until `number` blocks are free, or no cached slot is left. The slot
+        `without` is not freed."""
+        while number > self._num_free:
+            slot = next((slot for slot in self._cached if slot is not without), None)
+            if slot is None:
+                return
+            self.free(slot)
+
+    def _resize(self, slot: Slot, num_blocks: int) -> None:
+        if num_blocks < slot.num_blocks:
+            self._runner.truncate(slot.number, num_blocks * self._cache_size.block_tokens)
+        self._num_free += slot.num_blocks - num_blocks
+        slot.num_blocks = num_blocks
+
+
+def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The length of the common prefix."""
+    if one is other:
+        return len(one)
+    for start in range(0, min(len(one), len(other)), _TOKENS_PER_COMPARISON):
+        end = start + _TOKENS_PER_COMPARISON
+        if one[start:end] != other[start:end]:
+            pairs = zip(one[start:end], other[start:end], strict=False)
+            differs = (number for number, (a, b) in enumerate(pairs) if a != b)
+            return start + next(differs, min(len(one), len(other), end) - start)
+    return min(len(one), len(other))
