@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages in, a message out."""
+"""The route `/v1/chat/completions`, which answers messages with a message."""
 
 import json
 from collections import Counter
@@ -34,7 +34,7 @@ NOTHING = Delta()
 def add_chat(router: APIRouter, answers: Answers) -> None:
     @router.post("/v1/chat/completions", response_model=ChatAnswer)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        """Continue a conversation. A stream is of server-sent events, each a chunk."""
+        """Continue a conversation. A stream consists of server-sent events; each one is a chunk."""
         settings = answers.settings
         return await answers.respond(request, asked, lambda live: plan_chat(asked, live, settings))
 
@@ -46,11 +46,11 @@ class ChatPlan:
     num_prompt_tokens: int
     generations: list[Generation]
     readers: list[ToolCallReader] | None
-    """One for each sequence; None if there are no tools to call."""
-    begun: Counter[int] = field(default_factory=Counter)
-    """Of a stream: how often each sequence was written of."""
+    """One reader for each sequence; None if the model may call no tools."""
+    num_deltas: Counter[int] = field(default_factory=Counter)
+    """Index of a sequence → how many of its deltas `chunks` has written."""
     num_calls: Counter[int] = field(default_factory=Counter)
-    """Of each sequence: how many tools it has called so far."""
+    """Index of a sequence → how many calls of tools it contains so far."""
 
     id_prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
@@ -79,9 +79,9 @@ class ChatPlan:
         return choices
 
     def chunks(self, index: int, delta: Delta) -> Iterator[str]:
-        if not self.begun[index]:
+        if not self.num_deltas[index]:
             yield self._chunk(index, {"role": self._role, "content": self._echo})
-        self.begun[index] += 1
+        self.num_deltas[index] += 1
         first = self.num_calls[index]
         found = self._found(index, delta)
         content: dict[str, Any] = {"content": found.text} if found.text else {}
@@ -145,7 +145,8 @@ class ChatPlan:
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
-    """What to generate for a conversation. Raises RequestError."""
+    """Decide what to generate for a conversation. Raises RequestError if the request does not fit
+    the release or the settings."""
     check_num_sequences(request.n, settings.max_sequences, "n")
     prompt = encode_chat(request, live)
     readers = None
@@ -194,12 +195,16 @@ def _tool_format(live: LiveRelease, settings: ServingSettings) -> ToolFormat:
 
 
 def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
-    """Token ids of the prompt that the release's template makes. Raises RequestError."""
+    """The token ids of the prompt that the release's chat template makes of the messages.
+
+    Raises RequestError if the release has no chat template, if the template refuses the messages,
+    or if the prompt is empty or has a token id that the network does not know.
+    """
     template = live.tokenizer.chat_template
     if template is None:
         raise RequestError(
             400,
-            f"{live.id} has no chat template; ask /v1/completions",
+            f"{live.id} has no chat template; send the request to /v1/completions",
             param="messages",
             code="no_chat_template",
         )
@@ -207,7 +212,7 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     if tools and "tools" not in template.variables:
         raise RequestError(
             400,
-            f"tools: the chat template of {live.id} shows none to the model; leave them out",
+            f"tools: the chat template of {live.id} shows none to the model; leave tools out",
             param="tools",
             code="no_tools",
         )
@@ -229,9 +234,9 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     except ChatTemplateError as error:
         raise RequestError(
             400,
-            f"messages: the chat template refuses them: {error}",
+            f"messages: the chat template refuses the messages: {error}",
             param="messages",
             code="invalid_value",
         ) from None
-    # The template writes the special tokens itself.
+    # By default, the tokenizer adds no special tokens, because the template already contains them.
     return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)

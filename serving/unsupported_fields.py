@@ -1,7 +1,7 @@
-"""Fields that OpenAI's or vLLM's servers know and this one does not support.
+"""The fields that OpenAI's or vLLM's servers know and this server does not support.
 
-A client may send them with a value that changes nothing, as many clients do with defaults. Any
-other value is an error: an answer as if the field were not there would be a wrong answer.
+A client may send such a field with a value that changes nothing, because many clients send default
+values. Any other value is an error, because an answer that ignores the field would be wrong.
 """
 
 from typing import Annotated, Any
@@ -10,6 +10,8 @@ from pydantic import AfterValidator, BaseModel
 
 
 def _only(*neutral: object) -> AfterValidator:
+    """A validator that accepts only None and the values in `neutral`."""
+
     def check(value: object) -> object:
         if value is not None and value not in neutral:
             raise ValueError("not supported here; leave it out")
@@ -19,7 +21,7 @@ def _only(*neutral: object) -> AfterValidator:
 
 
 class Unsupported(BaseModel):
-    """What neither route supports, with the values that change nothing."""
+    """The fields that neither route supports, each with the values that change nothing."""
 
     bad_words: Annotated[Any, _only([])] = None
     cache_salt: Annotated[Any, _only()] = None
@@ -43,7 +45,7 @@ class Unsupported(BaseModel):
 
 
 class UnsupportedChat(Unsupported):
-    """What chat does not support besides."""
+    """The further fields that the chat route does not support."""
 
     audio: Annotated[Any, _only()] = None
     chat_template: Annotated[Any, _only()] = None
