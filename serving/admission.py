@@ -61,6 +61,9 @@ class NothingServed(Exception):
 
 
 class Admission:
+    """Knows the live release and counts the requests of each release. At most `max_requests`
+    requests may run or wait at once."""
+
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._live: LiveRelease | None = None
@@ -93,10 +96,12 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
+        """How many requests the barrier holds back."""
         return self._num_waiting
 
     @property
     def num_in_flight(self) -> int:
+        """How many requests have a release and have not left it."""
         return self._in_flight.total()
 
     async def enter(self) -> LiveRelease:
@@ -118,6 +123,7 @@ class Admission:
         return self._live
 
     def leave(self, live: LiveRelease) -> None:
+        """Record that a request on this release has ended. Call this once for each `enter`."""
         self._in_flight[live.id] -= 1
         if not self._in_flight[live.id]:
             del self._in_flight[live.id]

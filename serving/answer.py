@@ -119,6 +119,8 @@ class Answer:
 
     @property
     def headers(self) -> dict[str, str]:
+        """The HTTP headers that name the release, its dataset commit, its job, and the damaged
+        release for which it is the substitute."""
         lineage = self.live.release.lineage
         headers = {"X-Model-Release": self.live.id}
         if lineage.dataset_revision is not None:

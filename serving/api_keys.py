@@ -61,6 +61,7 @@ def check_api_key(request: Request, keys: tuple[str, ...]) -> None:
 
 
 def wrong_token(name: str, *, status: int) -> RequestError:
+    """The error for a wrong token. `name` says which token is needed, such as "an API key"."""
     return RequestError(
         status, f"the token is not {name}", type="authentication_error", code="invalid_token"
     )

@@ -28,7 +28,7 @@ from serving.tokenizer import ReleaseTokenizer
 from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
 from serving.tool_grammar import tool_grammar
 
-NOTHING = Delta()
+_EMPTY_DELTA = Delta()
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
@@ -41,6 +41,9 @@ def add_chat(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
+    """The `Plan` of a chat. `chunks` and `choices` keep state, so use a plan for one answer only.
+    """
+
     request: ChatRequest
     tokenizer: ReleaseTokenizer
     num_prompt_tokens: int
@@ -62,7 +65,7 @@ class ChatPlan:
     def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         choices = []
         for index, sequence in enumerate(sequences):
-            found = self._found(index, sequence)
+            found = self._text_and_calls(index, sequence)
             message: dict[str, Any] = {"role": self._role, "content": self._echo + found.text}
             if found.calls:
                 message["tool_calls"] = [call.body for call in found.calls]
@@ -83,7 +86,7 @@ class ChatPlan:
             yield self._chunk(index, {"role": self._role, "content": self._echo})
         self.num_deltas[index] += 1
         first = self.num_calls[index]
-        found = self._found(index, delta)
+        found = self._text_and_calls(index, delta)
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
             content["tool_calls"] = [
@@ -92,7 +95,7 @@ class ChatPlan:
         if content or delta.tokens or delta.finish_reason is not None:
             yield self._chunk(index, content, delta)
 
-    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = NOTHING) -> str:
+    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = _EMPTY_DELTA) -> str:
         return json.dumps(
             {
                 "index": index,
@@ -112,7 +115,7 @@ class ChatPlan:
         last = self.request.messages[-1]
         return str(last.content or "") if self.request.echo and last.role == self._role else ""
 
-    def _found(self, index: int, part: Sequence | Delta) -> Found:
+    def _text_and_calls(self, index: int, part: Sequence | Delta) -> Found:
         if self.readers is None:
             return Found(part.text)
         is_end = part.finish_reason is not None
@@ -132,14 +135,14 @@ class ChatPlan:
         return {
             "content": [
                 {
-                    **self._named(token.token_id, token.logprob),
-                    "top_logprobs": [self._named(other, value) for other, value in token.top],
+                    **self._token_body(token.token_id, token.logprob),
+                    "top_logprobs": [self._token_body(other, value) for other, value in token.top],
                 }
                 for token in tokens
             ]
         }
 
-    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+    def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self.tokenizer.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 

@@ -27,6 +27,8 @@ class ChatTemplateError(Exception):
 
 
 class ChatTemplate:
+    """The compiled chat template of a release."""
+
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
     ) -> None:
@@ -80,7 +82,7 @@ class ChatTemplate:
                 raise ChatTemplateError(
                     "continue_final_message and add_generation_prompt exclude each other"
                 )
-            messages = _with_end_marked(messages)
+            messages = _mark_end(messages)
         variables = {
             **self._special_tokens,
             **kwargs,
@@ -94,7 +96,7 @@ class ChatTemplate:
             prompt = template.render(variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ChatTemplateError(str(error)) from None
-        return _up_to_the_mark(prompt) if continue_final_message else prompt
+        return _cut_at_mark(prompt) if continue_final_message else prompt
 
 
 class _GenerationBlock(Extension):
@@ -112,14 +114,14 @@ class _GenerationBlock(Extension):
         return caller()
 
 
-def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str):
         raise ChatTemplateError("the final message has no text that could be continued")
     return [*messages[:-1], {**messages[-1], "content": content + _END_OF_FINAL_MESSAGE}]
 
 
-def _up_to_the_mark(prompt: str) -> str:
+def _cut_at_mark(prompt: str) -> str:
     start, mark, rest = prompt.rpartition(_END_OF_FINAL_MESSAGE.strip())
     if not mark:
         raise ChatTemplateError("the template does not show the end of the final message")

@@ -36,6 +36,8 @@ def add_completions(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionPlan:
+    """The `Plan` of a completion. `chunks` keeps state, so use a plan for one answer only."""
+
     request: CompletionRequest
     tokenizer: ReleaseTokenizer
     prompts: list[tuple[int, ...]]
@@ -43,6 +45,7 @@ class CompletionPlan:
     """For each prompt, the text to put before its completions; an empty text without `echo`."""
     generations: list[Generation]
     num_each: int
+    """How many sequences are generated for each prompt: `best_of` or `n` of the request."""
     begun: set[int] = field(default_factory=set)
     """The indices of the sequences for which `chunks` was called already."""
 

@@ -67,7 +67,7 @@ class Constraints(BaseModel):
 
     @field_validator(*FIELDS)
     @classmethod
-    def _one_says_it_in_bounds(cls, value: object, info: ValidationInfo) -> object:
+    def _check_constraint(cls, value: object, info: ValidationInfo) -> object:
         found = _grammars(info.field_name or "", value)
         if len(found) > 1:
             raise ValueError(f"only one of {', '.join(each.kind for each in found)} is possible")
@@ -98,9 +98,9 @@ def _grammars(param: str, value: Any) -> list[Grammar]:
     """All constraints in the value of one field. A valid field has at most one."""
     if isinstance(value, ResponseFormat):
         schema = None if value.json_schema is None else value.json_schema.content
-        return _all(param, json_object=value.type == "json_object", json_schema=schema)
+        return _make_grammars(param, json_object=value.type == "json_object", json_schema=schema)
     if isinstance(value, StructuredOutputs):
-        return _all(
+        return _make_grammars(
             param,
             json_schema=value.json_,
             regex=value.regex,
@@ -109,10 +109,10 @@ def _grammars(param: str, value: Any) -> list[Grammar]:
             json_object=bool(value.json_object),
         )
     kind = param.removeprefix("guided_")
-    return _all(param, **{"json_schema" if kind == "json" else kind: value})
+    return _make_grammars(param, **{"json_schema" if kind == "json" else kind: value})
 
 
-def _all(
+def _make_grammars(
     param: str,
     *,
     json_schema: Schema | None = None,

@@ -1,4 +1,4 @@
-"""Writes the link `current` on disk, in a thread, whenever another release becomes live."""
+"""Writes the link `current` on disk, in a thread, when a swap makes another release live."""
 
 import asyncio
 from collections.abc import Callable
@@ -35,6 +35,7 @@ class CurrentLink:
         await self._write(partial(self._remove, folder))
 
     def close(self) -> None:
+        """Stop the thread after the writes that were asked for. Does not wait for them."""
         self._thread.shutdown(wait=False)
 
     def _remove(self, folder: Path) -> None:

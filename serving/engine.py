@@ -69,6 +69,8 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
+    """The logprob of one token, given the tokens before it."""
+
     token_id: int
     logprob: float
     """The natural logarithm of the token's probability in the model's own distribution:
@@ -128,6 +130,8 @@ def refuse_constraints(generation: Generation, engine: str) -> None:
 
 
 class Engine(Protocol):
+    """Computes the tokens of a server. The server calls all methods on one event loop."""
+
     holds_two: bool
     """Whether the engine can generate with two releases at the same time. If not, `commit` replaces
     the weights of the live release, so the server first waits until running requests have ended."""

@@ -13,6 +13,8 @@ _DEVICES = Path("/dev")
 
 @dataclass(frozen=True)
 class EngineChoice:
+    """An engine, and why it was chosen."""
+
     name: EngineName
     reason: str
 

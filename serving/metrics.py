@@ -87,14 +87,17 @@ class VllmMetrics:
         self._values = values
 
     def count_end(self, finish_reason: str) -> None:
+        """Count a sequence that has ended."""
         self._success.labels(*self._values, finish_reason).inc()
 
 
 class Metrics:
+    """All metrics of one server. `model_name` is the label `model_name` of vLLM's metrics."""
+
     def __init__(self, model_name: str) -> None:
         registry = self.registry = CollectorRegistry()
         self.vllm = VllmMetrics(registry, model_name)
-        self._known: list[str] = []
+        self._recent_releases: list[str] = []
         self.requests = Counter(
             "serving_requests",
             "Requests that have ended, by route and HTTP status",
@@ -176,21 +179,22 @@ class Metrics:
         self.vllm.running.set_function(lambda: max(0, num_in_flight() - self.num_waiting))
 
     def count_swap(self, result: SwapResult) -> None:
+        """Count a swap that has ended, and the time of each of its phases."""
         self.swaps.labels(result.result).inc()
         for phase, seconds in result.seconds.items():
             self.swap_seconds.labels(phase).observe(seconds)
         if result.result == "live":
             self.live.clear()
             self.live.labels(result.release).set(1)
-            self._know(result.release)
+            self._keep_recent_series(result.release)
 
-    def _know(self, release_id: str) -> None:
+    def _keep_recent_series(self, release_id: str) -> None:
         """Remove the series of all but the last `NUM_KNOWN_RELEASES` live releases. Otherwise the
         memory of a server that swaps for months would grow."""
-        if release_id in self._known:
-            self._known.remove(release_id)
-        self._known.append(release_id)
-        for forgotten in self._known[:-NUM_KNOWN_RELEASES]:
+        if release_id in self._recent_releases:
+            self._recent_releases.remove(release_id)
+        self._recent_releases.append(release_id)
+        for forgotten in self._recent_releases[:-NUM_KNOWN_RELEASES]:
             for metric in (
                 self.answers,
                 self.prompt_tokens,
@@ -199,7 +203,7 @@ class Metrics:
                 self.token_interval_seconds,
             ):
                 metric.remove_by_labels({"release": forgotten})
-        del self._known[:-NUM_KNOWN_RELEASES]
+        del self._recent_releases[:-NUM_KNOWN_RELEASES]
 
     def render(self) -> bytes:
         """The metrics in the text format of Prometheus."""

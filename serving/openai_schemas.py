@@ -138,6 +138,7 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The stop strings of the request."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -183,6 +184,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts of the request: texts, or lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

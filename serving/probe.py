@@ -15,6 +15,8 @@ from serving.weights.release import Probe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
+    """How much the logprobs of the engine differ from those of the job."""
+
     max_difference: float
     """The largest absolute difference between a logprob of the engine and the logprob of the job;
     infinite if a logprob is not finite or is missing."""

@@ -23,7 +23,7 @@ MAX_SHOWN = 60
 prompt, for example, would be too long for an error."""
 
 
-_IN_JSON = {
+_JSON_MESSAGES = {
     "dict_type": "Input should be a valid object",
     "list_type": "Input should be a valid array",
     "model_attributes_type": "Input should be a valid object",
@@ -73,7 +73,7 @@ def from_validation(error: RequestValidationError) -> RequestError:
         # first of them is a number.
         param, *inner = [part for part in map(str, each["loc"][1:]) if " " not in part] or [""]
         place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
-        message = _IN_JSON.get(each["type"], each["msg"]).removeprefix("Value error, ")
+        message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
         if isinstance(given, str | int | float) and len(repr(given)) <= MAX_SHOWN:
             message += f", got {json.dumps(given)}"

@@ -134,6 +134,7 @@ def make_generations(
 
 
 def check_num_sequences(number: int, limit: int, param: str) -> None:
+    """Raise RequestError if a request asks for more than `limit` sequences."""
     if number > limit:
         raise RequestError(
             400,
@@ -196,6 +197,7 @@ class Sequence:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def add(self, delta: Delta) -> None:
+        """Append the next delta."""
         self.text += delta.text
         self.tokens += delta.tokens
         self.num_tokens += delta.num_tokens
@@ -207,6 +209,7 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
+        """The mean logprob of the tokens; minus infinity if no token has a logprob."""
         logprobs = [token.logprob for token in self.tokens if token.logprob is not None]
         return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
@@ -222,13 +225,13 @@ class TextReader:
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
         self._stop_ids = frozenset(generation.stop_token_ids)
-        self._own_stop_ids = self._stop_ids - set(live.tokenizer.eos_token_ids)
+        self._request_stop_ids = self._stop_ids - set(live.tokenizer.eos_token_ids)
         self._min_tokens = generation.min_tokens
         self._wants_logprobs = generation.num_logprobs is not None
         self._num_seen = 0
-        self._length = 0
+        self._num_chars = 0
         """Number of characters of detokenised text."""
-        self._given = 0
+        self._num_given = 0
         """Number of characters in all deltas so far."""
         self._held: list[TokenText] = []
         """Tokens whose text is not in a delta yet."""
@@ -244,11 +247,11 @@ class TextReader:
             self._num_seen += 1
             is_end = step.finish_reason == "stop" and position == len(step.token_ids) - 1
             if self._wants_logprobs:
-                self._held.append(_token_text(step, position, token_id, self._length))
+                self._held.append(_token_text(step, position, token_id, self._num_chars))
             is_stop_token = is_end and token_id in self._stop_ids
             is_shown = self._includes_stop or not is_stop_token
             piece = self._detokenizer.add(token_id) if is_shown else ""
-            self._length += len(piece)
+            self._num_chars += len(piece)
             if self._num_seen < self._min_tokens:
                 text += piece
                 continue
@@ -263,11 +266,11 @@ class TextReader:
             stopped = stop is not None
             text += safe if stopped else safe + self._stop_strings.flush()
             if not stopped and finish_reason == "stop" and step.token_ids:
-                stop = step.token_ids[-1] if step.token_ids[-1] in self._own_stop_ids else None
+                stop = step.token_ids[-1] if step.token_ids[-1] in self._request_stop_ids else None
             finish_reason = "stop" if stopped else finish_reason
-        self._given += len(text)
+        self._num_given += len(text)
         gives_all = finish_reason is not None and not stopped
-        tokens = tuple(each for each in self._held if gives_all or each.offset < self._given)
+        tokens = tuple(each for each in self._held if gives_all or each.offset < self._num_given)
         self._held = self._held[len(tokens) :]
         return Delta(
             text=text,

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class Swapper:
+    """Runs the swaps of one server. Call all methods on its event loop."""
+
     def __init__(
         self,
         *,
@@ -55,21 +57,21 @@ class Swapper:
         its answers say why. Raises ReleaseError if `folder` cannot be served.
         """
         if folder is not None:
-            result = await self._ask(folder, is_recorded=False)
+            result = await self._enqueue(folder, is_recorded=False)
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
         release_store.sweep(self._releases_dir)
-        await self._start_with_what_was_live()
+        await self._start_with_last_live()
         try:
             pending = release_store.pending_release(self._releases_dir)
         except ReleaseError as error:
             logger.error("%s: %s", self._releases_dir / release_store.PENDING, error)
             return
         if pending is not None:
-            await self._ask(self._releases_dir / pending)
+            await self._enqueue(self._releases_dir / pending)
 
-    async def _start_with_what_was_live(self) -> None:
+    async def _start_with_last_live(self) -> None:
         try:
             release_store.served_release(self._releases_dir)
         except ReleaseError as error:
@@ -77,7 +79,7 @@ class Swapper:
             self._admission.unserved = Unserved(id=release_store.CURRENT, reasons=error.reasons)
         unserved: Unserved | None = None
         for release_id in reversed(release_store.live_releases(self._releases_dir)):
-            result = await self._ask(
+            result = await self._enqueue(
                 self._releases_dir / release_id, was_live=True, stands_in_for=unserved
             )
             if result.result == "live":
@@ -109,7 +111,7 @@ class Swapper:
             )
             self._metrics.count_swap(result)
             return result
-        return await self._ask(folder)
+        return await self._enqueue(folder)
 
     async def close(self) -> None:
         """End the running swap and the waiting one; both get the result `failed`."""
@@ -118,7 +120,7 @@ class Swapper:
             await asyncio.wait({self._worker})
         await self._phases.close()
         if self._waiting is not None:
-            self._finish(self._waiting, self._shut_down(self._waiting))
+            self._finish(self._waiting, self._shutdown_result(self._waiting))
 
     def _folder(self, requested: str) -> Path | None:
         """The folder of the release with this id or path; None if there is no such release."""
@@ -130,7 +132,7 @@ class Swapper:
             return None
         return self._releases_dir / found.name
 
-    async def _ask(
+    async def _enqueue(
         self,
         folder: Path,
         *,
@@ -170,7 +172,7 @@ class Swapper:
             try:
                 result = await self._perform(swap)
             except asyncio.CancelledError:
-                self._finish(swap, self._shut_down(swap))
+                self._finish(swap, self._shutdown_result(swap))
                 raise
             if result.result != "deferred":
                 await self._clear_pending(swap)
@@ -221,7 +223,7 @@ class Swapper:
             return swap.stopped(unforeseen, self._live_id())
         return swap.succeeded(previous.id if previous else None)
 
-    def _shut_down(self, swap: SwapAttempt) -> SwapResult:
+    def _shutdown_result(self, swap: SwapAttempt) -> SwapResult:
         return swap.stopped(SwapStopped("failed", "the server is shutting down"), self._live_id())
 
     def _live_id(self) -> str | None:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False, kw_only=True)
 class SwapAttempt:
+    """One swap: what was requested, and how far it has come."""
+
     folder: Path
     is_recorded: bool
     """Whether the swap writes the link `current`. False for a folder that was named at the start of
@@ -34,7 +36,9 @@ class SwapAttempt:
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None
     is_committing: bool = False
+    """Whether the commit may have begun. From then on, a newer swap does not replace this one."""
     max_difference: float | None = None
+    """The `max_difference` of the probe; None before the probe."""
 
     @property
     def release_id(self) -> str:
@@ -52,6 +56,7 @@ class SwapAttempt:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
     def stop_if_superseded(self) -> None:
+        """Raise SwapStopped if a newer swap was requested."""
         if self.superseded_by is not None:
             raise SwapStopped("superseded", f"a swap to {self.superseded_by} was requested later")
 
@@ -104,11 +109,11 @@ async def bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
         raise
     if not done:
         task.cancel()
-        task.add_done_callback(_forget)
+        task.add_done_callback(_log_late_error)
         raise TimeoutError
     return task.result()
 
 
-def _forget(task: "asyncio.Future[Any]") -> None:
+def _log_late_error(task: "asyncio.Future[Any]") -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("a step of a swap failed after its time limit: %s", task.exception())

@@ -52,16 +52,17 @@ class SwapPhases:
         self._settings = settings
         self._releases_dir = releases_dir
         self._pipeline = pipeline
-        self._current = CurrentLink(releases_dir, settings.barrier_seconds)
+        self._current_link = CurrentLink(releases_dir, settings.barrier_seconds)
         self._retiring: dict[str, asyncio.Task[None]] = {}
         """Id of a release that is loaded but not live → the task that unloads this release when its
         last request has ended."""
 
     async def close(self) -> None:
+        """Stop the unloading of old releases, and the thread that writes `current`."""
         for task in (retiring := list(self._retiring.values())):
             task.cancel()
         await asyncio.gather(*retiring, return_exceptions=True)
-        self._current.close()
+        self._current_link.close()
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
         """Make the release of `swap` live. Returns the release that was live before, which may be
@@ -84,11 +85,11 @@ class SwapPhases:
             return previous
         await self._stage(swap, candidate)
         try:
-            candidate = self._within_the_engine(candidate)
+            candidate = self._with_engine_context(candidate)
             if self._engine.holds_two:
-                await self._switch_beside(swap, candidate, previous)
+                await self._switch_with_two(swap, candidate, previous)
             else:
-                await self._switch_in_place(swap, candidate, previous)
+                await self._switch_with_one(swap, candidate, previous)
         except BaseException:
             self._begin_retiring(candidate.id)
             raise
@@ -191,10 +192,10 @@ class SwapPhases:
                 await self._unload(candidate.id)
                 raise SwapStopped("failed", f"stage: {error}") from error
 
-    def _within_the_engine(self, candidate: LiveRelease) -> LiveRelease:
+    def _with_engine_context(self, candidate: LiveRelease) -> LiveRelease:
         return replace(candidate, engine_context=self._engine.max_context(candidate.id))
 
-    async def _switch_beside(
+    async def _switch_with_two(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         swap.stop_if_superseded()
@@ -204,13 +205,13 @@ class SwapPhases:
             await self._probe(swap, candidate, self._settings.phase_seconds)
             await self._record(swap, candidate)
         except BaseException:
-            await self._go_back(swap, previous)
+            await self._restore_previous(swap, previous)
             raise
         # There is no `await` inside, so no request waits at this barrier.
         with swap.timed("barrier"), self._admission.closed():
             self._admission.switch(candidate)
 
-    async def _switch_in_place(
+    async def _switch_with_one(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         with self._admission.closed():
@@ -224,7 +225,7 @@ class SwapPhases:
                 await self._probe(swap, candidate, self._settings.barrier_seconds)
                 await self._record(swap, candidate)
             except BaseException:
-                await self._go_back(swap, previous)
+                await self._restore_previous(swap, previous)
                 raise
             self._admission.switch(candidate)
 
@@ -269,14 +270,14 @@ class SwapPhases:
 
     async def _record(self, swap: SwapAttempt, live: LiveRelease) -> None:
         if swap.is_recorded:
-            await self._current.set(live)
+            await self._current_link.set(live)
 
-    async def _go_back(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
+    async def _restore_previous(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
         """Make the engine and the link `current` use `previous` again."""
         with suppress(SwapStopped):
             if previous is None:
                 if not swap.was_live:
-                    await self._current.remove(swap.folder)
+                    await self._current_link.remove(swap.folder)
                 return
             try:
                 await bounded(self._engine.commit(previous.id), self._commit_seconds)

@@ -21,13 +21,13 @@ from serving.weights.release import FileEntry, Release
 
 REPLACEMENT = "\ufffd"
 
-_CHARACTER_BYTES = 4
+_MAX_CHARACTER_BYTES = 4
 """A character has at most this many bytes in UTF-8. Because a token has at least one byte, this is
 also the largest number of tokens that share a character."""
-_MOST_WAITING = 16
+_MAX_WAITING_TOKENS = 16
 """If this many tokens wait for the end of a character, the text of all but the last few is final.
 """
-_PROMPT_TOKENS = 6
+_NUM_PROMPT_TOKENS = 6
 """How many of the prompt's last tokens are decoded together with the first new tokens."""
 
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -48,6 +48,8 @@ _SAMPLING_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTokenizer:
+    """The tokenizer of a release, and what the config files of the release say about sequences."""
+
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     """The end-of-sequence tokens. They are from the first of these that names any:
@@ -65,6 +67,7 @@ class ReleaseTokenizer:
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The token ids of `text`."""
         # Use this method because `encode` keeps the GIL, so that no other thread could run.
         (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
@@ -72,6 +75,7 @@ class ReleaseTokenizer:
     def decode(
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
+        """The text of `token_ids`, by default without special tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -121,7 +125,7 @@ class Detokenizer:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         shown = (token_id for token_id in reversed(prompt) if token_id not in self._skipped)
-        self._ids = list(islice(shown, _PROMPT_TOKENS))[::-1]
+        self._ids = list(islice(shown, _NUM_PROMPT_TOKENS))[::-1]
         """The token ids of the window."""
         self._given_text = self._decode(self._ids)
         """The text of the window's tokens that is part of a piece, or of the prompt."""
@@ -129,7 +133,7 @@ class Detokenizer:
             # The prompt ends inside a character. The first new token would change the prompt's
             # text, so leave the prompt out of the window.
             self._ids, self._given_text = [], ""
-        self._given = len(self._ids)
+        self._num_given = len(self._ids)
         """How many tokens of the window have the text `_given_text`."""
 
     def add(self, token_id: int) -> str:
@@ -140,7 +144,7 @@ class Detokenizer:
         text = self._decode(self._ids)
         if len(text) > len(self._given_text) and not text.endswith(REPLACEMENT):
             return self._give(text, len(self._ids))
-        if len(self._ids) - self._given >= _MOST_WAITING:
+        if len(self._ids) - self._num_given >= _MAX_WAITING_TOKENS:
             return self._give(*self._certain_part(text))
         return ""
 
@@ -152,7 +156,7 @@ class Detokenizer:
     def _certain_part(self, text: str) -> tuple[str, int]:
         """The beginning of the window whose text cannot change any more: its text, and its number
         of tokens."""
-        for num_left in range(_CHARACTER_BYTES, 2 * _CHARACTER_BYTES):
+        for num_left in range(_MAX_CHARACTER_BYTES, 2 * _MAX_CHARACTER_BYTES):
             end = len(self._ids) - num_left
             head = self._decode(self._ids[:end])
             if head + self._decode(self._ids[end:]) == text:  # the cut splits no character
@@ -163,9 +167,9 @@ class Detokenizer:
         """The new part of `text`, which is the text of the window's first `num_tokens` tokens.
         Moves the window forward."""
         piece = text[len(self._given_text) :]
-        del self._ids[: self._given]
-        self._given = num_tokens - self._given
-        self._given_text = self._decode(self._ids[: self._given])
+        del self._ids[: self._num_given]
+        self._num_given = num_tokens - self._num_given
+        self._given_text = self._decode(self._ids[: self._num_given])
         return piece
 
 
@@ -253,7 +257,7 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
     try:
         if path.is_file():
             tokenizer = Tokenizer.from_file(str(path))
-            if _is_all_said(tokenizer, settings):
+            if _satisfies_settings(tokenizer, settings):
                 return tokenizer
         from transformers import AutoTokenizer
 
@@ -265,7 +269,7 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
 
 
-def _is_all_said(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
+def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     """Whether `tokenizer`, which is made from tokenizer.json alone, does all that `settings`, the
     content of tokenizer_config.json, asks for."""
     kind = str(settings.get("tokenizer_class"))

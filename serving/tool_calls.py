@@ -30,6 +30,8 @@ _NUM_ID_CHARACTERS = 9
 
 @dataclass(frozen=True)
 class ToolFormat:
+    """How a model marks calls of tools in its text."""
+
     begin: str
     """The mark before calls."""
     end: str | None = None
@@ -60,6 +62,8 @@ def format_of(template: str) -> ToolFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
+    """One call of a tool by the model."""
+
     name: str
     arguments: str
     """The arguments as JSON text."""
@@ -155,7 +159,7 @@ class ToolCallReader:
         stop = self._object.find(self._held, before.end() - 1)
         if stop is None:
             return False
-        call = self._call_in(self._held[before.end() - 1 : stop], before["name"])
+        call = self._parse_call(self._held[before.end() - 1 : stop], before["name"])
         if call is None:
             return self._give_up(found)
         found.calls.append(call)
@@ -163,7 +167,7 @@ class ToolCallReader:
         self._held, self._object, self._may_be_bare = self._held[stop:], _ObjectEnd(), False
         return True
 
-    def _call_in(self, text: str, name: str | None) -> ToolCall | None:
+    def _parse_call(self, text: str, name: str | None) -> ToolCall | None:
         try:
             content = json.loads(text)
         except ValueError:

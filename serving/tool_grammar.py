@@ -30,23 +30,23 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
     if is_list:
         schema = {"type": "array", "items": schema, "minItems": 1}
     arguments = {
-        str(number): _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
+        str(number): _with_root(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
         for number, tool in enumerate(tools)
     }
     text = json.dumps({**schema, "$defs": arguments})
     return Grammar(kind="json_schema", text=text, param="tool_choice")
 
 
-def _moved(schema: Any, root: str) -> Any:
+def _with_root(schema: Any, root: str) -> Any:
     """`schema`, changed so that its references to its own parts are right when it stands at the
     place `root` of a larger schema."""
     if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
+        return [_with_root(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
         name: root + value[1:]
         if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
+        else _with_root(value, root)
         for name, value in schema.items()
     }

@@ -58,6 +58,7 @@ class Limits:
     """A client that has an answer to read must make progress within this time."""
 
     def seconds(self, awaited: Awaited) -> float:
+        """The time limit for what the client must do next."""
         if awaited == "headers":
             return self.headers_seconds
         return self.body_seconds if awaited == "body" else self.reading_seconds
