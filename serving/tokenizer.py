@@ -25,8 +25,8 @@ _MAX_CHARACTER_BYTES = 4
 """A character has at most this many bytes in UTF-8. Because a token has at least one byte, this is
 also the largest number of tokens that share a character."""
 _MAX_WAITING_TOKENS = 16
-"""If this many tokens wait for the end of a character, the text of all but the last few is final.
-"""
+"""If this many tokens wait for the end of a character, the text of all but the last few is
+passed on."""
 _NUM_PROMPT_TOKENS = 6
 """How many of the prompt's last tokens are decoded together with the first new tokens."""
 
