@@ -1,1 +1,1 @@
-"""Answers OpenAI requests from the current release."""
+"""Answers requests in OpenAI's format with the live release."""

@@ -1,7 +1,7 @@
-"""`Admission`: which release a request is answered by, and the barrier in front of a switch.
+"""`Admission` gives each request its release. Its barrier holds new requests back during a swap.
 
-A request enters once and keeps the release that it was given until it leaves, whatever is switched
-meanwhile. Runs on the event loop's thread only; never touches an engine.
+A request enters once, and keeps its release until it leaves, even if another release becomes live
+meanwhile. All of this runs on the thread of the event loop, and nothing here calls an engine.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from serving.weights.release import Release
 
 @dataclass(frozen=True, kw_only=True)
 class Unserved:
-    """The release that should be served, and why it is not."""
+    """The release that should be served, and the reasons why it is not."""
 
     id: str
     reasons: tuple[str, ...]
@@ -28,17 +28,18 @@ class Unserved:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveRelease:
-    """A release that requests can be answered by, with what the server needs of it."""
+    """A release that can answer requests, and what the server needs to use it."""
 
     release: Release
     folder: Path
     tokenizer: ReleaseTokenizer
     live_since: int
-    """Unix seconds."""
+    """When the preflight of the release's swap ended, in Unix seconds."""
     stands_in_for: Unserved | None = None
-    """Set if this older release is served because the chosen one cannot be."""
+    """The release for which this older release is the substitute; None if it is no substitute."""
     engine_context: int | None = None
-    """Tokens that the engine has room for; None for all that the release allows."""
+    """The largest number of tokens in a sequence for which the engine has memory; None if the
+    engine has enough memory for every length that the release allows."""
 
     @property
     def id(self) -> str:
@@ -46,20 +47,23 @@ class LiveRelease:
 
     @property
     def context_length(self) -> int:
-        """Prompt and new tokens together, at most."""
+        """The largest number of tokens in a sequence, counting the prompt and the new tokens."""
         allowed = self.tokenizer.context_length
         return allowed if self.engine_context is None else min(allowed, self.engine_context)
 
 
 class QueueFull(Exception):
-    """As many requests as allowed are being answered or wait."""
+    """The largest allowed number of requests are already running or waiting."""
 
 
 class NothingServed(Exception):
-    """No release was ever live here."""
+    """No release has been live since the start of the server."""
 
 
 class Admission:
+    """Knows the live release and counts the requests of each release. At most `max_requests`
+    requests may run or wait at once."""
+
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._live: LiveRelease | None = None
@@ -69,11 +73,14 @@ class Admission:
         self._open.set()
         self._left = asyncio.Event()
         self.unserved: Unserved | None = None
-        """What was served last, if it cannot be, and nothing else was live since the start."""
+        """The release that should be served, if the server failed to load it at the start. It says
+        why there is no live release, so it has no meaning once there is one."""
         self.is_stopping = False
-        """The server was told to stop: what is being answered ends, nothing new begins."""
+        """Whether the server was told to stop. Running requests then end, and new ones are refused.
+        """
         self.previous: str | None = None
-        """What was live before, for who wants to roll back."""
+        """The id of the release that was live before the live one; None if there was none since the
+        start of the server."""
 
     @property
     def live(self) -> LiveRelease | None:
@@ -84,21 +91,23 @@ class Admission:
         return not self._open.is_set()
 
     def is_used(self, release_id: str) -> bool:
-        """Whether a request is still answered by this release."""
+        """Whether this release still answers a request."""
         return release_id in self._in_flight
 
     @property
     def num_waiting(self) -> int:
+        """How many requests the barrier holds back."""
         return self._num_waiting
 
     @property
     def num_in_flight(self) -> int:
+        """How many requests have a release and have not left it."""
         return self._in_flight.total()
 
     async def enter(self) -> LiveRelease:
-        """The release for one request, which must `leave` it. Waits while the barrier is closed.
+        """The release for one request. When the request ends, pass this release to `leave`.
 
-        Raises QueueFull and NothingServed.
+        Waits while the barrier is closed. Raises QueueFull and NothingServed.
         """
         if self.num_in_flight + self.num_waiting >= self._max_requests:
             raise QueueFull
@@ -114,6 +123,7 @@ class Admission:
         return self._live
 
     def leave(self, live: LiveRelease) -> None:
+        """Record that a request on this release has ended. Call this once for each `enter`."""
         self._in_flight[live.id] -= 1
         if not self._in_flight[live.id]:
             del self._in_flight[live.id]
@@ -121,7 +131,8 @@ class Admission:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Hold new requests back. Everything awaited inside must be bounded in time."""
+        """Holds new requests back until the `with` block ends. Inside the block, await nothing
+        without a time limit: all new requests wait for it."""
         self._open.clear()
         try:
             yield
@@ -129,13 +140,13 @@ class Admission:
             self._open.set()
 
     def switch(self, live: LiveRelease) -> None:
-        """From now on requests enter on `live`."""
+        """Give the release `live` to all requests that enter from now on."""
         if self._live is not None and self._live.id != live.id:
             self.previous = self._live.id
         self._live = live
 
     async def drained(self, release_id: str) -> None:
-        """Until no request is answered by this release."""
+        """Wait until this release answers no request any more."""
         while release_id in self._in_flight:
             self._left.clear()
             await self._left.wait()

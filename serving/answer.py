@@ -1,7 +1,8 @@
-"""How a request is answered: admitted once, on the release that is live then, whole or as events.
+"""Answers a request: admits it, generates with its release, and sends the answer as one body or as
+a stream of events.
 
-What is asked for and how a choice is written is a route's own (`Plan`). A request that the client
-hangs up on ends: its slot is free at once.
+A route gives a `Plan`, which says what to generate and how to write the choices. If the client
+disconnects, the request ends and its slot in the engine becomes free at once.
 """
 
 import asyncio
@@ -36,11 +37,12 @@ from serving.settings import ServingSettings
 T = TypeVar("T")
 
 LARGE_BODY_BYTES = 4096
-"""A smaller one has a prompt that is tokenised in a millisecond or two."""
+"""The prompt of a larger body is tokenised in a thread. The prompt of a smaller one takes only a
+millisecond or two."""
 
 
 class Plan(Protocol):
-    """What is generated for an admitted request, and how a route writes it."""
+    """What to generate for an admitted request, and how its route writes the answer."""
 
     @property
     def request(self) -> SamplingRequest: ...
@@ -48,26 +50,29 @@ class Plan(Protocol):
     def id_prefix(self) -> str: ...
     @property
     def objects(self) -> tuple[str, str]:
-        """`object` of the whole answer, and of a chunk of a stream."""
+        """The field `object` of a complete answer, and of a chunk of a stream."""
 
     @property
     def generations(self) -> list[Generation]:
-        """`num_each` for the first prompt, then for the second, …"""
+        """`num_each` generations for the first prompt, then `num_each` for the second, …"""
 
     @property
-    def num_each(self) -> int: ...
+    def num_each(self) -> int:
+        """How many sequences are generated for each prompt."""
+
     @property
     def num_prompt_tokens(self) -> int: ...
     def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        """Of the whole answer."""
+        """The choices of a complete answer, from the complete `sequences`."""
 
     def chunks(self, index: int, delta: Delta) -> Iterable[str]:
-        """Choices of a stream, as JSON; none where there is nothing to say."""
+        """The choices of a stream, as JSON, for a delta of the sequence with this index. Empty if
+        the delta adds nothing that the client should see."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One admitted request: the release that it is answered by, and what every body says."""
+    """Generates the answer to one admitted request, and writes it."""
 
     engine: Engine
     live: LiveRelease
@@ -75,14 +80,14 @@ class Answer:
     model: str
     plan: Plan
     started: float
-    """When the request arrived, by `time.perf_counter`."""
+    """When the request arrived: a value of `time.perf_counter`."""
     waiting: WaitingRequest
-    """Ends with the first step of any sequence."""
+    """Counts this request as waiting until the first step of any of its sequences."""
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def body(self) -> dict[str, Any]:
-        """The whole answer. Raises EngineError."""
+        """The complete answer. Raises EngineError."""
         sequences = [Sequence() for _ in self.plan.generations]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
@@ -97,8 +102,8 @@ class Answer:
         }
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Server-sent events, the closing `[DONE]` included. Raises EngineError."""
-        # Up to the choices, an event is written once and not for each token.
+        """The answer as server-sent events; `[DONE]` is the last one. Raises EngineError."""
+        # All events are equal up to the choices, so write this part once and not for each token.
         start = "data: " + json.dumps(self._head(self.plan.objects[1]))[:-1] + ', "choices": ['
         end = '], "usage": null}\n\n' if self.plan.request.includes_usage else "]}\n\n"
         num_new, num_cached = 0, [0] * len(self.plan.generations)
@@ -114,6 +119,8 @@ class Answer:
 
     @property
     def headers(self) -> dict[str, str]:
+        """The HTTP headers that name the release, its dataset commit, its job, and the damaged
+        release for which it is the substitute."""
         lineage = self.live.release.lineage
         headers = {"X-Model-Release": self.live.id}
         if lineage.dataset_revision is not None:
@@ -125,7 +132,8 @@ class Answer:
         return headers
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Those of all sequences, timed and counted."""
+        """The deltas of all sequences, each with the index of its sequence. Also measures times,
+        and counts tokens, for the metrics."""
         plan = self.plan
         times = RequestTimes(self.metrics, self.live.id, self.started, plan.num_prompt_tokens)
         num_cached = [0] * len(plan.generations)
@@ -148,7 +156,8 @@ class Answer:
         }
 
     def _usage(self, num_new: int, num_cached: list[int]) -> dict[str, Any]:
-        # A prompt counts once, and so does what was found of it.
+        # Several sequences may have the same prompt. Count its tokens, and those of them that were
+        # in the cache, only once.
         num_prompt, num_found = self.plan.num_prompt_tokens, sum(num_cached[:: self.plan.num_each])
         return {
             "prompt_tokens": num_prompt,
@@ -160,7 +169,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers the requests of one pipeline."""
+    """Answers the requests to one pipeline."""
 
     engine: Engine
     admission: Admission
@@ -171,8 +180,13 @@ class Answers:
     async def respond(
         self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
     ) -> Response:
-        """Admit once, answer on that release as `plan` says, leave. Raises RequestError, as `plan`
-        may."""
+        """The answer to `request`, whose parsed body is `asked`. `plan` makes the plan for the
+        release that the request gets.
+
+        Raises RequestError, which `plan` may raise too; TimeoutError if the answer takes longer
+        than `request_seconds`; and EngineError. In a stream, an error after the admission becomes
+        an error event or an error response.
+        """
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
@@ -187,7 +201,7 @@ class Answers:
             if asked.model not in (None, self.pipeline, live.id):
                 raise model_not_found(asked.model, self.pipeline)
             if len(await request.body()) > LARGE_BODY_BYTES:
-                # Tokenising takes a while, and nobody's stream should wait for it.
+                # Tokenise a long prompt in a thread, so that no running stream waits for it.
                 async with asyncio.timeout_at(deadline):
                     planned = await asyncio.to_thread(plan, live)
             else:
@@ -226,7 +240,8 @@ class Answers:
         except NothingServed:
             raise nothing_served(self.pipeline, self.admission.unserved) from None
         except BaseException:
-            # The deadline may have passed in the very turn in which the request was let in.
+            # `enter` may have succeeded in the same turn of the event loop in which the deadline
+            # passed. Then the request has entered and must leave.
             if entering.done() and not entering.cancelled() and entering.exception() is None:
                 self.admission.leave(entering.result())
             raise
@@ -238,10 +253,12 @@ class Answers:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """`work`'s result; when the client goes first, `work` is cancelled. Raises ClientGone.
+    """The result of `work`. If the client disconnects before `work` ends, cancels `work` and raises
+    ClientGone.
 
-    Cancelled in the turn in which `work` ends, it drops the result: who must give that back makes
-    `work` a task, and looks.
+    If this function is cancelled in the same turn of the event loop in which `work` ends, the
+    result of `work` is lost. A caller that must release this result should pass a task, and look at
+    the task's result after the cancellation.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -257,11 +274,12 @@ async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events from a generator.
+    """Sends the events of a generator as server-sent events.
 
-    An error before the first event is an ordinary error response; one after it ends the stream with
-    an error event. So does one that goes on after `deadline`, a moment of the event loop's clock.
-    `on_end` is called exactly once, however it ends.
+    If an error occurs before the first event, the client gets an error response. If it occurs
+    later, the stream ends with an error event. A stream that continues after `deadline`, a time of
+    the event loop's clock, counts as such an error. When the response ends, for any reason,
+    `on_end` is called once with the HTTP status for the metrics.
     """
 
     media_type = "text/event-stream"

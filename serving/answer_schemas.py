@@ -1,5 +1,5 @@
-"""What the routes answer, for the OpenAPI document. The routes write their answers themselves: a
-stream has no time to be validated."""
+"""The schemas of the answers, for the OpenAPI document. The routes for completions write their JSON
+without these schemas, because a validation of each chunk would slow streams down."""
 
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ class ErrorAnswer(_Answer):
 
 class PromptTokensDetails(_Answer):
     cached_tokens: int
-    """Those that the engine found in its cache for this release."""
+    """How many prompt tokens the engine found in its cache for this release."""
 
 
 class Usage(_Answer):
@@ -42,7 +42,7 @@ class _WithHead(_Answer):
     """Unix seconds."""
     model: str
     system_fingerprint: str
-    """The release that answers."""
+    """The id of the release that answers."""
     usage: Usage
 
 
@@ -59,7 +59,7 @@ class CompletionChoice(_Answer):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: str | int | None
-    """The stop string, or the id among `stop_token_ids`, that ended it."""
+    """The stop string, or the id among `stop_token_ids`, that ended the text."""
 
 
 class CompletionAnswer(_WithHead):
@@ -95,7 +95,7 @@ class AnsweredToolCall(_Answer):
 
 class AnswerMessage(_Answer):
     role: str
-    """`assistant`, or that of the last message if it is continued."""
+    """`assistant`; if the request continues its last message, the role of this message."""
     content: str | None
     tool_calls: list[AnsweredToolCall] = []
 
@@ -106,7 +106,7 @@ class ChatChoice(_Answer):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | Literal["tool_calls"]
     stop_reason: str | int | None
-    """The stop string, or the id among `stop_token_ids`, that ended it."""
+    """The stop string, or the id among `stop_token_ids`, that ended the text."""
 
 
 class ChatAnswer(_WithHead):
@@ -118,7 +118,7 @@ class ModelAnswer(_Answer):
     id: str
     object: Literal["model"] = "model"
     created: int
-    """Unix seconds: since when the release is live."""
+    """Since when the release is live, in Unix seconds."""
     owned_by: Literal["hotpush"] = "hotpush"
     root: str
     """The folder of the release."""
@@ -147,7 +147,7 @@ class DetokenizeAnswer(_Answer):
 
 class VersionAnswer(_Answer):
     version: str
-    """Of this server, not of its engine."""
+    """The version of this server, not of its engine."""
 
 
 class LiveAnswer(_Answer):
@@ -160,25 +160,26 @@ class HealthAnswer(_Answer):
     release: str | None = None
     dataset_revision: str | None = None
     stands_in_for: str | None = None
-    """The damaged release in whose place `release` is served."""
+    """The id of the damaged release for which `release` is the substitute."""
     reason: str | None = None
 
 
 _FAULTS: dict[int | str, str] = {
-    400: "A field is wrong, or not supported",
+    400: "A field is wrong or not supported",
     401: "The API key is missing or wrong",
     404: "This model is not served here",
-    409: "`X-Exact-Release` names another release than the live one",
+    409: "`X-Exact-Release` names a release that is not live",
     413: "The body is too large",
     429: "Too many requests run or wait",
     503: "No release is served, or the engine failed",
     504: "The answer took too long",
-    # Stands for 422 too, which FastAPI would describe otherwise. Nothing here answers 422.
-    "4XX": "Another fault of the request",
+    # FastAPI describes 422 by itself unless "4XX" is described. No route with these errors answers
+    # 422.
+    "4XX": "Another error in the request",
 }
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": description}
     for status, description in _FAULTS.items()
 }
-"""For `responses` of a route."""
+"""The argument `responses` of a route that has these errors."""

@@ -1,4 +1,4 @@
-"""Who may ask: bearer tokens."""
+"""Checks the bearer tokens of requests."""
 
 import secrets
 
@@ -10,10 +10,11 @@ from serving.settings import ServingSettings
 
 
 def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
-    """All keys of the settings and of their file; none means that everyone may ask.
+    """All API keys of the settings and of `api_key_file`. If this is empty, everyone may send
+    requests.
 
-    Raises ServingError for a file that cannot be read or has no key: an empty one must not open the
-    door.
+    Raises ServingError if the file cannot be read. Also raises it if the file contains no key,
+    because otherwise an empty file would let everyone in.
     """
     keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
     if settings.api_key_file is not None:
@@ -24,20 +25,23 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
         lines = (line.strip() for line in text.splitlines())
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise ServingError(f"{settings.api_key_file}: holds no key; write one per line")
+            raise ServingError(
+                f"{settings.api_key_file}: the file contains no key; write one key per line"
+            )
         keys += found
     return tuple(keys)
 
 
 def is_one_of(given: str, keys: tuple[str, ...]) -> bool:
-    """In the same time for each key, right or wrong."""
+    """Whether `given` is one of `keys`. Takes the same time for a right and a wrong key, so that
+    the time tells an attacker nothing about the keys."""
     matches = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]
     return any(matches)
 
 
 def bearer_of(request: Request, name: str) -> str:
-    """The bearer token of a request. Raises RequestError for a request without one; `name` says in
-    the message what is needed."""
+    """The bearer token of a request. Raises RequestError 401 if the request has none. `name` says
+    in the error message which token is needed, such as "an API key"."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         raise RequestError(
@@ -51,10 +55,13 @@ def bearer_of(request: Request, name: str) -> str:
 
 
 def check_api_key(request: Request, keys: tuple[str, ...]) -> None:
-    """Raises RequestError for a request without one of `keys`."""
+    """Raise RequestError 401 if the request has none of `keys`."""
     if not is_one_of(bearer_of(request, "an API key"), keys):
         raise wrong_token("an API key", status=401)
 
 
 def wrong_token(name: str, *, status: int) -> RequestError:
-    return RequestError(status, f"not {name}", type="authentication_error", code="invalid_token")
+    """The error for a wrong token. `name` says which token is needed, such as "an API key"."""
+    return RequestError(
+        status, f"the token is not {name}", type="authentication_error", code="invalid_token"
+    )

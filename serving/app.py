@@ -1,4 +1,4 @@
-"""The OpenAI-compatible application over one pipeline's live release: its parts, and its routes."""
+"""Builds the web application that serves one pipeline, with all its routes."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -46,7 +46,7 @@ from serving.token_routes import add_token_routes
 SWAP_STATUS = {"live": 200, "refused": 422, "superseded": 409, "deferred": 503, "failed": 500}
 
 KEY_NEEDED = Depends(HTTPBearer(auto_error=False, description="One of the server's API keys."))
-"""Says in the OpenAPI document that a key may be needed; the route's class checks it."""
+"""Says in the OpenAPI document that a key may be needed. The class of the route checks the key."""
 
 
 def create_app(
@@ -59,11 +59,16 @@ def create_app(
     job_may_swap: Callable[[str], bool] = lambda token: False,
     folder: Path | None = None,
 ) -> FastAPI:
-    """The application over `releases_dir`, which is `<home>/releases/<pipeline>`.
+    """The application that serves the releases in `releases_dir`, the folder
+    `<home>/releases/<pipeline>`.
 
-    On start it serves `folder` if given, else the current and then the pending release; on shutdown
-    it closes `engine`. A swap needs `admin_token`, or the token of a job that `job_may_swap`, which
-    may wait for a database. Raises ServingError for API keys that cannot be read.
+    When the application starts, it serves `folder`. If this is None, it serves the release that was
+    live last, and then swaps in the pending release. When the application stops, it closes
+    `engine`.
+
+    A request for a swap needs `admin_token`, or a token for which `job_may_swap` returns true. This
+    function runs in a thread, so it may wait for a database. Raises ServingError if the file of API
+    keys cannot be read or contains no key.
     """
     metrics = Metrics(pipeline)
     admission = Admission(settings.max_queue)
@@ -110,7 +115,7 @@ def create_app(
         if not is_one_of(given, (admin_token,)) and not await run_in_threadpool(
             job_may_swap, given
         ):
-            raise wrong_token("the admin token, and not that of a running job", status=403)
+            raise wrong_token("the admin token or the token of a running job", status=403)
 
     answers = Answers(
         engine=engine, admission=admission, settings=settings, metrics=metrics, pipeline=pipeline
@@ -150,7 +155,7 @@ def _add_models(router: APIRouter, answers: Answers) -> None:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelAnswer:
-        """The live release, by the pipeline's name or by its own id."""
+        """The live release. `model` is the name of the pipeline or the id of the release."""
         live = answers.admission.live
         if live is None:
             raise nothing_served(answers.pipeline, answers.admission.unserved)
@@ -172,16 +177,20 @@ def _add_swap(router: APIRouter, swapper: Swapper) -> None:
         dependencies=[Depends(HTTPBearer(auto_error=False, description="The admin token."))],
     )
     async def swap(asked: SwapRequest) -> Response:
-        """Make another release live. The status says what became of it."""
+        """Make another release live. The HTTP status and the body say how the swap ended."""
         result = await swapper.swap(asked.release)
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if result.result == "deferred" else None
         return JSONResponse(result.model_dump(mode="json"), SWAP_STATUS[result.result], headers)
 
 
 def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics: Metrics) -> None:
+    not_ready: dict[int | str, dict[str, Any]] = {
+        503: {"description": "The server accepts no requests now"}
+    }
+
     @app.get("/live", response_model=LiveAnswer, responses={503: {"model": LiveAnswer}})
     async def alive() -> Response:
-        """Whether the server works. It also does while it has no release."""
+        """Whether the server works. It works even while it has no release."""
         try:
             await engine.take_turn()
         except EngineError as error:
@@ -191,7 +200,7 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
     async def health() -> Response:
-        """Whether to send requests here."""
+        """Whether clients should send requests to this server."""
         live = admission.live
         if admission.is_stopping:
             return JSONResponse({"status": "stopping"}, 503)
@@ -215,10 +224,10 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
             }
         )
 
-    @app.get("/ping", response_class=Response, responses={503: {"description": "Not now"}})
-    @app.post("/ping", response_class=Response, responses={503: {"description": "Not now"}})
+    @app.get("/ping", response_class=Response, responses=not_ready)
+    @app.post("/ping", response_class=Response, responses=not_ready)
     async def ping() -> Response:
-        """The status of `/health` alone, as SageMaker asks for it."""
+        """The status of `/health` without its body. SageMaker requests this route."""
         return Response(status_code=(await health()).status_code)
 
     @app.get("/version")
@@ -227,14 +236,15 @@ def _add_own_routes(app: FastAPI, engine: Engine, admission: Admission, metrics:
 
     @app.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
-        """Counts and times, in the text format of Prometheus."""
+        """The metrics of the server, in the text format of Prometheus."""
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
 
 def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     async def on_error(request: Request, error: Exception) -> Response:
         problem = translated(error)
-        # Paths that exist only: a scanner must not fill the registry.
+        # Use only paths of existing routes as labels. Otherwise a scanner that requests random
+        # paths would fill the registry.
         route = request.scope.get("route")
         metrics.requests.labels(getattr(route, "path", "unknown"), problem.status).inc()
         return problem.response()

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: messages in, a message out."""
+"""The route `/v1/chat/completions`, which answers messages with a message."""
 
 import json
 from collections import Counter
@@ -28,29 +28,32 @@ from serving.tokenizer import ReleaseTokenizer
 from serving.tool_calls import FORCED, FORMATS, Found, ToolCallReader, ToolFormat, format_of
 from serving.tool_grammar import tool_grammar
 
-NOTHING = Delta()
+_EMPTY_DELTA = Delta()
 
 
 def add_chat(router: APIRouter, answers: Answers) -> None:
     @router.post("/v1/chat/completions", response_model=ChatAnswer)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        """Continue a conversation. A stream is of server-sent events, each a chunk."""
+        """Continue a conversation. A stream consists of server-sent events; each one is a chunk."""
         settings = answers.settings
         return await answers.respond(request, asked, lambda live: plan_chat(asked, live, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
+    """The `Plan` of a chat. `chunks` and `choices` keep state, so use a plan for one answer only.
+    """
+
     request: ChatRequest
     tokenizer: ReleaseTokenizer
     num_prompt_tokens: int
     generations: list[Generation]
     readers: list[ToolCallReader] | None
-    """One for each sequence; None if there are no tools to call."""
-    begun: Counter[int] = field(default_factory=Counter)
-    """Of a stream: how often each sequence was written of."""
+    """One reader for each sequence; None if the model may call no tools."""
+    num_deltas: Counter[int] = field(default_factory=Counter)
+    """Index of a sequence → how many of its deltas `chunks` has written."""
     num_calls: Counter[int] = field(default_factory=Counter)
-    """Of each sequence: how many tools it has called so far."""
+    """Index of a sequence → how many calls of tools it contains so far."""
 
     id_prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
@@ -62,7 +65,7 @@ class ChatPlan:
     def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         choices = []
         for index, sequence in enumerate(sequences):
-            found = self._found(index, sequence)
+            found = self._text_and_calls(index, sequence)
             message: dict[str, Any] = {"role": self._role, "content": self._echo + found.text}
             if found.calls:
                 message["tool_calls"] = [call.body for call in found.calls]
@@ -79,11 +82,11 @@ class ChatPlan:
         return choices
 
     def chunks(self, index: int, delta: Delta) -> Iterator[str]:
-        if not self.begun[index]:
+        if not self.num_deltas[index]:
             yield self._chunk(index, {"role": self._role, "content": self._echo})
-        self.begun[index] += 1
+        self.num_deltas[index] += 1
         first = self.num_calls[index]
-        found = self._found(index, delta)
+        found = self._text_and_calls(index, delta)
         content: dict[str, Any] = {"content": found.text} if found.text else {}
         if found.calls:
             content["tool_calls"] = [
@@ -92,7 +95,7 @@ class ChatPlan:
         if content or delta.tokens or delta.finish_reason is not None:
             yield self._chunk(index, content, delta)
 
-    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = NOTHING) -> str:
+    def _chunk(self, index: int, content: dict[str, Any], delta: Delta = _EMPTY_DELTA) -> str:
         return json.dumps(
             {
                 "index": index,
@@ -112,7 +115,7 @@ class ChatPlan:
         last = self.request.messages[-1]
         return str(last.content or "") if self.request.echo and last.role == self._role else ""
 
-    def _found(self, index: int, part: Sequence | Delta) -> Found:
+    def _text_and_calls(self, index: int, part: Sequence | Delta) -> Found:
         if self.readers is None:
             return Found(part.text)
         is_end = part.finish_reason is not None
@@ -132,20 +135,21 @@ class ChatPlan:
         return {
             "content": [
                 {
-                    **self._named(token.token_id, token.logprob),
-                    "top_logprobs": [self._named(other, value) for other, value in token.top],
+                    **self._token_body(token.token_id, token.logprob),
+                    "top_logprobs": [self._token_body(other, value) for other, value in token.top],
                 }
                 for token in tokens
             ]
         }
 
-    def _named(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+    def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self.tokenizer.token_text(token_id)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
-    """What to generate for a conversation. Raises RequestError."""
+    """Decide what to generate for a conversation. Raises RequestError if the request does not fit
+    the release or the settings."""
     check_num_sequences(request.n, settings.max_sequences, "n")
     prompt = encode_chat(request, live)
     readers = None
@@ -194,12 +198,16 @@ def _tool_format(live: LiveRelease, settings: ServingSettings) -> ToolFormat:
 
 
 def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
-    """Token ids of the prompt that the release's template makes. Raises RequestError."""
+    """The token ids of the prompt that the release's chat template makes of the messages.
+
+    Raises RequestError if the release has no chat template, if the template refuses the messages,
+    or if the prompt is empty or has a token id that the network does not know.
+    """
     template = live.tokenizer.chat_template
     if template is None:
         raise RequestError(
             400,
-            f"{live.id} has no chat template; ask /v1/completions",
+            f"{live.id} has no chat template; send the request to /v1/completions",
             param="messages",
             code="no_chat_template",
         )
@@ -207,7 +215,7 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     if tools and "tools" not in template.variables:
         raise RequestError(
             400,
-            f"tools: the chat template of {live.id} shows none to the model; leave them out",
+            f"tools: the chat template of {live.id} shows none to the model; leave tools out",
             param="tools",
             code="no_tools",
         )
@@ -229,9 +237,9 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
     except ChatTemplateError as error:
         raise RequestError(
             400,
-            f"messages: the chat template refuses them: {error}",
+            f"messages: the chat template refuses the messages: {error}",
             param="messages",
             code="invalid_value",
         ) from None
-    # The template writes the special tokens itself.
+    # By default, the tokenizer adds no special tokens, because the template already contains them.
     return encode_prompt(live, text, "messages", add_special_tokens=request.add_special_tokens)

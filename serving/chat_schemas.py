@@ -1,4 +1,5 @@
-"""What `/v1/chat/completions` takes: messages, tools, and what `SamplingRequest` has."""
+"""The request body of `/v1/chat/completions`: messages, tools, and all fields of
+`SamplingRequest`."""
 
 import json
 from typing import Any, Literal
@@ -14,13 +15,13 @@ class CalledFunction(BaseModel):
 
     name: str
     arguments: str = ""
-    """A JSON object, as text."""
+    """A JSON object as text; an empty text means no arguments."""
 
     @field_validator("arguments")
     @classmethod
     def _arguments_are_an_object(cls, arguments: str) -> str:
         if arguments and not isinstance(json.loads(arguments), dict):
-            raise ValueError("not a JSON object")
+            raise ValueError("must be a JSON object")
         return arguments
 
 
@@ -38,9 +39,9 @@ class ChatMessage(BaseModel):
     role: str
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[MessageToolCall] | None = None
-    """Of an earlier answer."""
+    """The calls that an earlier answer of the model contains."""
     tool_call_id: str | None = None
-    """Of a message with the role `tool`: which call it is the result of."""
+    """In a message with the role `tool`: the id of the call whose result the message contains."""
 
     @field_validator("content")
     @classmethod
@@ -54,7 +55,8 @@ class ChatMessage(BaseModel):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """As templates read a message: no nulls, and arguments of calls are objects."""
+        """The message in the form that chat templates expect: without null fields, and with the
+        arguments of calls as objects instead of text."""
         found = {"content": "", **self.model_dump(exclude_none=True)}
         for call in found.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
@@ -67,7 +69,7 @@ class Function(BaseModel):
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments."""
+    """The JSON schema of the arguments."""
 
 
 class Tool(BaseModel):
@@ -91,22 +93,23 @@ class NamedTool(BaseModel):
 
 
 class ChatPrompt(RequestBody):
-    """What the chat template makes a prompt of."""
+    """The fields from which the chat template makes a prompt."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     add_generation_prompt: bool | None = None
-    """null for true, except where the last message is continued."""
+    """Whether the prompt ends with the beginning of a new message of the assistant. null means
+    true, or false if `continue_final_message` is true."""
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    """Whether the tokenizer puts its own besides those of the template."""
+    """Whether the tokenizer adds its special tokens to those that the template writes."""
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Further variables of the template."""
+    """More variables for the template."""
     reasoning_effort: str | None = None
-    """A variable of the template, where templates have it."""
+    """A variable that some templates use."""
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    """null for `auto` if there are tools."""
+    """null means `auto`."""
 
     @field_validator("continue_final_message")
     @classmethod
@@ -130,19 +133,20 @@ class ChatPrompt(RequestBody):
     ) -> str | NamedTool | None:
         names = [tool.function.name for tool in info.data.get("tools") or ()]
         if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ValueError(f"{choice.function.name!r} is none of the tools")
+            raise ValueError(f"{choice.function.name!r} is none of the tools of this request")
         if choice == "required" and not names:
             raise ValueError("there are no tools to choose from")
         return choice
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """Those of which the model must call one; empty if it may also answer with text."""
+        """The tools of which the model must call one; empty if the model may also answer with
+        text."""
         choice = self.tool_choice
         if isinstance(choice, NamedTool):
             return [
@@ -152,7 +156,7 @@ class ChatPrompt(RequestBody):
 
     @property
     def generates_a_message(self) -> bool:
-        """Whether a new message begins behind the prompt."""
+        """Whether the model writes a new message. If not, it continues the last one."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -164,13 +168,14 @@ class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
-    """Whether the answer begins with the last message, if the same role continues it."""
+    """Whether the answer begins with the text of the last message. This has no effect if the answer
+    has another role than the last message."""
     parallel_tool_calls: bool | None = None
-    """false for at most one call; null and true are the same."""
+    """false allows at most one call of a tool. null means true."""
 
     @field_validator("top_logprobs")
     @classmethod
     def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
         if number is not None and not info.data.get("logprobs", True):
-            raise ValueError("needs logprobs: true")
+            raise ValueError("needs logprobs: true in the same request")
         return number

@@ -1,6 +1,6 @@
-"""Turns chat messages into a prompt by a tokenizer's own template, in a sandbox.
+"""Makes a prompt of chat messages, with the chat template of the release, in a sandbox.
 
-The environment is the one that templates are written for
+The template gets the filters, functions and blocks that `transformers` gives to templates
 (https://huggingface.co/docs/transformers/chat_templating_writing).
 """
 
@@ -18,21 +18,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from serving.errors import ReleaseError
 
 _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
-"""Marks where the last message ends in a prompt. Templates may strip the space."""
+"""A marker for the end of the last message in a prompt. It ends with a space, because a prompt
+without this space shows that the template strips spaces."""
 
 
 class ChatTemplateError(Exception):
-    """The template refuses these messages; the reason is for who sent them."""
+    """The template refuses the messages of a request. The client gets the reason."""
 
 
 class ChatTemplate:
+    """The compiled chat template of a release."""
+
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], with_tools: str | None = None
     ) -> None:
-        """`special_tokens` maps names such as `bos_token`, which templates use, to texts.
-        `with_tools` is the template for requests with tools, where that is another one.
+        """`special_tokens` maps the names that templates use, such as `bos_token`, to the texts of
+        these tokens. `with_tools` is the template for requests with tools; None if `source` is the
+        template for all requests.
 
-        Raises ReleaseError if one of the two is not a template.
+        Raises ReleaseError if one of the two templates has a syntax error.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -47,12 +51,13 @@ class ChatTemplate:
             self._with_tools = environment.from_string(with_tools or source)
             self.source = source + (with_tools or "")
             self.variables = meta.find_undeclared_variables(environment.parse(self.source))
-            """All that it reads, such as `messages` and `tools`."""
+            """The names of all variables that the template reads, such as `messages`, `tools`."""
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
-        """All that it may put into a prompt of its own."""
+        """The source of the template, and the special tokens whose names it contains. Only tokens
+        that occur in this text can get into a prompt through the template itself."""
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -65,18 +70,19 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt, up to where the assistant's turn begins. `kwargs` are further variables of
-        the template (`chat_template_kwargs` of a request).
+        """The prompt for these messages. `kwargs` are more variables for the template, such as the
+        `chat_template_kwargs` of a request.
 
-        With `continue_final_message` the prompt ends with the text of the last message. Raises
-        ChatTemplateError.
+        With `add_generation_prompt`, the prompt ends with the beginning of a new message of the
+        assistant. With `continue_final_message`, it ends with the text of the last message. Raises
+        ChatTemplateError if both are set, or if the template refuses the messages.
         """
         if continue_final_message:
             if add_generation_prompt:
                 raise ChatTemplateError(
                     "continue_final_message and add_generation_prompt exclude each other"
                 )
-            messages = _with_end_marked(messages)
+            messages = _mark_end(messages)
         variables = {
             **self._special_tokens,
             **kwargs,
@@ -90,12 +96,12 @@ class ChatTemplate:
             prompt = template.render(variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise ChatTemplateError(str(error)) from None
-        return _up_to_the_mark(prompt) if continue_final_message else prompt
+        return _cut_at_mark(prompt) if continue_final_message else prompt
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what an assistant says. Training masks by
-    it; a prompt only has the text inside."""
+    """The block `{% generation %}…{% endgeneration %}`, which marks the text of the assistant. Only
+    training needs the mark. A prompt contains just the text inside the block."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it like this
 
@@ -108,18 +114,19 @@ class _GenerationBlock(Extension):
         return caller()
 
 
-def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     content = messages[-1].get("content") if messages else None
     if not isinstance(content, str):
         raise ChatTemplateError("the final message has no text that could be continued")
     return [*messages[:-1], {**messages[-1], "content": content + _END_OF_FINAL_MESSAGE}]
 
 
-def _up_to_the_mark(prompt: str) -> str:
+def _cut_at_mark(prompt: str) -> str:
     start, mark, rest = prompt.rpartition(_END_OF_FINAL_MESSAGE.strip())
     if not mark:
-        raise ChatTemplateError("the template does not show the final message's end")
-    # A template that strips messages leaves no space behind the mark, nor one in front of it.
+        raise ChatTemplateError("the template does not show the end of the final message")
+    # If the template strips messages, it has removed the space after the marker. Then also remove
+    # spaces before the marker, as the template would without it.
     return start if rest.startswith(" ") else start.rstrip()
 
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: text in, text out."""
+"""The route `/v1/completions`, which continues prompts."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,8 @@ from serving.tokenizer import Detokenizer, ReleaseTokenizer
 def add_completions(router: APIRouter, answers: Answers) -> None:
     @router.post("/v1/completions", response_model=CompletionAnswer)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        """Continue one prompt or more. A stream is of server-sent events, each a chunk."""
+        """Continue one or more prompts. A stream consists of server-sent events; each one is a
+        chunk."""
         max_sequences = answers.settings.max_sequences
         return await answers.respond(
             request, asked, lambda live: plan_completion(asked, live, max_sequences)
@@ -35,15 +36,18 @@ def add_completions(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionPlan:
+    """The `Plan` of a completion. `chunks` keeps state, so use a plan for one answer only."""
+
     request: CompletionRequest
     tokenizer: ReleaseTokenizer
     prompts: list[tuple[int, ...]]
     echoes: list[str]
-    """Text put before each prompt's completions; empty without `echo`."""
+    """For each prompt, the text to put before its completions; an empty text without `echo`."""
     generations: list[Generation]
     num_each: int
+    """How many sequences are generated for each prompt: `best_of` or `n` of the request."""
     begun: set[int] = field(default_factory=set)
-    """Sequences of which a chunk was written."""
+    """The indices of the sequences for which `chunks` was called already."""
 
     id_prefix = "cmpl"
     objects = ("text_completion", "text_completion")
@@ -101,7 +105,8 @@ class CompletionPlan:
 def plan_completion(
     request: CompletionRequest, live: LiveRelease, max_sequences: int
 ) -> CompletionPlan:
-    """What to generate for a request. Raises RequestError."""
+    """Decide what to generate for a request. Raises RequestError if the request does not fit the
+    release, or asks for more than `max_sequences` sequences."""
     num_each = request.best_of or request.n
     most = "prompt" if num_each == 1 else "n" if request.best_of is None else "best_of"
     check_num_sequences(len(request.prompts) * num_each, max_sequences, most)
@@ -141,7 +146,7 @@ def plan_completion(
 
 
 class _Logprobs:
-    """The `logprobs` object of a choice: four lists, an entry for each token."""
+    """The object `logprobs` of a choice: four lists with one entry for each token."""
 
     def __init__(self, tokenizer: ReleaseTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -164,7 +169,7 @@ class _Logprobs:
         return bool(self._tokens)
 
     def add_prompt(self, prompt: tuple[int, ...], logprobs: Iterable[TokenLogprob]) -> None:
-        # The first token of a prompt has nothing before it that could make it likely.
+        # The first token has no logprob, because there is no token before it.
         self._append(prompt[0], 0, None, ())
         detokenizer = Detokenizer(self._tokenizer)
         offset = len(detokenizer.add(prompt[0]))
@@ -192,7 +197,8 @@ class _Logprobs:
             return
         best: dict[str, float] = {}
         for other, value in top:
-            # Tokens that are parts of characters may be called the same; the likeliest stays.
+            # Several tokens may have the same text, for example parts of a character. Keep the
+            # logprob of the most probable one, which comes first.
             best.setdefault(self._tokenizer.token_text(other), value)
         best.setdefault(name, logprob)
         self._top_logprobs.append(best)

@@ -1,5 +1,5 @@
-"""Fields of a request that say what the text of an answer has to be: OpenAI's `response_format`,
-vLLM's `structured_outputs`, and the names that vLLM had for the same before."""
+"""The fields of a request that constrain the text of its answer: OpenAI's `response_format`, vLLM's
+`structured_outputs`, and the older fields `guided_*` of vLLM."""
 
 import json
 from typing import Any, Literal
@@ -24,7 +24,7 @@ class JsonSchema(BaseModel):
     name: str = ""
     content: dict[str, Any] | bool = Field(alias="schema")
     strict: bool | None = None
-    """The answer follows the schema either way, as in vLLM."""
+    """Has no effect: the answer always follows the schema, as in vLLM."""
 
 
 class ResponseFormat(BaseModel):
@@ -39,7 +39,7 @@ class ResponseFormat(BaseModel):
         cls, schema: JsonSchema | None, info: ValidationInfo
     ) -> JsonSchema | None:
         if schema is not None and info.data.get("type") not in ("json_schema", None):
-            raise ValueError("only for the type json_schema")
+            raise ValueError("is possible only with the type json_schema")
         return schema
 
 
@@ -67,19 +67,19 @@ class Constraints(BaseModel):
 
     @field_validator(*FIELDS)
     @classmethod
-    def _one_says_it_in_bounds(cls, value: object, info: ValidationInfo) -> object:
+    def _check_constraint(cls, value: object, info: ValidationInfo) -> object:
         found = _grammars(info.field_name or "", value)
         if len(found) > 1:
             raise ValueError(f"only one of {', '.join(each.kind for each in found)} is possible")
         if isinstance(value, StructuredOutputs) and not found:
-            raise ValueError("one of json, regex, choice, grammar and json_object is needed")
+            raise ValueError("needs one of json, regex, choice, grammar and json_object")
         others = [name for name in FIELDS if _grammars(name, info.data.get(name))]
         if found and others:
             raise ValueError(f"not possible together with {others[0]}")
         for each in found:
             if len(each.text) > MAX_GRAMMAR_CHARS:
                 raise ValueError(
-                    f"has {len(each.text)} characters; {MAX_GRAMMAR_CHARS} are possible"
+                    f"has {len(each.text)} characters; at most {MAX_GRAMMAR_CHARS} are possible"
                 )
             if each.kind not in ("json_object", "regex") and not each.text.strip(" \n[]"):
                 raise ValueError("is empty")
@@ -89,18 +89,18 @@ class Constraints(BaseModel):
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the text of the answer has to be; None for any text."""
+        """The form that the text of the answer must have; None if every text is allowed."""
         found = [grammar for name in FIELDS for grammar in _grammars(name, getattr(self, name))]
         return found[0] if found else None
 
 
 def _grammars(param: str, value: Any) -> list[Grammar]:
-    """Everything that a field asks for."""
+    """All constraints in the value of one field. A valid field has at most one."""
     if isinstance(value, ResponseFormat):
         schema = None if value.json_schema is None else value.json_schema.content
-        return _all(param, json_object=value.type == "json_object", json_schema=schema)
+        return _make_grammars(param, json_object=value.type == "json_object", json_schema=schema)
     if isinstance(value, StructuredOutputs):
-        return _all(
+        return _make_grammars(
             param,
             json_schema=value.json_,
             regex=value.regex,
@@ -109,10 +109,10 @@ def _grammars(param: str, value: Any) -> list[Grammar]:
             json_object=bool(value.json_object),
         )
     kind = param.removeprefix("guided_")
-    return _all(param, **{"json_schema" if kind == "json" else kind: value})
+    return _make_grammars(param, **{"json_schema" if kind == "json" else kind: value})
 
 
-def _all(
+def _make_grammars(
     param: str,
     *,
     json_schema: Schema | None = None,

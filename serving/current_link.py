@@ -1,4 +1,4 @@
-"""`CurrentLink`: `current` on disk follows what is served. Written off the event loop, in order."""
+"""Writes the link `current` on disk, in a thread, when a swap makes another release live."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from serving.weights import release_store
 
 
 class CurrentLink:
-    """A disk that hangs delays nobody longer than `limit_seconds`. What was asked of it still
-    happens, one after the other, so that the last word is the server's last one."""
+    """The link `current` of one pipeline.
+
+    If the disk hangs, a caller waits at most `limit_seconds`. The write is not cancelled then. One
+    thread does all writes in the order of the calls, so the last call decides what `current` is."""
 
     def __init__(self, releases_dir: Path, limit_seconds: float) -> None:
         self._releases_dir = releases_dir
@@ -22,15 +24,18 @@ class CurrentLink:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="current-link")
 
     async def set(self, live: LiveRelease) -> None:
-        """Raises SwapStopped."""
+        """Make `current` name the release `live`. Raises SwapStopped if this fails or takes too
+        long."""
         chosen = live.stands_in_for.id if live.stands_in_for is not None else None
         await self._write(partial(release_store.set_current, self._releases_dir, live.id, chosen))
 
     async def remove(self, folder: Path) -> None:
-        """If it leads to `folder`. Raises SwapStopped."""
+        """Remove `current` if it leads to `folder`. Raises SwapStopped if this fails or takes too
+        long."""
         await self._write(partial(self._remove, folder))
 
     def close(self) -> None:
+        """Stop the thread after the writes that were asked for. Does not wait for them."""
         self._thread.shutdown(wait=False)
 
     def _remove(self, folder: Path) -> None:
@@ -41,7 +46,7 @@ class CurrentLink:
         written = asyncio.get_running_loop().run_in_executor(self._thread, write)
 
         async def wait() -> None:
-            # A write that has not begun must not be taken back with who waits for it.
+            # Without `shield`, the end of the wait would cancel a write that has not begun.
             await asyncio.shield(written)
 
         link = self._releases_dir / release_store.CURRENT
@@ -49,7 +54,7 @@ class CurrentLink:
             await bounded(wait(), self._limit_seconds)
         except TimeoutError:
             raise SwapStopped(
-                "failed", f"{link}: not written within {self._limit_seconds:g} s"
+                "failed", f"{link}: the link was not written within {self._limit_seconds:g} s"
             ) from None
         except (OSError, ReleaseError) as error:
             raise SwapStopped("failed", f"{link}: {error}") from None

@@ -1,7 +1,8 @@
-"""`Engine`: the seam between the server and whatever computes tokens. Tokens in, tokens out.
+"""`Engine`, the interface between the server and what computes tokens.
 
-Tokenizers, stop strings, admission and the order of a swap are the server's. An engine holds
-releases, by id, and generates under the one that a request names.
+An engine holds releases under their ids, takes the token ids of a prompt, and generates token ids
+with the release that the server names. The server itself handles tokenizers, stop strings,
+admission and the order of a swap.
 """
 
 from collections.abc import AsyncIterator
@@ -14,30 +15,33 @@ from serving.weights.release import Release
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grammar:
-    """What the text of a sequence has to be."""
+    """A form that the text of a sequence must have."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     text: str
-    """The schema as JSON; nothing for `json_object`; the regular expression; a JSON list of the
-    strings to choose from; or a grammar, as EBNF in GBNF's notation or in Lark's."""
+    """Depends on `kind`. `json_schema`: the schema as JSON. `json_object`: empty. `regex`: the
+    regular expression. `choice`: a JSON list of the strings to choose from. `grammar`: an EBNF
+    grammar in the notation of GBNF or Lark."""
     param: str
-    """The field of the request that asks for it, which errors name."""
+    """The field of the request that asks for this form. Errors name this field."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """One sequence to generate. Ranges are checked by the server before an engine sees them."""
+    """One sequence to generate. The server checks the ranges of the values before it gives them to
+    an engine."""
 
     prompt: tuple[int, ...]
-    """Token ids, at least one."""
+    """The token ids of the prompt, at least one."""
     max_tokens: int
-    """New tokens at most; 0 scores the prompt and generates nothing."""
+    """The largest number of new tokens. With 0, the engine computes the logprobs of the prompt and
+    generates nothing."""
     min_tokens: int = 0
     temperature: float = 1.0
-    """0 takes the most probable token."""
+    """0 always chooses the most probable token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 for no limit."""
+    """0 means no limit."""
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -45,47 +49,56 @@ class Generation:
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """End-of-sequence ids too; a request that ignores them leaves them out."""
+    """The token ids that end the sequence. They include the end-of-sequence tokens, unless the
+    request has `ignore_eos`."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """No other token is generated; None for all."""
+    """The only token ids that may be generated; None allows all."""
     grammar: Grammar | None = None
-    """A stop token is generated only where the text may end; where it can only end, the sequence
-    does, with `stop`, whether a stop token was generated or not."""
+    """If this is set, a stop token is generated only where the text may end. Where the text is
+    complete and nothing can follow, the sequence ends with `stop`, even without a stop token."""
     num_logprobs: int | None = None
-    """Alternatives reported beside each new token; None for no logprobs at all."""
+    """How many of the most probable tokens to report for each new token. With 0, only the logprob
+    of the new token itself is reported; with None, no logprobs at all."""
     num_prompt_logprobs: int | None = None
-    """The same for each token of the prompt after the first."""
+    """The same as `num_logprobs`, for each token of the prompt except the first one."""
     max_step_tokens: int = 1
-    """New tokens of one step at most, the first apart, which comes at once. More than 1 where they
-    are not read one by one: a step costs the event loop as much as several tokens do. An engine may
-    always hand over fewer."""
+    """The largest number of new tokens in one `Step`. This is more than 1 if nobody reads the
+    tokens one by one, because each step costs the event loop as much time as several tokens do. The
+    engine hands the first token over at once, and may always hand over fewer tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
+    """The logprob of one token, given the tokens before it."""
+
     token_id: int
     logprob: float
-    """Natural log, of the model's own distribution (temperature 1, before penalties)."""
+    """The natural logarithm of the token's probability in the model's own distribution:
+    temperature 1, before penalties."""
     top: tuple[tuple[int, float], ...] = ()
-    """The most probable tokens there, best first, as (token id, logprob)."""
+    """The most probable tokens at this place, as (token id, logprob). The most probable one comes
+    first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What one step of the engine added to a sequence."""
+    """What the engine has added to a sequence since the last step."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids`, where asked for."""
+    """One entry for each of `token_ids`; empty if the generation asks for no logprobs."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    """On the first step, where asked for: one fewer than prompt tokens."""
+    """One entry for each token of the prompt except the first one. Set only in the first step, and
+    only if the generation asks for it."""
     finish_reason: str | None = None
-    """`stop` or `length` on the last step, else None."""
+    """`stop` or `length` in the last step, otherwise None."""
     num_cached_tokens: int = 0
+    """How many tokens of the prompt the engine found in its cache. Set in the first step; in later
+    ones it may be 0."""
 
 
 class StageError(Exception):
-    """A release could not be loaded; the reasons are for the person who asked for the swap."""
+    """The engine could not load a release. The person who asked for the swap gets `reasons`."""
 
     def __init__(self, *reasons: str) -> None:
         super().__init__("; ".join(reasons))
@@ -93,20 +106,22 @@ class StageError(Exception):
 
 
 class EngineError(Exception):
-    """The engine died under a request: the server answers 503."""
+    """The engine failed. A request that needs the engine gets 503."""
 
 
 class GenerationRefused(EngineError):
-    """This engine cannot generate what is asked for, and never will: the server answers 400."""
+    """The engine cannot generate what the request asks for, and would refuse the same request
+    again. The request gets 400."""
 
     def __init__(self, reason: str, *, param: str) -> None:
         super().__init__(reason)
         self.param = param
-        """The field of the request that is at fault."""
+        """The field of the request that causes the error."""
 
 
 def refuse_constraints(generation: Generation, engine: str) -> None:
-    """Raises GenerationRefused for what not every engine can do."""
+    """Raise GenerationRefused if `generation` has a grammar or `allowed_token_ids`. For engines
+    that support neither."""
     param = "allowed_token_ids" if generation.allowed_token_ids is not None else None
     if generation.grammar is not None:
         param = generation.grammar.param
@@ -115,55 +130,65 @@ def refuse_constraints(generation: Generation, engine: str) -> None:
 
 
 class Engine(Protocol):
+    """Computes the tokens of a server. The server calls all methods on one event loop."""
+
     holds_two: bool
-    """Whether two releases can generate side by side. Where they cannot, `commit` replaces the live
-    one's weights, and the server drains its requests first."""
+    """Whether the engine can generate with two releases at the same time. If not, `commit` replaces
+    the weights of the live release, so the server first waits until running requests have ended."""
     checks_digests: bool
-    """Whether `stage` proves every tensor that it reads by its digest in the manifest. Where it
-    does not, the server reads all shards first, to prove them."""
+    """Whether `stage` checks each tensor that it reads against its digest in the manifest. If not,
+    the server checks all shards before `stage`."""
     commit_seconds: float | None
-    """Longest time for a commit, either way; None for what the server allows behind its barrier."""
+    """Time limit of a commit, of a new release and of the old one after a failed swap. None means
+    that the limit is `barrier_seconds` in the server's settings."""
 
     @property
     def failure(self) -> str | None:
-        """Why it computes nothing now; None where it can compute."""
+        """Why the engine cannot compute now; None if it can."""
 
     async def take_turn(self) -> None:
-        """Return once what computes has come by, or is seen to compute: the proof that it does not
-        hang. An engine that hangs never returns.
+        """Return when it is certain that the engine does not hang: its thread or process has
+        handled this call, or is seen to make progress. If the engine hangs, this never returns.
 
-        Raises EngineError if nothing will be computed until the server is started again.
+        Raises EngineError if the engine will compute nothing until the server is started again.
         """
 
     async def stage(self, release: Release, folder: Path) -> None:
-        """Load `release` from `folder` beside what is live, without delaying running requests.
+        """Load `release` from `folder`, while the live release stays loaded and its running
+        requests continue without a delay.
 
-        Raises StageError, having freed what it took.
+        Raises StageError. The engine has then freed all memory that it took for `release`.
         """
 
     def dtype_of(self, release: Release) -> str:
-        """The type of number that the engine computes `release` in: `float32`, `bfloat16` or
-        `float16`. A swap checks the release's probe by the bound for this type."""
+        """The dtype in which the engine computes with `release`: `float32`, `bfloat16` or
+        `float16`. A swap checks the release's probe against the bound for this dtype."""
 
     def max_context(self, release_id: str) -> int | None:
-        """Tokens of a sequence at most, prompt included, of a staged release; None for all that
-        the release allows."""
+        """The largest number of tokens in a sequence of a staged release, including the prompt.
+        None if the engine allows every length that the release allows."""
 
     async def commit(self, release_id: str) -> None:
-        """Make a release the one that new generations may name: a staged one, or one that was live
-        before and is not unloaded (the way back). Fast, and nothing in it can fail for a reason
-        that `stage` could have found.
+        """Let generations use this release from now on. The release is staged, or it was committed
+        before and is not unloaded (a swap failed, and the old release must be used again).
 
-        Where `holds_two`, generations may name the release before, too, until it is unloaded:
-        requests enter on it until the new one is proved, and those that did go on.
+        This call is fast. `stage` must already have found every error that it can find.
+
+        If `holds_two` is true, generations may also use the release that was committed before,
+        until it is unloaded. New requests get that release until the new one has passed its probe,
+        and running requests end on it.
         """
 
     async def unload(self, release_id: str) -> None:
-        """Free a release, staged or committed, once its last generation ended. Returns at once."""
+        """Free a staged or committed release as soon as its last generation has ended. Returns
+        without waiting for that."""
 
     def generate(self, release_id: str, generation: Generation) -> AsyncIterator[Step]:
-        """Steps of one sequence; closing the iterator frees its slot. Raises EngineError, and
-        GenerationRefused before the first step, or when a grammar turns out to be too complex."""
+        """The steps of one sequence. To end the sequence and free its slot, close the iterator.
+
+        Raises EngineError. Raises GenerationRefused before the first step, or later if a grammar
+        turns out to be too complex.
+        """
 
     async def close(self) -> None:
-        """End every generation and free everything."""
+        """End all generations and free all memory and processes."""

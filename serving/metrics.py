@@ -1,7 +1,7 @@
-"""Prometheus metrics of one server, in a registry of its own.
+"""The Prometheus metrics of one server, in their own registry.
 
-What vLLM counts too stands there a second time under vLLM's names, so that dashboards and
-autoscalers made for vLLM work: `vllm/v1/metrics/loggers.py` of vLLM 0.32 has these names.
+Values that vLLM also measures appear a second time under vLLM's names, so that dashboards and
+autoscalers made for vLLM work. The names are those in `vllm/v1/metrics/loggers.py` of vLLM 0.32.
 """
 
 import time
@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from serving.swap_schemas import SwapResult
 
 NUM_KNOWN_RELEASES = 16
+"""How many releases have series with their id as a label: those that became live last."""
+# The upper bounds of the buckets: `_TOKENS` in tokens, the others in seconds.
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _REQUEST = (0.1, 0.2, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -19,21 +21,23 @@ _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class WaitingRequest:
-    """One request in the count of those that wait, until its first step or its own end."""
+    """Counts one request as waiting, from the moment when this object is made until `end`. Call
+    `end` at the first step of the request, and also when the request ends without a step."""
 
     def __init__(self, metrics: "Metrics") -> None:
         self._metrics: Metrics | None = metrics
         metrics.num_waiting += 1
 
     def end(self) -> None:
-        """Every call but the first does nothing."""
+        """Stop counting the request. Only the first call has an effect."""
         if self._metrics is not None:
             self._metrics.num_waiting -= 1
             self._metrics = None
 
 
 class VllmMetrics:
-    """Metrics under vLLM's names. Its `engine` label is always 0: there is one engine."""
+    """The metrics with vLLM's names. Their label `engine` is always 0, because a server has only
+    one engine."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = ("model_name", "engine")
@@ -49,126 +53,148 @@ class VllmMetrics:
             made = Histogram(f"vllm:{name}", text, labels, buckets=buckets, registry=registry)
             return made.labels(*values)
 
-        self.running = gauge("num_requests_running", "Requests with a first token")
-        self.waiting = gauge("num_requests_waiting", "Requests without a first token")
+        self.running = gauge("num_requests_running", "Running requests that have a first token")
+        self.waiting = gauge("num_requests_waiting", "Requests that have no token yet")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated")
-        self.cache_queries = counter("prefix_cache_queries", "Prompt tokens looked up")
-        self.cache_hits = counter("prefix_cache_hits", "Prompt tokens found in the engine's cache")
-        self.first_token = histogram("time_to_first_token_seconds", "To the first token", _LATENCY)
-        self.interval = histogram("inter_token_latency_seconds", "Between tokens", _INTERVAL)
-        self.request = histogram("e2e_request_latency_seconds", "Of a whole request", _REQUEST)
-        self.request_prompt = histogram("request_prompt_tokens", "Of one request", _TOKENS)
-        self.request_new = histogram("request_generation_tokens", "Of one request", _TOKENS)
+        self.generation_tokens = counter("generation_tokens", "Generated tokens")
+        self.cache_queries = counter(
+            "prefix_cache_queries", "Prompt tokens that the engine looked up in its prefix cache"
+        )
+        self.cache_hits = counter(
+            "prefix_cache_hits", "Prompt tokens that the engine found in its prefix cache"
+        )
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Time from the request to its first token", _LATENCY
+        )
+        self.interval = histogram(
+            "inter_token_latency_seconds", "Time between two tokens of one sequence", _INTERVAL
+        )
+        self.request = histogram(
+            "e2e_request_latency_seconds", "Time from a request to the end of its answer", _REQUEST
+        )
+        self.request_prompt = histogram(
+            "request_prompt_tokens", "Prompt tokens of one request", _TOKENS
+        )
+        self.request_new = histogram(
+            "request_generation_tokens", "Generated tokens of one request", _TOKENS
+        )
         self._success = Counter(
             "vllm:request_success",
-            "Sequences that ended, by reason",
+            "Sequences that have ended, by finish reason",
             (*labels, "finished_reason"),
             registry=registry,
         )
         self._values = values
 
     def count_end(self, finish_reason: str) -> None:
+        """Count a sequence that has ended."""
         self._success.labels(*self._values, finish_reason).inc()
 
 
 class Metrics:
+    """All metrics of one server. `model_name` is the label `model_name` of vLLM's metrics."""
+
     def __init__(self, model_name: str) -> None:
         registry = self.registry = CollectorRegistry()
         self.vllm = VllmMetrics(registry, model_name)
-        self._known: list[str] = []
+        self._recent_releases: list[str] = []
         self.requests = Counter(
             "serving_requests",
-            "Requests by route and HTTP status",
+            "Requests that have ended, by route and HTTP status",
             ["route", "status"],
             registry=registry,
         )
         self.answers = Counter(
             "serving_answers",
-            "Requests that a release was found for",
+            "Requests whose generation has begun, by release",
             ["release"],
             registry=registry,
         )
         self.prompt_tokens = Counter(
             "serving_prompt_tokens",
-            "Prompt tokens read",
+            "Prompt tokens of the requests whose generation has begun, by release",
             ["release"],
             registry=registry,
         )
         self.new_tokens = Counter(
             "serving_generated_tokens",
-            "Tokens generated",
+            "Generated tokens, by release",
             ["release"],
             registry=registry,
         )
         self.first_token_seconds = Histogram(
             "serving_first_token_seconds",
-            "From the request to its first token",
+            "Time from the request to the first token of each of its sequences",
             ["release"],
             buckets=_LATENCY,
             registry=registry,
         )
         self.token_interval_seconds = Histogram(
             "serving_token_interval_seconds",
-            "Between two tokens of one sequence; of an answer that is no stream, a mean of several",
+            "Time between two tokens of one sequence; if several arrive in one step, the mean time",
             ["release"],
             buckets=_INTERVAL,
             registry=registry,
         )
         self.in_flight = Gauge(
             "serving_requests_in_flight",
-            "Requests being answered",
+            "Requests that have a release and have not ended",
             registry=registry,
         )
         self.waiting = Gauge(
             "serving_requests_waiting",
-            "Requests without a first step: held at the barrier, or queued by the engine",
+            "Requests that have no token yet: the barrier of a swap holds them back, they wait in "
+            "the engine, or the engine computes their prompt",
             registry=registry,
         )
         self.num_waiting = 0
         self.waiting.set_function(lambda: self.num_waiting)
         self.live = Gauge(
             "serving_release_live",
-            "1 for the release that is live",
+            "1 for the live release",
             ["release"],
             registry=registry,
         )
         self.swaps = Counter(
             "serving_swaps",
-            "Swaps by result",
+            "Swaps that have ended, by result",
             ["result"],
             registry=registry,
         )
         self.swap_seconds = Histogram(
             "serving_swap_seconds",
-            "Time spent in a phase of a swap",
+            "Time of one phase of a swap",
             ["phase"],
             buckets=(0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300),
             registry=registry,
         )
 
     def watch(self, num_in_flight: Callable[[], int]) -> None:
-        """Ask `num_in_flight` whenever the metrics are read."""
+        """Call `num_in_flight` whenever the metrics are read. It returns how many requests have a
+        release and have not ended."""
         self.in_flight.set_function(num_in_flight)
-        # A request held at the barrier waits, and is not in flight yet.
+        # The barrier of a swap holds back requests that wait and are not in flight yet. So the
+        # difference may be negative.
         self.vllm.waiting.set_function(lambda: self.num_waiting)
         self.vllm.running.set_function(lambda: max(0, num_in_flight() - self.num_waiting))
 
     def count_swap(self, result: SwapResult) -> None:
+        """Count a swap that has ended, and the time of each of its phases."""
         self.swaps.labels(result.result).inc()
         for phase, seconds in result.seconds.items():
             self.swap_seconds.labels(phase).observe(seconds)
         if result.result == "live":
             self.live.clear()
             self.live.labels(result.release).set(1)
-            self._know(result.release)
+            self._keep_recent_series(result.release)
 
-    def _know(self, release_id: str) -> None:
-        """Keep the series of the last few: a server that swaps for months must not grow."""
-        if release_id in self._known:
-            self._known.remove(release_id)
-        self._known.append(release_id)
-        for forgotten in self._known[:-NUM_KNOWN_RELEASES]:
+    def _keep_recent_series(self, release_id: str) -> None:
+        """Remove the series of all but the last `NUM_KNOWN_RELEASES` live releases. Otherwise the
+        memory of a server that swaps for months would grow."""
+        if release_id in self._recent_releases:
+            self._recent_releases.remove(release_id)
+        self._recent_releases.append(release_id)
+        for forgotten in self._recent_releases[:-NUM_KNOWN_RELEASES]:
             for metric in (
                 self.answers,
                 self.prompt_tokens,
@@ -177,25 +203,26 @@ class Metrics:
                 self.token_interval_seconds,
             ):
                 metric.remove_by_labels({"release": forgotten})
-        del self._known[:-NUM_KNOWN_RELEASES]
+        del self._recent_releases[:-NUM_KNOWN_RELEASES]
 
     def render(self) -> bytes:
-        """Prometheus text format."""
+        """The metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
 
 class RequestTimes:
-    """Measures one admitted request."""
+    """Measures one admitted request, from its arrival to its end."""
 
     def __init__(self, metrics: Metrics, release_id: str, started: float, num_prompt: int) -> None:
-        """`started` is when the request arrived, by `time.perf_counter`."""
+        """`started` is the time when the request arrived: a value of `time.perf_counter`.
+        `num_prompt` is the number of its prompt tokens."""
         self._first = metrics.first_token_seconds.labels(release_id)
         self._interval = metrics.token_interval_seconds.labels(release_id)
         self._new_tokens = metrics.new_tokens.labels(release_id)
         self._vllm = metrics.vllm
         self._started = started
         self._before: dict[int, float] = {}
-        """When each sequence had its last step."""
+        """Index of a sequence → time of its last step."""
         self._num_new = 0
         self._num_prompt = num_prompt
         metrics.answers.labels(release_id).inc()
@@ -203,7 +230,7 @@ class RequestTimes:
         self._vllm.prompt_tokens.inc(num_prompt)
 
     def add(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
-        """A step of a sequence added so many tokens."""
+        """Record a step that added `num_tokens` tokens to the sequence with this index."""
         now = time.perf_counter()
         before = self._before.get(index)
         if before is None:
@@ -221,7 +248,8 @@ class RequestTimes:
             self._vllm.count_end(finish_reason)
 
     def end(self, num_cached: int) -> None:
-        """All sequences ended, and so many tokens of the prompts were found in the cache."""
+        """Record that all sequences have ended. `num_cached` is the number of prompt tokens that
+        the engine found in its cache."""
         self._vllm.request.observe(time.perf_counter() - self._started)
         self._vllm.request_prompt.observe(self._num_prompt)
         self._vllm.request_new.observe(self._num_new)

@@ -1,7 +1,8 @@
-"""What `/v1/completions` takes, and what `/v1/chat/completions` takes too.
+"""The request body of `/v1/completions`, and the fields that `/v1/chat/completions` has too.
 
-Names, ranges and defaults are OpenAI's, and vLLM's for what OpenAI does not have. Fields that
-nobody here knows are ignored, as vLLM does; fields that are known and not supported are errors.
+Names, ranges and defaults are those of OpenAI; for fields that OpenAI does not have, those of vLLM.
+Unknown fields are ignored, as in vLLM. A field that OpenAI or vLLM know and that is not supported
+here causes an error (`serving/unsupported_fields.py`).
 """
 
 from typing import Annotated, get_args
@@ -27,7 +28,7 @@ MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0)]
-# fail_fast: a million wrong ids are one error, and not a million.
+# With `fail_fast`, a list with a million wrong ids gives one error, not a million.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
 
@@ -36,8 +37,8 @@ def _check_prompt(value: object, check: ValidatorFunctionWrapHandler) -> object:
         return check(value)
     except ValidationError:
         raise ValueError(
-            "must be a string, a list of strings, a list of token ids, or a list of such lists, "
-            "none of the lists empty"
+            "must be a string, a list of strings, a list of token ids, or a list of lists of token "
+            "ids; a list must not be empty"
         ) from None
 
 
@@ -73,8 +74,8 @@ class RequestBody(BaseModel):
 
 
 class SamplingRequest(RequestBody, Constraints, Unsupported):
-    """What both routes take. Of what is null, from `temperature` to `repetition_penalty`, the
-    release's generation_config.json says the default."""
+    """The fields of both routes. The fields from `temperature` to `repetition_penalty` are None if
+    the request does not set them; their defaults are in the release's generation_config.json."""
 
     model: str | None = None
     n: int = Field(default=1, ge=1)
@@ -83,12 +84,12 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     stop: str | list[str] | None = None
     stop_token_ids: TokenIds = Field(default=[])
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
-    """No other tokens are generated."""
+    """The only tokens that may be generated; null allows all."""
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
-    """0 and -1 mean no limit."""
+    """0 and -1 mean that there is no limit."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -99,7 +100,7 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     request_id: str | None = Field(default=None, max_length=MAX_ID_LENGTH)
-    """Stands in the `id` of the answer, in place of `X-Request-Id`."""
+    """The `id` of the answer ends with this value, instead of with `X-Request-Id`."""
     user: str | None = None
 
     @field_validator("stop")
@@ -109,14 +110,14 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
         if len(stops) > MAX_STOPS:
             raise ValueError(f"at most {MAX_STOPS} stop strings, not {len(stops)}")
         if "" in stops:
-            raise ValueError("an empty stop string would end everything before it begins")
+            raise ValueError("an empty stop string would end each answer before its first token")
         return stop
 
     @field_validator("logit_bias")
     @classmethod
     def _biases_are_of_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for token_id, value in (bias or {}).items():
-            # Python reads no number of more than some thousand digits.
+            # Check the length first: Python refuses to read a number of more than 4,300 digits.
             if len(token_id) > MAX_TOKEN_ID_DIGITS:
                 raise ValueError(f"{token_id[:MAX_TOKEN_ID_DIGITS]!r}… is not a token id")
             if not (token_id.isascii() and token_id.isdigit()):
@@ -130,13 +131,14 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     def _options_need_a_stream(
         cls, options: StreamOptions | None, info: ValidationInfo
     ) -> StreamOptions | None:
-        # A field that is wrong itself is not in `data`.
+        # If `stream` itself is wrong, it is not in `data`, and the client gets its error.
         if options is not None and not info.data.get("stream", True):
-            raise ValueError("only for requests with stream: true")
+            raise ValueError("is only for requests with stream: true")
         return options
 
     @property
     def stops(self) -> tuple[str, ...]:
+        """The stop strings of the request."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -147,12 +149,13 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
 class CompletionRequest(SamplingRequest):
     prompt: Prompt
     max_tokens: int | None = Field(default=16, ge=0)
-    """null takes what the context has left."""
+    """null means `max_new_tokens` of the release's generation_config.json. Without that, or if it
+    is too large, null means as many tokens as fit into the context after the prompt."""
     best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     add_special_tokens: bool = True
-    """Whether the tokenizer puts its special tokens around a prompt that is text."""
+    """Whether the tokenizer adds its special tokens to a prompt that is text."""
     suffix: str | None = None
 
     @field_validator("best_of")
@@ -162,19 +165,26 @@ class CompletionRequest(SamplingRequest):
             return best_of
         n = info.data["n"]
         if best_of < n:
-            raise ValueError(f"less than n, which is {n}")
+            raise ValueError(f"is less than n, which is {n}")
         if best_of > n and info.data.get("stream"):
-            raise ValueError("more than n cannot be streamed: which is best shows at the end")
+            raise ValueError(
+                "is more than n, which cannot be streamed: only at the end of all sequences the "
+                "best ones are known"
+            )
         return best_of
 
     @field_validator("suffix")
     @classmethod
     def _suffix_is_not_supported(cls, suffix: str | None) -> None:
         if suffix:
-            raise ValueError("these models continue a text and do not fill a gap; leave it out")
+            raise ValueError(
+                "is not supported: the models can only continue a text, not fill a gap before a "
+                "suffix; leave it out"
+            )
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
+        """All prompts of the request: texts, or lists of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

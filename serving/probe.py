@@ -1,6 +1,8 @@
-"""Scores the texts that a job scored, under the weights that the engine holds, and compares.
+"""Computes the logprobs of a release's probe with the engine, and compares them with those of the
+job.
 
-This is the proof that an engine computes with all of a release: a status code is none.
+Only this comparison shows that the engine computes with all weights of the release. That an engine
+reports success does not show it.
 """
 
 import asyncio
@@ -13,14 +15,22 @@ from serving.weights.release import Probe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
+    """How much the logprobs of the engine differ from those of the job."""
+
     max_difference: float
-    """Infinite where a logprob is not finite or is missing."""
+    """The largest absolute difference between a logprob of the engine and the logprob of the job;
+    infinite if a logprob is not finite or is missing."""
     reasons: tuple[str, ...]
-    """The worst token of each text that is off; empty where all agree."""
+    """For each text with a difference above the bound, the token with the largest difference. Empty
+    if the engine agrees with the job."""
 
 
 async def measure_probe(engine: Engine, release_id: str, probe: Probe, bound: float) -> ProbeResult:
-    """Teacher-forced scoring of every text of `probe`. Raises EngineError."""
+    """Compute the logprob of each token in each text of `probe`, given the tokens before it, and
+    compare it with the logprob of the job.
+
+    `bound` is the largest accepted absolute difference. Raises EngineError.
+    """
     scored = await asyncio.gather(
         *(_score(engine, release_id, text.token_ids) for text in probe.texts)
     )
@@ -43,7 +53,7 @@ async def measure_probe(engine: Engine, release_id: str, probe: Probe, bound: fl
             token = differences.index(worst)
             reasons.append(
                 f"probe text {number}, token {token + 1}: logprob {found[token]:.5f} instead of "
-                f"{text.logprobs[token]:.5f}; at most {bound:g} apart is agreement"
+                f"{text.logprobs[token]:.5f}; they may differ by at most {bound:g}"
             )
     return ProbeResult(max_difference=largest, reasons=tuple(reasons))
 

@@ -1,4 +1,4 @@
-"""What a request can do wrong, in the shape that OpenAI's clients read:
+"""The errors that a request can get, in the form that OpenAI's clients read:
 `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
@@ -17,21 +17,23 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 MAX_REASONS = 10
-"""Things wrong with one request that are said."""
+"""An error names at most this many faults of a request."""
 MAX_SHOWN = 60
-"""Characters of a value at fault that are said back; a prompt is longer."""
+"""An error contains the wrong value itself only if the value has at most this many characters. A
+prompt, for example, would be too long for an error."""
 
 
-_IN_JSON = {
+_JSON_MESSAGES = {
     "dict_type": "Input should be a valid object",
     "list_type": "Input should be a valid array",
     "model_attributes_type": "Input should be a valid object",
 }
-"""Said instead of Python's names, by pydantic's type of an error."""
+"""Type of a pydantic error → message in JSON's terms. pydantic's own messages use Python's terms.
+"""
 
 
 class RequestError(HTTPException):
-    """Ends a request with an error body; the message is for who sent it."""
+    """Ends a request with an error body. The client gets the message."""
 
     def __init__(
         self,
@@ -48,25 +50,30 @@ class RequestError(HTTPException):
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
     def response(self) -> Response:
+        """The HTTP response with this error."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 class ClientGone(RequestError):
-    """The client hung up; there is nobody to answer."""
+    """The client has disconnected, so nobody reads an answer. The status 499 is for the metrics."""
 
     def __init__(self) -> None:
-        super().__init__(499, "the client hung up")
+        super().__init__(499, "the client disconnected")
 
 
 def from_validation(error: RequestValidationError) -> RequestError:
-    """The first few things that are wrong with a request; `param` is the first field of them."""
+    """The error for a request that does not fit its schema. It names the first `MAX_REASONS`
+    faults; `param` is the field of the first one."""
     reasons: dict[str, str | None] = {}
     for each in error.errors():
-        # `loc` begins with "body". Names of union members and validators stand in it too, but not
-        # in front of the number of an item; those of bodies have a space.
+        # `loc` begins with "body". The rest names fields and numbers of list items, but also
+        # members of unions and validators. The names of the members of a union of whole bodies
+        # contain a space (`serving/token_routes.py`), so these names are left out. The others never
+        # come right before the number of an item. So use the parts after the field only if the
+        # first of them is a number.
         param, *inner = [part for part in map(str, each["loc"][1:]) if " " not in part] or [""]
         place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
-        message = _IN_JSON.get(each["type"], each["msg"]).removeprefix("Value error, ")
+        message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
         if isinstance(given, str | int | float) and len(repr(given)) <= MAX_SHOWN:
             message += f", got {json.dumps(given)}"
@@ -90,16 +97,16 @@ def model_not_found(model: str | None, pipeline: str) -> RequestError:
 
 def nothing_served(pipeline: str, unserved: Unserved | None) -> RequestError:
     return unavailable(
-        f"{pipeline!r} has no release yet; push to its dataset, or swap one in"
+        f"{pipeline!r} has no release yet; push to its dataset, or swap a release in"
         if unserved is None
-        else f"{unserved}; no older release stands in for it; run `pipeline releases repair`"
+        else f"{unserved}; there is no substitute for it; run `pipeline releases repair`"
     )
 
 
 def queue_full(max_queue: int) -> RequestError:
     return RequestError(
         429,
-        f"{max_queue} requests are being answered or wait; ask again later",
+        f"{max_queue} requests are running or waiting; send the request again later",
         type="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
@@ -109,7 +116,7 @@ def queue_full(max_queue: int) -> RequestError:
 def release_not_live(release_id: str, live_id: str) -> RequestError:
     return RequestError(
         409,
-        f"{release_id!r} is not live, {live_id} is",
+        f"{release_id!r} is not live; the live release is {live_id}",
         type="conflict_error",
         code="release_not_live",
         headers={"X-Model-Release": live_id},
@@ -127,17 +134,19 @@ def unavailable(message: str) -> RequestError:
 
 
 def translated(error: Exception) -> RequestError:
-    """Whatever ended a request, as its client is told. The log has what nobody foresaw."""
+    """The error that the client gets for an exception. Writes an exception of an unexpected type to
+    the log, with its traceback."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, GenerationRefused):
         return RequestError(400, f"{error.param}: {error}", param=error.param, code="invalid_value")
     if isinstance(error, EngineError):
-        return unavailable(f"the engine failed: {error}; ask again")
+        return unavailable(f"the engine failed: {error}; send the request again")
     if isinstance(error, TimeoutError):
         return RequestError(
             504,
-            "the answer took longer than this server allows; ask for fewer tokens, or later",
+            "the answer took longer than this server allows; ask for fewer tokens, or send the "
+            "request again later",
             type="timeout_error",
             code="deadline_exceeded",
         )
@@ -161,7 +170,10 @@ def translated(error: Exception) -> RequestError:
             code=codes.get(error.status_code),
             headers=error.headers,
         )
-    logger.error("unexpected", exc_info=error)
+    logger.error("a request failed with an unexpected error", exc_info=error)
     return RequestError(
-        500, "an error of the server; its log has more", type="server_error", code="internal_error"
+        500,
+        "an error in the server; the server's log has the details",
+        type="server_error",
+        code="internal_error",
     )

@@ -1,4 +1,5 @@
-"""The sequences of a request: what the engine is asked to generate, and its tokens as text."""
+"""The sequences of a request: makes a `Generation` of each, and turns the generated tokens into
+text."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,14 +14,15 @@ from serving.stop_strings import StopStrings
 from serving.tokenizer import Detokenizer
 
 MAX_STEP_TOKENS = 16
-"""Of an answer that is read as a whole. More would cost as little, and keep the event loop from
-streams for longer at a time."""
+"""The largest number of tokens in one step of a request that is not a stream. With more tokens per
+step, the event loop would save little, and streams would wait longer while it handles a step."""
 
 
 def encode_prompt(
     live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
-    """Token ids of a prompt. Raises RequestError for none, or for ids that the network lacks."""
+    """The token ids of a prompt. Raises RequestError if there are none, or if the network has no
+    embedding for one of them. `param` is the field of the request that contains the prompt."""
     if isinstance(prompt, str):
         token_ids = live.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     else:
@@ -29,7 +31,7 @@ def encode_prompt(
     if not token_ids:
         raise RequestError(
             400,
-            f"{param}: empty, and no token is put before a text here; give at least one token",
+            f"{param}: is empty, and the tokenizer adds no token to it; give at least one token",
             param=param,
             code="empty_prompt",
         )
@@ -37,6 +39,7 @@ def encode_prompt(
 
 
 def check_token_ids(live: LiveRelease, token_ids: tuple[int, ...], param: str) -> None:
+    """Raise RequestError if the network has no embedding for one of `token_ids`."""
     limit = live.tokenizer.vocab_size
     largest = max(token_ids, default=0)
     if largest >= limit:
@@ -60,18 +63,25 @@ def make_generations(
     param: str,
     max_tokens_param: str = "max_tokens",
 ) -> list[Generation]:
-    """One for each sequence of a prompt. Raises RequestError where the context is too small."""
+    """`num_sequences` generations for one prompt.
+
+    A `max_tokens` of None means as many tokens as fit into the context, or `max_new_tokens` of the
+    release's generation_config.json if this is less. `param` and `max_tokens_param` are the fields
+    that errors name. Raises RequestError if the prompt and `max_tokens` do not fit into the
+    context, or if the network has no embedding for a token id of the request.
+    """
     context = live.context_length
     room = context - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
         raise _too_long(
-            f"the prompt has {len(prompt)} tokens, and the context {context}; shorten the prompt",
+            f"the prompt has {len(prompt)} tokens, and the context {context} tokens; shorten the "
+            "prompt",
             param,
         )
     if max_tokens is not None and max_tokens > room:
         raise _too_long(
             f"the context has {context} tokens: {len(prompt)} of the prompt and {max_tokens} new "
-            f"ones are more; ask for at most {room}",
+            f"tokens do not fit; ask for at most {room} new tokens",
             max_tokens_param,
         )
     bias = {int(token_id): value for token_id, value in (request.logit_bias or {}).items()}
@@ -87,7 +97,8 @@ def make_generations(
         max_tokens = min(room, int(defaults.get("max_tokens", room)))
 
     def chosen(name: str, neutral: float) -> float:
-        """What the request says, else the release, else OpenAI."""
+        """The value in the request; without it the value of the release; without both `neutral`,
+        which is OpenAI's default."""
         asked: float | None = getattr(request, name)
         return defaults.get(name, neutral) if asked is None else asked
 
@@ -99,21 +110,23 @@ def make_generations(
             min_tokens=min(request.min_tokens, max_tokens),
             temperature=chosen("temperature", 1.0),
             top_p=chosen("top_p", 1.0),
-            # More than there are is no limit; and not every engine can carry any number.
+            # A `top_k` of the vocabulary's size or more limits nothing. Replace it by 0, because
+            # some engines cannot represent very large numbers.
             top_k=top_k if 0 < top_k < live.tokenizer.vocab_size else 0,
             min_p=chosen("min_p", 0.0),
             presence_penalty=chosen("presence_penalty", 0.0),
             frequency_penalty=chosen("frequency_penalty", 0.0),
             repetition_penalty=chosen("repetition_penalty", 1.0),
             logit_bias=bias,
-            # With one seed for all, `n` sequences would be one sequence n times.
+            # With the same seed, all `n` sequences would be equal.
             seed=None if request.seed is None else _within_64_bits(request.seed + number),
             stop_token_ids=stop_token_ids,
             allowed_token_ids=allowed,
             grammar=request.grammar,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=num_prompt_logprobs,
-            # A stop string is looked for as soon as it can be there: what follows is thrown away.
+            # With stop strings, look at each token at once: tokens that the engine generates after
+            # a stop string are wasted.
             max_step_tokens=1 if request.stream or request.stops else MAX_STEP_TOKENS,
         )
         for number in range(num_sequences)
@@ -121,17 +134,18 @@ def make_generations(
 
 
 def check_num_sequences(number: int, limit: int, param: str) -> None:
+    """Raise RequestError if a request asks for more than `limit` sequences."""
     if number > limit:
         raise RequestError(
             400,
-            f"more than {limit} sequences in one request (prompts times n or best_of)",
+            f"more than {limit} sequences in one request (number of prompts times n or best_of)",
             param=param,
             code="too_many_sequences",
         )
 
 
 def _within_64_bits(seed: int) -> int:
-    """The largest seed is followed by the smallest."""
+    """`seed`, but after the largest signed 64-bit number the count continues with the smallest."""
     return seed if seed <= MAX_SEED else seed - MAX_SEED + MIN_SEED - 1
 
 
@@ -141,35 +155,38 @@ def _too_long(message: str, param: str) -> RequestError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenText:
-    """A token with its place in the text that was generated."""
+    """A token and its place in the generated text."""
 
     token_id: int
     offset: int
-    """Characters of generated text before it."""
+    """The number of characters of generated text before the token."""
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """What is certain after a step; concatenated over all steps, the whole sequence."""
+    """The part of a sequence that became final with one step of the engine. Text that may still
+    become a stop string, or that may still change, is held back for a later delta."""
 
     text: str = ""
     tokens: tuple[TokenText, ...] = ()
-    """Those that begin in text given out so far; only with logprobs."""
+    """The tokens whose text begins in the text up to the end of this delta, without those of
+    earlier deltas. Empty if the request asks for no logprobs."""
     num_tokens: int = 0
-    """Generated, given out or not."""
+    """How many tokens the step generated, even if their text is held back."""
     num_cached_tokens: int = 0
-    """Of the prompt, found in the engine's cache; on the first delta."""
+    """How many tokens of the prompt the engine found in its cache. Set in the first delta; in later
+    ones it may be 0."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """The stop string, or the one of the request's `stop_token_ids`, that ended the sequence."""
+    """The stop string, or the id among the request's `stop_token_ids`, that ended the sequence."""
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(slots=True)
 class Sequence:
-    """All deltas of a sequence together."""
+    """A sequence, put together from its deltas."""
 
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
@@ -180,6 +197,7 @@ class Sequence:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def add(self, delta: Delta) -> None:
+        """Append the next delta."""
         self.text += delta.text
         self.tokens += delta.tokens
         self.num_tokens += delta.num_tokens
@@ -191,12 +209,14 @@ class Sequence:
 
     @property
     def mean_logprob(self) -> float:
+        """The mean logprob of the tokens; minus infinity if no token has a logprob."""
         logprobs = [token.logprob for token in self.tokens if token.logprob is not None]
         return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
 class TextReader:
-    """Reads the steps of one sequence: detokenises, cuts at stop strings, places the logprobs."""
+    """Reads the steps of one sequence: turns tokens into text, cuts the text at a stop string, and
+    finds the place of each token in the text."""
 
     def __init__(self, live: LiveRelease, generation: Generation, request: SamplingRequest) -> None:
         self._detokenizer = Detokenizer(
@@ -205,18 +225,20 @@ class TextReader:
         self._includes_stop = request.include_stop_str_in_output
         self._stop_strings = StopStrings(request.stops, include=self._includes_stop)
         self._stop_ids = frozenset(generation.stop_token_ids)
-        self._own_stop_ids = self._stop_ids - set(live.tokenizer.eos_token_ids)
+        self._request_stop_ids = self._stop_ids - set(live.tokenizer.eos_token_ids)
         self._min_tokens = generation.min_tokens
         self._wants_logprobs = generation.num_logprobs is not None
         self._num_seen = 0
-        self._length = 0
-        """Characters of detokenised text."""
-        self._given = 0
-        """Characters that were given out."""
+        self._num_chars = 0
+        """Number of characters of detokenised text."""
+        self._num_given = 0
+        """Number of characters in all deltas so far."""
         self._held: list[TokenText] = []
+        """Tokens whose text is not in a delta yet."""
 
     def read(self, step: Step) -> Delta:
-        """What is certain after `step`. The sequence is over once it has a `finish_reason`."""
+        """The delta for `step`. If the delta has a `finish_reason`, the sequence has ended; do not
+        read its further steps."""
         text = ""
         stop: str | int | None = None
         num_tokens = 0
@@ -225,11 +247,11 @@ class TextReader:
             self._num_seen += 1
             is_end = step.finish_reason == "stop" and position == len(step.token_ids) - 1
             if self._wants_logprobs:
-                self._held.append(_token_text(step, position, token_id, self._length))
+                self._held.append(_token_text(step, position, token_id, self._num_chars))
             is_stop_token = is_end and token_id in self._stop_ids
             is_shown = self._includes_stop or not is_stop_token
             piece = self._detokenizer.add(token_id) if is_shown else ""
-            self._length += len(piece)
+            self._num_chars += len(piece)
             if self._num_seen < self._min_tokens:
                 text += piece
                 continue
@@ -244,11 +266,11 @@ class TextReader:
             stopped = stop is not None
             text += safe if stopped else safe + self._stop_strings.flush()
             if not stopped and finish_reason == "stop" and step.token_ids:
-                stop = step.token_ids[-1] if step.token_ids[-1] in self._own_stop_ids else None
+                stop = step.token_ids[-1] if step.token_ids[-1] in self._request_stop_ids else None
             finish_reason = "stop" if stopped else finish_reason
-        self._given += len(text)
+        self._num_given += len(text)
         gives_all = finish_reason is not None and not stopped
-        tokens = tuple(each for each in self._held if gives_all or each.offset < self._given)
+        tokens = tuple(each for each in self._held if gives_all or each.offset < self._num_given)
         self._held = self._held[len(tokens) :]
         return Delta(
             text=text,
@@ -271,10 +293,11 @@ def _token_text(step: Step, position: int, token_id: int, offset: int) -> TokenT
 async def generate(
     engine: Engine, live: LiveRelease, generations: list[Generation], request: SamplingRequest
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Deltas of all sequences as they come, each with the number of its sequence.
+    """The deltas of all sequences in the order of their arrival. Each comes with the index of its
+    sequence in `generations`.
 
-    Closing the iterator frees the slots of all in the engine. When one fails, all end.
-    Raises EngineError.
+    If the iterator is closed, or if one sequence fails, all sequences end and their slots in the
+    engine become free. Raises EngineError.
     """
     if len(generations) == 1:
         async with aclosing(_deltas(engine, live, generations[0], request)) as deltas:

@@ -1,4 +1,4 @@
-"""Binds the port, then starts the application behind it."""
+"""Runs the application on its port, from the start of the server to its end."""
 
 import asyncio
 import errno
@@ -18,21 +18,25 @@ from serving.http.server import Server, http_config
 from serving.settings import ServingSettings
 
 SHUTDOWN_SECONDS = 10
-"""For requests that are being answered when the server is told to stop."""
+"""How long running requests may continue after the server was told to stop. The server still
+accepts connections during this time."""
 READING_SECONDS = 30
-"""How long a client may leave its answer unread. A swap waits longer for requests, so that such a
-client does not defer it."""
+"""How long a client may read nothing of its answer. By default a swap waits longer (`drain_seconds`
+is 60), so such a client does not defer the swap."""
 MAX_OTHERS = 256
-"""Connections beside those of `max_queue` requests."""
+"""How many connections may be open in addition to `max_queue`: for health checks and idle clients.
+"""
 LAST_ANSWER_SECONDS = 1
-"""For what is still being answered after that."""
+"""How long requests that still run after `SHUTDOWN_SECONDS` may continue. The server no longer
+accepts connections during this time."""
 DRAIN_POLL_SECONDS = 0.05
 SIGNAL_SECONDS = 1.0
+"""How long the server waits for the cancellation that follows a Ctrl-C."""
 
 
 class _Server(Server):
-    """Goes on accepting connections until what is being answered has ended, so that `/health` can
-    say meanwhile that no request should come here."""
+    """A server that accepts connections until the running requests have ended, even after it was
+    told to stop. So `/health` can say that clients should send no requests here."""
 
     is_serving = False
     is_told_to_stop = False
@@ -60,12 +64,15 @@ class _Server(Server):
 
 
 def serve(app: FastAPI, settings: ServingSettings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ServingError: PortBusy, or what is wrong with a folder
-    that was to be served.
+    """Serve until SIGINT or SIGTERM. Prints the address, then the engine and the release.
 
-    The socket listens before the application looks for a pending release. So a job that leaves one
-    and then finds the port refused knows that the next server to start will see it; one that gets
-    through has its swap request answered when the start is over.
+    Raises ServingError: PortBusy if another program uses the port, and ReleaseError if the folder
+    that should be served has faults.
+
+    The socket listens before the application looks for a pending release, so that no release is
+    forgotten. A job first marks its release as pending and then sends its swap request. If the
+    connection is refused, the next server that starts finds the mark. If the connection succeeds,
+    the server answers the request after its start.
     """
     with bind(settings) as listener:
         host, port = listener.getsockname()[:2]
@@ -74,12 +81,11 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
             http_config(
                 app,
                 shutdown_seconds=LAST_ANSWER_SECONDS,
-                # Others than those that are answered or wait: health checks, and idle clients.
                 limits=Limits(
                     max_connections=settings.max_queue + MAX_OTHERS,
                     reading_seconds=READING_SECONDS,
                 ),
-                # Entered here and not by uvicorn, which would answer an error with a traceback.
+                # `_serve` runs the lifespan itself: uvicorn would print a traceback for an error.
                 lifespan="off",
             ),
             app.state.admission,
@@ -88,7 +94,7 @@ def serve(app: FastAPI, settings: ServingSettings) -> None:
             try:
                 runner.run(_serve(app, settings, server, listener))
             except asyncio.CancelledError:
-                # What SIGTERM does to a program that does not handle it: whoever sent it can tell.
+                # End by SIGTERM, so that the parent process sees this signal in the exit status.
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 signal.raise_signal(signal.SIGTERM)
 
@@ -100,44 +106,54 @@ async def _serve(
     assert task is not None
 
     def stop() -> None:
-        if server.is_serving:  # answers end first
+        if server.is_serving:
+            # Let the server end its running requests. `_serve` then cancels the task.
             server.should_exit = server.is_told_to_stop = True
-        elif not server.is_told_to_stop:  # uvicorn raises again what it saw
+        elif not server.is_told_to_stop:
+            # The server does not serve yet, so there is no request to wait for.
             task.cancel()
+        # In all other cases, ignore the signal: uvicorn has raised the signal that ended it again.
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     async with app.router.lifespan_context(app):
         admission = app.state.admission
         live = admission.live
         if live is None:
-            answers = str(admission.unserved or "nothing yet, the first release will")
+            answers = str(admission.unserved or "no requests until the first release is live")
         else:
             in_place = f" in place of {live.stands_in_for.id}" if live.stands_in_for else ""
             answers = f"{live.id} from {live.folder}{in_place}"
         engine = choose_engine(settings.engine)
         why = f" ({engine.reason})" if settings.engine == "auto" else ""
         print(f"engine {engine.name}{why}; answers: {answers}", flush=True)
-        # What is loaded by now, torch above all, lives as long as the process. To look through it
-        # for garbage takes some 0.1 s, in which no stream gets a token.
+        # All objects that exist now, mainly those of torch, live as long as the process. Exclude
+        # them from garbage collection. Otherwise each full collection would take about 0.1 s, and
+        # no stream would get a token during this time.
         gc.collect()
         gc.freeze()
         await server.serve(sockets=[listener])
         if server.is_told_to_stop:
             task.cancel()
-        await asyncio.sleep(SIGNAL_SECONDS)  # Ctrl-C cancels this task in the loop's next turn
+        # After SIGTERM, the cancellation above ends this wait. After Ctrl-C, the runner cancels
+        # this task in the next turn of the event loop.
+        await asyncio.sleep(SIGNAL_SECONDS)
 
 
 def bind(settings: ServingSettings) -> socket.socket:
-    """A listening socket. Raises PortBusy, or ServingError for an address that must not be used."""
+    """A listening socket for the address in the settings.
+
+    Raises PortBusy if another program uses the port. Raises ServingError if the address cannot be
+    used, or if other machines can reach it but no API key is set.
+    """
     has_key = settings.api_key is not None or settings.api_key_file is not None
     if not has_key and not _is_loopback(settings.host):
         raise ServingError(
-            f"{settings.host} is reachable from other machines; set [serving] api_key or "
-            "api_key_file, or listen on 127.0.0.1"
+            f"other machines can reach {settings.host}; set [serving] api_key or api_key_file, or "
+            "listen on 127.0.0.1"
         )
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # With the protocol left at 0, asyncio does not take the connections for TCP and leaves out
-    # TCP_NODELAY: 40 ms more for each answer.
+    # Name the protocol. If it is 0, asyncio does not recognise the connections as TCP and does not
+    # set TCP_NODELAY, so that each answer takes 40 ms more.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -146,7 +162,7 @@ def bind(settings: ServingSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         if isinstance(error, socket.gaierror):
-            raise ServingError(f"{settings.host} is no address to listen on: {error}") from None
+            raise ServingError(f"no address was found for {settings.host}: {error}") from None
         if error.errno == errno.EADDRINUSE:
             raise PortBusy(settings.host, settings.port) from None
         raise ServingError(f"cannot listen on {settings.host}:{settings.port}: {error}") from None

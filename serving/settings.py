@@ -1,4 +1,4 @@
-"""What a server is told."""
+"""The settings of a completion server: the table `[serving]` of pipeline.toml."""
 
 from pathlib import Path
 from typing import Literal
@@ -15,45 +15,55 @@ class ServingSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """The address to listen on. Any address but loopback needs `api_key`."""
+    """The address to listen on. An address that is not loopback needs `api_key` or `api_key_file`.
+    """
     port: int = Field(default=8000, ge=0, le=65535)
-    """The port to listen on. 0 takes a free one; in a stack it must be a number above 0."""
+    """The port to listen on. 0 chooses a free port, but is not allowed in a stack."""
     engine: EngineName | Literal["auto"] = "auto"
-    """What computes the answers. `auto` is `vllm` if there is a GPU and vLLM is installed, and
-    otherwise `torch`. `torch` runs inside the server, `vllm` in processes that the
-    server starts; `sglang` is a server of your own, at `upstream`. `echo` is for tests of clients:
-    it makes up tokens from the release's digest."""
+    """What computes the answers. `auto` is `vllm` if the machine has an NVIDIA GPU and vLLM is
+    installed, and otherwise `torch`. `torch` runs inside the server, and `vllm` runs in processes
+    that the server starts. `sglang` is a server of your own, at `upstream`. `echo` is for tests of
+    clients: it invents tokens from a digest of the release's weights."""
     torch: TorchSettings = TorchSettings()
     """Limits of the torch engine."""
     vllm: VllmSettings = VllmSettings()
-    """How vLLM is started, and how its weights are replaced."""
+    """How vLLM is started, and how a swap replaces its weights."""
     upstream: str = "http://127.0.0.1:30000"
-    """The URL of the SGLang server. It must see the releases under the same paths."""
+    """The URL of the SGLang server. SGLang must be able to read the releases under the same paths
+    as this server."""
     tool_format: FormatName | Literal["auto"] = "auto"
-    """How the model writes calls of tools. `auto` looks at the chat template of each release."""
+    """How the model writes calls of tools. `auto` finds this in the chat template of each release.
+    """
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The type of number to compute in. `auto` is the type in which the release is stored, if the
-    hardware is fast in it and the release's probe has a bound for it; otherwise float32. For any
-    other value, a release must have a probe bound for it."""
+    """The dtype (number type) in which the engine computes. `auto` is the dtype in which the
+    release is stored, if the hardware is fast in it and the release's probe has a bound for it;
+    otherwise float32. If you name a dtype, the probe of a release must have a bound for it."""
     api_key: SecretStr | None = None
-    """The bearer token for `/v1`. Unset: everyone who reaches the port may send requests."""
+    """The bearer token for `/v1`, `/tokenize` and `/detokenize`. Without this key and
+    `api_key_file`, everyone who can reach the port may send requests."""
     api_key_file: Path | None = None
-    """A file with more such tokens, one per line. Empty lines and `#` comments are skipped."""
+    """A file with more such tokens, one per line. Empty lines and lines that begin with `#` are
+    skipped."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages a browser lets read the answers, such as `https://chat.example.com`; `*`
-    for all. Without any, only pages of this server can."""
+    """The origins whose pages may read the answers in a browser, such as
+    `https://chat.example.com`; `*` means all. By default, only pages of this server can read them.
+    """
     request_seconds: float = Field(default=600, gt=0)
-    """Time limit of one answer. After that a request gets 504, and a stream an error event."""
+    """Time limit of one answer. After this time a request gets 504, and a stream gets an error
+    event."""
     max_queue: int = Field(default=256, ge=1)
-    """How many requests may run or wait at once. One more gets 429."""
+    """How many requests may run or wait at once. Every further request gets 429."""
     max_sequences: int = Field(default=128, ge=1)
-    """How many sequences one request may ask for: prompts times `n` or `best_of`."""
+    """How many sequences one request may ask for: the number of its prompts times `n` or `best_of`.
+    """
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     """A larger request body gets 413."""
     drain_seconds: float = Field(default=60, gt=0)
-    """How long a swap waits for requests that must end first. After that it is `deferred`."""
+    """How long a swap waits for requests that must end first. After this time the swap ends as
+    `deferred`."""
     phase_seconds: float = Field(default=600, gt=0)
-    """Time limit of one phase of a swap. After that the swap has `failed`."""
+    """Time limit of the preflight of a swap, of its stage, and of its probe if no requests wait for
+    the probe. After this time the swap ends as `failed`."""
 
     @property
     def start_seconds(self) -> float:
@@ -65,5 +75,6 @@ class ServingSettings(BaseModel):
         )
 
     barrier_seconds: float = Field(default=30, gt=0)
-    """Time limit of the commit, and of the probe, while new requests wait. A commit of SGLang has
-    ten minutes instead, because it reads the weights in that time."""
+    """Time limit of the commit of a swap, of its probe if new requests wait for the probe, and of
+    one write of the link `current`. For `sglang`, the limit of the commit is 630 seconds instead,
+    because SGLang reads the weights during the commit."""

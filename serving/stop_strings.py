@@ -1,19 +1,22 @@
-"""Finds stop strings in text that arrives in pieces, however they are cut."""
+"""Finds stop strings in text that arrives in pieces. A stop string may lie across several pieces.
+"""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Holds back no more than what could still become a stop string."""
+    """Finds the first of several stop strings in one text. Holds text back only if it may be the
+    beginning of a stop string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """With `include`, the text ends with the stop string and not before it."""
+        """With `include`, the text ends after the stop string, otherwise before it."""
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
 
     def add(self, piece: str) -> tuple[str, str | None]:
-        """Text that is safe to give out, and the stop string that ended it."""
+        """The text that can be passed on now, and the stop string that ends it; None if the text
+        goes on."""
         if not self._stops:
             return piece, None
         text = self._held + piece
@@ -27,12 +30,15 @@ class StopStrings:
         return text[: len(text) - keep], None
 
     def flush(self) -> str:
+        """The text that is held back. Call this at the end of the text, if no stop string was
+        found."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """The number of characters in the longest end of `text` with which `stop` begins. Does not
+    count all of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

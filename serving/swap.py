@@ -1,7 +1,7 @@
-"""`Swapper`: which swap runs, which one waits, and what was served when the server starts.
+"""`Swapper` decides which swap runs and which one waits, and what the server serves at its start.
 
-One swap at a time and one that waits; a newer request overtakes whatever has not begun to commit.
-How one is done is `swap_phases.py`'s.
+One swap runs at a time, and one more may wait. A newer swap replaces the waiting one. It also
+replaces the running one, unless that has begun its commit. `swap_phases.py` performs a swap.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 class Swapper:
+    """Runs the swaps of one server. Call all methods on its event loop."""
+
     def __init__(
         self,
         *,
@@ -47,28 +49,29 @@ class Swapper:
         self._worker: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve `folder` if given; otherwise what was served last, then what is pending.
+        """Serve the first release. If `folder` is None, serve the release that was live last, and
+        then swap in the pending release, if there is one.
 
-        Raises ReleaseError for a `folder` that cannot be served. Without one, the newest release
-        that was live before, and is whole, stands in for a release that is refused. If there is
-        none, the server waits for a swap, and says why.
+        If the release that was live last is refused, the newest undamaged release that was live
+        before it is served as its substitute. If there is none, the server waits for a swap, and
+        its answers say why. Raises ReleaseError if `folder` cannot be served.
         """
         if folder is not None:
-            result = await self._ask(folder, is_recorded=False)
+            result = await self._enqueue(folder, is_recorded=False)
             if result.result != "live":
                 raise ReleaseError(*result.reasons)
             return
         release_store.sweep(self._releases_dir)
-        await self._start_with_what_was_live()
+        await self._start_with_last_live()
         try:
             pending = release_store.pending_release(self._releases_dir)
         except ReleaseError as error:
             logger.error("%s: %s", self._releases_dir / release_store.PENDING, error)
             return
         if pending is not None:
-            await self._ask(self._releases_dir / pending)
+            await self._enqueue(self._releases_dir / pending)
 
-    async def _start_with_what_was_live(self) -> None:
+    async def _start_with_last_live(self) -> None:
         try:
             release_store.served_release(self._releases_dir)
         except ReleaseError as error:
@@ -76,24 +79,27 @@ class Swapper:
             self._admission.unserved = Unserved(id=release_store.CURRENT, reasons=error.reasons)
         unserved: Unserved | None = None
         for release_id in reversed(release_store.live_releases(self._releases_dir)):
-            result = await self._ask(
+            result = await self._enqueue(
                 self._releases_dir / release_id, was_live=True, stands_in_for=unserved
             )
             if result.result == "live":
                 if unserved is not None:
-                    logger.error("%s; %s stands in for it", unserved, release_id)
+                    logger.error("%s; %s is served as its substitute", unserved, release_id)
                 return
             unserved = unserved or Unserved(id=release_id, reasons=result.reasons)
             self._admission.unserved = unserved
             if result.result != "refused":
-                # The engine or the disk is in trouble, and an older release would not help.
+                # The engine or the disk has failed, so an older release would fail too.
                 return
         if unserved is not None:
-            logger.error("%s; no older release that was live can stand in for it", unserved)
+            logger.error("%s; there is no substitute for it", unserved)
 
     async def swap(self, requested: str) -> SwapResult:
-        """Make a release live: an id, or a path under the releases root. A caller that goes away
-        does not end the swap."""
+        """Make a release live. `requested` is the id of the release, or the path of its folder. A
+        relative path is relative to the folder of the pipeline's releases.
+
+        If the caller is cancelled, the swap goes on.
+        """
         folder = self._folder(requested)
         if folder is None:
             result = SwapResult(
@@ -101,24 +107,24 @@ class Swapper:
                 release=requested,
                 previous=self._live_id(),
                 phase="preflight",
-                reasons=(f"{requested!r} is no release in {self._releases_dir}",),
+                reasons=(f"there is no release in {self._releases_dir} for {requested!r}",),
             )
             self._metrics.count_swap(result)
             return result
-        return await self._ask(folder)
+        return await self._enqueue(folder)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the running swap and the waiting one; both get the result `failed`."""
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.wait({self._worker})
         await self._phases.close()
         if self._waiting is not None:
-            self._finish(self._waiting, self._shut_down(self._waiting))
+            self._finish(self._waiting, self._shutdown_result(self._waiting))
 
     def _folder(self, requested: str) -> Path | None:
-        """Of a release, by its id or a path that leads there; None for anything else."""
-        if "\0" in requested:  # no path can be, and `resolve` raises
+        """The folder of the release with this id or path; None if there is no such release."""
+        if "\0" in requested:  # `resolve` raises ValueError for such a path
             return None
         found = (self._releases_dir / requested).resolve()
         inside = found.parent == self._releases_dir.resolve()
@@ -126,7 +132,7 @@ class Swapper:
             return None
         return self._releases_dir / found.name
 
-    async def _ask(
+    async def _enqueue(
         self,
         folder: Path,
         *,
@@ -148,14 +154,15 @@ class Swapper:
         self._waiting = swap
         if self._running is None:
             self._worker = asyncio.create_task(self._work())
-            # So that a request in the same turn of the loop sees a swap that runs.
+            # Set this here and not in the task, which begins later. Otherwise another call in the
+            # same turn of the event loop would see no running swap.
             self._running, self._waiting = swap, None
         elif not self._running.is_committing:
             self._running.superseded_by = swap.release_id
         if overtaken is not None:
             overtaken.superseded_by = swap.release_id
             await self._clear_pending(overtaken)
-            late = SwapStopped("superseded", f"{swap.release_id} was asked for meanwhile")
+            late = SwapStopped("superseded", f"a swap to {swap.release_id} was requested later")
             self._finish(overtaken, overtaken.stopped(late, self._live_id()))
         return await asyncio.shield(swap.result)
 
@@ -165,7 +172,7 @@ class Swapper:
             try:
                 result = await self._perform(swap)
             except asyncio.CancelledError:
-                self._finish(swap, self._shut_down(swap))
+                self._finish(swap, self._shutdown_result(swap))
                 raise
             if result.result != "deferred":
                 await self._clear_pending(swap)
@@ -173,7 +180,8 @@ class Swapper:
             self._running, self._waiting = self._waiting, None
 
     def _finish(self, swap: SwapAttempt, result: SwapResult) -> None:
-        # What becomes of a folder that was named at the start is raised to who named it.
+        # If a folder was named at the start of the server, `start` raises an error for it, so the
+        # log needs no warning.
         trouble = logging.WARNING if swap.is_recorded else logging.DEBUG
         level = logging.INFO if result.result == "live" else trouble
         logger.log(
@@ -182,7 +190,7 @@ class Swapper:
             result.release,
             result.result,
             result.phase,
-            "; ".join(result.reasons) or f"before it {result.previous}",
+            "; ".join(result.reasons) or f"previous release {result.previous}",
             extra={"release": result.release},
         )
         self._metrics.count_swap(result)
@@ -190,8 +198,12 @@ class Swapper:
             swap.result.set_result(result)
 
     async def _clear_pending(self, swap: SwapAttempt) -> None:
-        """Whatever came of it: a release that cannot be served is not tried at every start. A
-        release that stands in was not asked for, so what was asked for still waits."""
+        """Remove the mark `pending` of the release after its swap, also after one that failed.
+        Otherwise every start of the server would try a release that cannot be served.
+
+        The mark of a substitute stays, because nobody has asked for the substitute: if it has a
+        mark, the swap that somebody asked for still has to come.
+        """
         if swap.is_recorded and swap.stands_in_for is None:
             try:
                 await asyncio.to_thread(
@@ -206,12 +218,12 @@ class Swapper:
         except SwapStopped as stopped:
             return swap.stopped(stopped, self._live_id())
         except Exception as error:
-            logger.exception("swap to %s", swap.release_id)
+            logger.exception("swap to %s: unexpected error", swap.release_id)
             unforeseen = SwapStopped("failed", f"{type(error).__name__}: {error}")
             return swap.stopped(unforeseen, self._live_id())
         return swap.succeeded(previous.id if previous else None)
 
-    def _shut_down(self, swap: SwapAttempt) -> SwapResult:
+    def _shutdown_result(self, swap: SwapAttempt) -> SwapResult:
         return swap.stopped(SwapStopped("failed", "the server is shutting down"), self._live_id())
 
     def _live_id(self) -> str | None:

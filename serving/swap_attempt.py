@@ -1,4 +1,4 @@
-"""One swap on its way: where it stands, how it may end, and how long anything in it may take."""
+"""The state of one swap, the exception that ends a swap, and time limits for its steps."""
 
 import asyncio
 import logging
@@ -19,18 +19,26 @@ T = TypeVar("T")
 
 @dataclass(eq=False, kw_only=True)
 class SwapAttempt:
+    """One swap: what was requested, and how far it has come."""
+
     folder: Path
     is_recorded: bool
-    """Whether `current` follows; not for a folder that was named at the start."""
+    """Whether the swap writes the link `current`. False for a folder that was named at the start of
+    the server."""
     result: "asyncio.Future[SwapResult]"
+    """Set when the swap has ended."""
     was_live: bool = False
-    """Whether it was live before the server's start: the record of that is not taken back."""
+    """Whether the release was live before the server started. If so, the link `current` to it stays
+    even if this swap fails."""
     stands_in_for: Unserved | None = None
+    """The release for which the release of this swap would be the substitute; None for none."""
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None
     is_committing: bool = False
+    """Whether the commit may have begun. From then on, a newer swap does not replace this one."""
     max_difference: float | None = None
+    """The `max_difference` of the probe; None before the probe."""
 
     @property
     def release_id(self) -> str:
@@ -38,6 +46,7 @@ class SwapAttempt:
 
     @contextmanager
     def timed(self, phase: SwapPhase) -> Iterator[None]:
+        """Sets the phase, and adds the time of the `with` block to the time of the phase."""
         self.phase = phase
         started = time.perf_counter()
         try:
@@ -47,14 +56,18 @@ class SwapAttempt:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
     def stop_if_superseded(self) -> None:
+        """Raise SwapStopped if a newer swap was requested."""
         if self.superseded_by is not None:
-            raise SwapStopped("superseded", f"{self.superseded_by} was asked for meanwhile")
+            raise SwapStopped("superseded", f"a swap to {self.superseded_by} was requested later")
 
     def succeeded(self, previous: str | None) -> SwapResult:
-        """`previous` is what was live before."""
+        """The result of a swap that made its release live. `previous` is the id of the release that
+        was live before."""
         return self._result("live", previous)
 
     def stopped(self, stopped: "SwapStopped", live: str | None) -> SwapResult:
+        """The result of a swap that was stopped. `live` is the id of the release that is live
+        still."""
         return self._result(stopped.result, live, stopped.reasons)
 
     def _result(
@@ -76,7 +89,7 @@ class SwapAttempt:
 
 
 class SwapStopped(Exception):
-    """A swap ends here, and what was served is served."""
+    """Ends a swap. The release that was live before is still live."""
 
     def __init__(
         self, result: Literal["refused", "superseded", "deferred", "failed"], *reasons: str
@@ -86,7 +99,8 @@ class SwapStopped(Exception):
 
 
 async def bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """Await `work`, but never longer: one that ignores its cancellation is left behind."""
+    """The result of `work`. After `seconds`, cancels `work` and raises TimeoutError, without a wait
+    for the end of `work`, which may ignore its cancellation."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -95,11 +109,11 @@ async def bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
         raise
     if not done:
         task.cancel()
-        task.add_done_callback(_forget)
+        task.add_done_callback(_log_late_error)
         raise TimeoutError
     return task.result()
 
 
-def _forget(task: "asyncio.Future[Any]") -> None:
+def _log_late_error(task: "asyncio.Future[Any]") -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error("after its time was up: %s", task.exception())
+        logger.error("a step of a swap failed after its time limit: %s", task.exception())

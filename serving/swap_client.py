@@ -1,4 +1,4 @@
-"""The client side of `POST /admin/swap`, for a job and for the command line. Loads no engine."""
+"""Sends `POST /admin/swap` to a server, for jobs and for the command line. Imports no engine."""
 
 import httpx
 from pydantic import ValidationError
@@ -8,14 +8,15 @@ from serving.swap_schemas import SwapRequest, SwapResult
 
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 600.0
-"""The server loads, checks and probes the release before it answers."""
+"""The server answers only after the swap: it first loads, checks and probes the release."""
 
 
 def request_swap(server_url: str, release: str, *, admin_token: str | None) -> SwapResult:
     """Ask the server to swap to `release`, and wait for the result.
 
-    Raises httpx.ConnectError where no server listens, another httpx.TransportError where the
-    server went away before it answered, and SwapAnswerError for an answer that is no SwapResult.
+    An answer 503 without a `SwapResult` counts as `deferred`. Raises httpx.ConnectError if no
+    server listens, another httpx.TransportError if the server gives no answer, and SwapAnswerError
+    if any other answer is not a `SwapResult`.
     """
     response = httpx.post(
         f"{server_url.rstrip('/')}/admin/swap",
@@ -28,7 +29,8 @@ def request_swap(server_url: str, release: str, *, admin_token: str | None) -> S
         return SwapResult.model_validate_json(response.content)
     except ValidationError:
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-            # Not from our server, which sends a SwapResult: from a proxy in front of it.
+            # Our server sends a SwapResult with its 503. So this answer is from a proxy in front of
+            # the server.
             return SwapResult(
                 result="deferred", release=release, phase="preflight", reasons=(response.text,)
             )

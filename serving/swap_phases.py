@@ -1,10 +1,15 @@
-"""`SwapPhases`: one swap, preflight → stage → barrier → commit → probe → live, or back.
+"""`SwapPhases` performs the phases of a swap. If a phase fails, the old release is served again.
 
-An engine that holds two releases commits and is probed while requests still enter on the old one;
-its barrier is the moment in which they are sent to the new one. One that cannot is drained first,
-commits and is probed under the barrier. Where the probe fails, the old release is committed again.
-Every await under the barrier is bounded, and the barrier opens in a `finally`: no engine and no
-disk, however stuck, keeps it shut.
+With an engine that can hold two releases, the order is: preflight, stage, commit, probe, barrier.
+New requests get the old release until the barrier, which lasts only one turn of the event loop.
+
+With an engine that can hold only one release, the order is: preflight, stage, barrier, commit,
+probe. The barrier first waits until the running requests have ended, and holds new requests back
+until the probe has ended.
+
+If the commit or the probe fails, the engine commits the old release again. While the barrier is
+closed, everything that is awaited has a time limit, and a `finally` opens the barrier. So an engine
+or a disk that hangs cannot keep the barrier closed.
 """
 
 import asyncio
@@ -31,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class SwapPhases:
-    """One swap at a time."""
+    """Performs swaps, one at a time."""
 
     def __init__(
         self,
@@ -47,25 +52,28 @@ class SwapPhases:
         self._settings = settings
         self._releases_dir = releases_dir
         self._pipeline = pipeline
-        self._current = CurrentLink(releases_dir, settings.barrier_seconds)
+        self._current_link = CurrentLink(releases_dir, settings.barrier_seconds)
         self._retiring: dict[str, asyncio.Task[None]] = {}
-        """Releases that are no longer live, whose last requests are still answered."""
+        """Id of a release that is loaded but not live → the task that unloads this release when its
+        last request has ended."""
 
     async def close(self) -> None:
+        """Stop the unloading of old releases, and the thread that writes `current`."""
         for task in (retiring := list(self._retiring.values())):
             task.cancel()
         await asyncio.gather(*retiring, return_exceptions=True)
-        self._current.close()
+        self._current_link.close()
 
     async def perform(self, swap: SwapAttempt) -> LiveRelease | None:
-        """What was live before, which may be the same release.
+        """Make the release of `swap` live. Returns the release that was live before, which may be
+        the same release; None if there was none.
 
-        Raises SwapStopped: what was live still is.
+        Raises SwapStopped if the swap fails; the release that was live before is then still live.
         """
         previous = self._admission.live
         if previous is not None and previous.folder == swap.folder:
             if previous.stands_in_for is not None:
-                # Now somebody chose it: it stands in for nothing any more.
+                # Somebody has asked for the substitute itself. From now on it is no substitute.
                 chosen = replace(previous, stands_in_for=None)
                 await self._record(swap, chosen)
                 self._admission.switch(chosen)
@@ -77,11 +85,11 @@ class SwapPhases:
             return previous
         await self._stage(swap, candidate)
         try:
-            candidate = self._within_the_engine(candidate)
+            candidate = self._with_engine_context(candidate)
             if self._engine.holds_two:
-                await self._switch_beside(swap, candidate, previous)
+                await self._switch_with_two(swap, candidate, previous)
             else:
-                await self._switch_in_place(swap, candidate, previous)
+                await self._switch_with_one(swap, candidate, previous)
         except BaseException:
             self._begin_retiring(candidate.id)
             raise
@@ -116,8 +124,8 @@ class SwapPhases:
 
     def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
         release = self._check(folder)
-        # While a tokenizer is loaded no other thread runs, and so no stream; and trained weights
-        # mostly come with the one that was there before.
+        # Use the live tokenizer if the files are the same, as in most releases. While a tokenizer
+        # is loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
             return release, live.tokenizer
         return release, load_tokenizer(folder)
@@ -129,12 +137,17 @@ class SwapPhases:
         try:
             release = release_store.load_release(folder)
         except ReleaseError as error:
-            advice = "so nothing proves its files; run `pipeline releases repair`"
+            advice = (
+                f"without a valid {RELEASE_FILE}, the release cannot be checked; run "
+                "`pipeline releases repair`"
+            )
             raise ReleaseError(*error.reasons, advice) from None
         verify = verify_layout if self._engine.checks_digests else verify_release
         reasons = list(verify(folder, release))
         if folder.parent == self._releases_dir and folder.name != release.id:
-            reasons.append(f"{RELEASE_FILE}: calls itself {release.id}, not {folder.name}")
+            reasons.append(
+                f"{RELEASE_FILE}: its id is {release.id}, but its folder is {folder.name}"
+            )
         dtype = self._engine.dtype_of(release)
         if release.probe is not None and dtype not in release.probe.bounds:
             reasons.append(
@@ -147,7 +160,8 @@ class SwapPhases:
 
     async def _stage(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
         if candidate.id in self._retiring and self._admission.is_used(candidate.id):
-            # Still loaded for its last requests: the way back needs no disk.
+            # The release is still loaded, because it still answers requests. Do not unload it, and
+            # do not read it from disk again.
             self._retiring.pop(candidate.id).cancel()
             swap.phase = "stage"
             return
@@ -158,7 +172,8 @@ class SwapPhases:
                 raise SwapStopped(
                     "deferred",
                     f"requests on {', '.join(self._retiring)} did not end within "
-                    f"{self._settings.drain_seconds:g} s, and the engine holds no third release",
+                    f"{self._settings.drain_seconds:g} s, and the engine cannot hold a third "
+                    "release",
                 ) from None
             swap.stop_if_superseded()
             try:
@@ -177,10 +192,10 @@ class SwapPhases:
                 await self._unload(candidate.id)
                 raise SwapStopped("failed", f"stage: {error}") from error
 
-    def _within_the_engine(self, candidate: LiveRelease) -> LiveRelease:
+    def _with_engine_context(self, candidate: LiveRelease) -> LiveRelease:
         return replace(candidate, engine_context=self._engine.max_context(candidate.id))
 
-    async def _switch_beside(
+    async def _switch_with_two(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         swap.stop_if_superseded()
@@ -190,13 +205,13 @@ class SwapPhases:
             await self._probe(swap, candidate, self._settings.phase_seconds)
             await self._record(swap, candidate)
         except BaseException:
-            await self._go_back(swap, previous)
+            await self._restore_previous(swap, previous)
             raise
-        # One turn of the loop: nobody waits at this barrier.
+        # There is no `await` inside, so no request waits at this barrier.
         with swap.timed("barrier"), self._admission.closed():
             self._admission.switch(candidate)
 
-    async def _switch_in_place(
+    async def _switch_with_one(
         self, swap: SwapAttempt, candidate: LiveRelease, previous: LiveRelease | None
     ) -> None:
         with self._admission.closed():
@@ -210,7 +225,7 @@ class SwapPhases:
                 await self._probe(swap, candidate, self._settings.barrier_seconds)
                 await self._record(swap, candidate)
             except BaseException:
-                await self._go_back(swap, previous)
+                await self._restore_previous(swap, previous)
                 raise
             self._admission.switch(candidate)
 
@@ -221,7 +236,7 @@ class SwapPhases:
             raise SwapStopped(
                 "deferred",
                 f"requests on {previous.id} did not end within "
-                f"{self._settings.drain_seconds:g} s; ask again",
+                f"{self._settings.drain_seconds:g} s; request the swap again",
             ) from None
 
     async def _commit(self, swap: SwapAttempt, candidate: LiveRelease) -> None:
@@ -255,19 +270,23 @@ class SwapPhases:
 
     async def _record(self, swap: SwapAttempt, live: LiveRelease) -> None:
         if swap.is_recorded:
-            await self._current.set(live)
+            await self._current_link.set(live)
 
-    async def _go_back(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
-        """Under the barrier: the engine and `current` as they were."""
+    async def _restore_previous(self, swap: SwapAttempt, previous: LiveRelease | None) -> None:
+        """Make the engine and the link `current` use `previous` again."""
         with suppress(SwapStopped):
             if previous is None:
                 if not swap.was_live:
-                    await self._current.remove(swap.folder)
+                    await self._current_link.remove(swap.folder)
                 return
             try:
                 await bounded(self._engine.commit(previous.id), self._commit_seconds)
             except Exception:
-                logger.critical("the engine does not go back to %s", previous.id, exc_info=True)
+                logger.critical(
+                    "the engine failed to use %s again after a swap that failed",
+                    previous.id,
+                    exc_info=True,
+                )
             if previous.folder.parent == self._releases_dir:
                 await self._record(swap, previous)
 
@@ -281,14 +300,14 @@ class SwapPhases:
 
     async def _all_retired(self) -> None:
         if retiring := set(self._retiring.values()):
-            # Not gather: giving up must not cancel them.
+            # Use `wait`: if this wait is cancelled, `gather` would also cancel the tasks.
             await asyncio.wait(retiring)
 
     async def _unload(self, release_id: str) -> None:
         try:
             await bounded(self._engine.unload(release_id), self._settings.barrier_seconds)
         except Exception:
-            logger.exception("unloading %s", release_id)
+            logger.exception("the engine failed to unload %s", release_id)
 
     @property
     def _commit_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""`SwapRequest` and `SwapResult`: what `POST /admin/swap` takes and answers."""
+"""The request body and the answer of `POST /admin/swap`."""
 
 from typing import Literal
 
@@ -11,30 +11,35 @@ class _Record(BaseModel):
 
 class SwapRequest(_Record):
     release: str
-    """A release id, or the path of a release folder under the releases root."""
+    """The id of a release of the pipeline, or the path of its folder. A relative path is relative
+    to the folder of the pipeline's releases."""
 
 
 SwapPhase = Literal["preflight", "stage", "barrier", "commit", "probe", "live"]
 
 
 class SwapResult(_Record):
-    """What became of a swap.
+    """How a swap ended.
 
-    `live` is HTTP 200; `refused` 422 (the release is not fit: preflight, staging or the probe says
-    so); `superseded` 409; `deferred` 503; `failed` 500 (the engine or the disk is in trouble). In
-    all but the first the release that was served before is still served.
+    The HTTP status depends on `result`: `live` 200; `refused` 422 (the release failed the
+    preflight, the staging or the probe); `superseded` 409 (a newer swap was requested); `deferred`
+    503 (earlier requests did not end in time); `failed` 500 (the engine or the disk failed). After
+    every result except `live`, the server still serves the release that it served before.
     """
 
     result: Literal["live", "refused", "superseded", "deferred", "failed"]
     release: str
     previous: str | None = None
-    """What was served before; None for a server's first release."""
+    """The id of the release that was live before the swap; None if there was none. If the result is
+    not `live`, this release is still live."""
     phase: SwapPhase
-    """The last phase that was reached."""
+    """The last phase that the swap reached."""
     reasons: tuple[str, ...] = ()
-    """Everything that speaks against it, each naming file and tensor where there is one."""
+    """Why the swap did not succeed. A reason names the file and the tensor, if it is about one."""
     superseded_by: str | None = None
+    """The id of the release of the newer swap, if the result is `superseded`."""
     seconds: dict[str, float] = {}
-    """Time spent per phase."""
+    """Phase → the time that the swap spent in it, in seconds."""
     probe_max_difference: float | None = None
-    """Largest absolute difference between a probe logprob recorded by the job and the engine's."""
+    """The largest absolute difference between a logprob of the engine and the logprob of the job in
+    the release's probe; None if no probe was compared."""

@@ -1,4 +1,5 @@
-"""`/tokenize` and `/detokenize`, as vLLM has them, with the live release's tokenizer."""
+"""The routes `/tokenize` and `/detokenize`, with the same bodies as in vLLM. They use the tokenizer
+of the live release."""
 
 import asyncio
 from typing import Annotated
@@ -56,7 +57,7 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
 
     @router.post("/tokenize", response_model=TokenizeAnswer)
     async def tokenize(asked: TokenizeRequest) -> Response:
-        """Token ids of a text, or of the prompt that the chat template makes of messages."""
+        """The token ids of a text, or of the prompt that the chat template makes of messages."""
         live = live_for(asked.model)
 
         def answer() -> Response:
@@ -81,7 +82,7 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
 
     @router.post("/detokenize", response_model=DetokenizeAnswer)
     async def detokenize(asked: DetokenizeRequest) -> Response:
-        """The text of token ids, with special tokens."""
+        """The text of token ids, including special tokens."""
         live = live_for(asked.model)
 
         def answer() -> Response:

@@ -1,4 +1,5 @@
-"""A release's tokenizer: text to token ids, and token ids back to text while they arrive."""
+"""The tokenizer of a release: turns text into token ids, and token ids into text while they arrive.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +21,17 @@ from serving.weights.release import FileEntry, Release
 
 REPLACEMENT = "\ufffd"
 
-_CHARACTER_BYTES = 4
-"""Of a character in UTF-8, at most; a token has at least one."""
-_MOST_WAITING = 16
-"""Tokens that wait for the end of a character."""
-_PROMPT_TOKENS = 6
+_MAX_CHARACTER_BYTES = 4
+"""A character has at most this many bytes in UTF-8. Because a token has at least one byte, this is
+also the largest number of tokens that share a character."""
+_MAX_WAITING_TOKENS = 16
+"""If this many tokens wait for the end of a character, the text of all but the last few is
+passed on."""
+_NUM_PROMPT_TOKENS = 6
+"""How many of the prompt's last tokens are decoded together with the first new tokens."""
 
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""Of tokenizers that `transformers` converts."""
+"""The files of older tokenizers, which `transformers` converts."""
 
 _SAMPLING_FIELDS = {
     "temperature": "temperature",
@@ -39,47 +43,55 @@ _SAMPLING_FIELDS = {
     "frequency_penalty": "frequency_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of `generation_config.json`, and what requests call them."""
+"""Field of `generation_config.json` → the field of a request with the same meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTokenizer:
+    """The tokenizer of a release, and what the config files of the release say about sequences."""
+
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    """Where generation ends, from the generation config, else the config, else the tokenizer."""
+    """The end-of-sequence tokens. They are from the first of these that names any:
+    generation_config.json, config.json, tokenizer_config.json."""
     context_length: int
-    """Prompt and new tokens together, at most."""
+    """The largest number of tokens in a sequence, counting the prompt and the new tokens."""
     vocab_size: int
-    """Token ids are below it."""
+    """The size of the network's vocabulary: the network has embeddings for all smaller token ids.
+    """
     chat_template: ChatTemplate | None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """What `generation_config.json` sets for requests that say nothing, by the names of requests:
-    `temperature`, `top_p`, `top_k`, `min_p`, the penalties and `max_tokens`."""
+    """Field of a request → the value that `generation_config.json` sets for requests without this
+    field. The fields are `temperature`, `top_p`, `top_k`, `min_p`, the penalties and `max_tokens`.
+    """
     _token_texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        # `encode` keeps the interpreter's lock: no other thread would run meanwhile.
+        """The token ids of `text`."""
+        # Use this method because `encode` keeps the GIL, so that no other thread could run.
         (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found.ids)
 
     def decode(
         self, token_ids: list[int] | tuple[int, ...], *, skip_special_tokens: bool = True
     ) -> str:
+        """The text of `token_ids`, by default without special tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that no text shows, such as the one at its end."""
+        """The ids of special tokens, such as the end-of-sequence token. `decode` leaves them out by
+        default."""
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def is_special(self, text: str) -> bool:
-        """Whether `text` is a token that `decode` leaves out."""
+        """Whether `text` is a special token, which `decode` leaves out by default."""
         return self.tokenizer.token_to_id(text) in self.special_ids
 
     def token_text(self, token_id: int) -> str:
-        """How one token is called in `logprobs`, special ones too."""
+        """The text of one token for `logprobs`. Special tokens have a text here too."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self.tokenizer.decode([token_id], skip_special_tokens=False)
@@ -88,13 +100,17 @@ class ReleaseTokenizer:
 
 
 class Detokenizer:
-    """Text of a growing sequence, in pieces that never change afterwards.
+    """Decodes the tokens of a sequence while they arrive, into pieces of text that do not change
+    when more tokens arrive.
 
-    The bytes of one character may be spread over several tokens, and a token's text may depend on
-    the token before it: a leading space is dropped where a text begins. So a window is decoded that
-    begins one piece earlier, the first time with the prompt's last tokens, and a piece that ends in
-    an unfinished character waits for the next token. It waits for few: after them, all is given out
-    but the last bytes, which may still be a character's beginning.
+    There are two difficulties. First, the text of a token may depend on the tokens before it; for
+    example, some tokenizers drop a space at the beginning of a text. So each piece is decoded
+    together with the tokens of the piece before it (before the first piece, with the last tokens of
+    the prompt). These tokens and the new ones are the *window*.
+
+    Second, the bytes of one character may be spread over several tokens. So a piece that ends
+    inside a character waits for the next tokens. If too many tokens wait, all of their text is
+    passed on, except the last bytes, which may be the beginning of a character.
     """
 
     def __init__(
@@ -104,59 +120,62 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`prompt` are the tokens that the sequence follows; their own text is not given out."""
+        """`prompt` are the token ids before the sequence. Their own text is not part of the pieces.
+        """
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         shown = (token_id for token_id in reversed(prompt) if token_id not in self._skipped)
-        self._ids = list(islice(shown, _PROMPT_TOKENS))[::-1]
-        """Tokens of the window."""
+        self._ids = list(islice(shown, _NUM_PROMPT_TOKENS))[::-1]
+        """The token ids of the window."""
         self._given_text = self._decode(self._ids)
-        """Text of the window's tokens that were given out."""
+        """The text of the window's tokens that is part of a piece, or of the prompt."""
         if self._given_text.endswith(REPLACEMENT):
-            # The prompt ends inside a character, and what follows would seem to change its text.
+            # The prompt ends inside a character. The first new token would change the prompt's
+            # text, so leave the prompt out of the window.
             self._ids, self._given_text = [], ""
-        self._given = len(self._ids)
-        """Tokens of the window whose text was given out."""
+        self._num_given = len(self._ids)
+        """How many tokens of the window have the text `_given_text`."""
 
     def add(self, token_id: int) -> str:
-        """Text that is certain now."""
+        """The next piece of text; empty if the text of this token may still change."""
         if token_id in self._skipped:
             return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if len(text) > len(self._given_text) and not text.endswith(REPLACEMENT):
             return self._give(text, len(self._ids))
-        if len(self._ids) - self._given >= _MOST_WAITING:
+        if len(self._ids) - self._num_given >= _MAX_WAITING_TOKENS:
             return self._give(*self._certain_part(text))
         return ""
 
     def flush(self) -> str:
-        """Text of a character that stays unfinished."""
+        """The last piece of text, which may end with an incomplete character. Call this at the end
+        of the sequence."""
         return self._give(self._decode(self._ids), len(self._ids))
 
     def _certain_part(self, text: str) -> tuple[str, int]:
-        """The beginning of the window that no further token changes, as text and in tokens."""
-        for num_left in range(_CHARACTER_BYTES, 2 * _CHARACTER_BYTES):
+        """The beginning of the window whose text cannot change any more: its text, and its number
+        of tokens."""
+        for num_left in range(_MAX_CHARACTER_BYTES, 2 * _MAX_CHARACTER_BYTES):
             end = len(self._ids) - num_left
             head = self._decode(self._ids[:end])
-            if head + self._decode(self._ids[end:]) == text:  # no character is cut there
+            if head + self._decode(self._ids[end:]) == text:  # the cut splits no character
                 return head, end
         return text, len(self._ids)
 
     def _give(self, text: str, num_tokens: int) -> str:
-        """What is new in `text`, the text of the window's first `num_tokens`."""
+        """The new part of `text`, which is the text of the window's first `num_tokens` tokens.
+        Moves the window forward."""
         piece = text[len(self._given_text) :]
-        del self._ids[: self._given]
-        self._given = num_tokens - self._given
-        self._given_text = self._decode(self._ids[: self._given])
+        del self._ids[: self._num_given]
+        self._num_given = num_tokens - self._num_given
+        self._given_text = self._decode(self._ids[: self._num_given])
         return piece
 
 
 def tokenizer_files(release: Release) -> dict[str, FileEntry]:
-    """The files that a tokenizer may be made of: all that are neither weights nor a description.
-
-    Of releases where these are equal, so are the tokenizers.
-    """
+    """The files from which a tokenizer may be made: all files of the release except weights and
+    Markdown files. If these files are the same in two releases, so are the tokenizers."""
     return {
         name: entry
         for name, entry in release.files.items()
@@ -165,7 +184,9 @@ def tokenizer_files(release: Release) -> dict[str, FileEntry]:
 
 
 def load_tokenizer(folder: Path) -> ReleaseTokenizer:
-    """The tokenizer of a release or checkpoint folder. Raises ReleaseError."""
+    """The tokenizer of a release or checkpoint folder, with the sizes and defaults that its config
+    files set. Raises ReleaseError if a file is missing or wrong, or if the tokenizer has token ids
+    for which the network has no embedding."""
     config = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json")
     settings = _read_json(folder / "tokenizer_config.json")
@@ -194,8 +215,8 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """As vLLM reads them (`--generation-config auto`): `do_sample` is not looked at. Raises
-    ReleaseError for those that no request could ask for."""
+    """The `sampling_defaults` of a generation_config.json. `do_sample` is ignored, as in vLLM with
+    `--generation-config auto`. Raises ReleaseError for a value that a request must not have."""
     found = {
         name: generation[field]
         for field, name in _SAMPLING_FIELDS.items()
@@ -212,9 +233,11 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
 
 
 def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
-    """Tokens of a sequence at most, and of the vocabulary. `transformers` is asked, which takes
-    seconds, only for a config that leaves them to its architecture's defaults, or has them under
-    other names."""
+    """The largest number of tokens in a sequence, and the size of the vocabulary.
+
+    `transformers`, which takes seconds to import, is needed only if the config does not contain
+    these numbers, because they are the defaults of the architecture or have other names.
+    """
     context = config.get("max_position_embeddings", config.get("n_positions"))
     vocab_size = config.get("vocab_size")
     if (context is None or vocab_size is None) and "model_type" in config:
@@ -224,16 +247,17 @@ def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:
 
 
 def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `AutoTokenizer` gives. `transformers` takes seconds to import, so it is
-    asked only where tokenizer.json does not say everything."""
+    """The tokenizer that `AutoTokenizer` of `transformers` would make. `transformers` takes seconds
+    to import, so it is used only if tokenizer.json alone would make a different tokenizer."""
     path = folder / "tokenizer.json"
     if not path.is_file() and not any((folder / name).is_file() for name in _OLDER_FILES):
         raise ReleaseError(f"tokenizer.json: missing, and none of {', '.join(_OLDER_FILES)}")
-    # `tokenizers` and `transformers` raise bare Exceptions, among others, for files they dislike.
+    # For a file that they cannot read, `tokenizers` and `transformers` raise many types of
+    # exceptions, including Exception itself.
     try:
         if path.is_file():
             tokenizer = Tokenizer.from_file(str(path))
-            if _is_all_said(tokenizer, settings):
+            if _satisfies_settings(tokenizer, settings):
                 return tokenizer
         from transformers import AutoTokenizer
 
@@ -245,15 +269,16 @@ def _open_tokenizer(folder: Path, settings: dict[str, Any]) -> Tokenizer:
         raise ReleaseError(f"{path.name}: cannot be read: {error}") from error
 
 
-def _is_all_said(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
-    """Whether tokenizer_config.json asks for nothing that tokenizer.json does not do."""
+def _satisfies_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
+    """Whether `tokenizer`, which is made from tokenizer.json alone, does all that `settings`, the
+    content of tokenizer_config.json, asks for."""
     kind = str(settings.get("tokenizer_class"))
     parts = list(_parts(tokenizer))
     wanted = settings.get("add_prefix_space", False if kind.startswith("GPT2") else None)
     if any(wanted not in (None, adds) for adds in _prefix_spaces(parts)):
         return False
-    # Where a space is put in front of texts, tokenizers of Llama do it in another way than their
-    # files say (`legacy`).
+    # If a Llama tokenizer puts a space before texts, `transformers` does this in another way than
+    # tokenizer.json says (its setting `legacy`).
     if "Llama" in kind and any(part["type"] == "Prepend" for part in parts):
         return False
     around = tokenizer.encode("").ids
@@ -272,7 +297,7 @@ def _is_all_said(tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
 
 
 def _parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """The settings of what normalises a text and splits it into words."""
+    """The settings of the steps that normalise a text and split it into words."""
     for whole in (tokenizer.normalizer, tokenizer.pre_tokenizer):
         if whole is not None:
             part = json.loads(whole.__getstate__())
@@ -280,7 +305,7 @@ def _parts(tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
 
 
 def _prefix_spaces(parts: list[dict[str, Any]]) -> Iterator[bool]:
-    """Whether each of `parts` that could puts a space in front of texts."""
+    """For each of `parts` that has such a setting: whether it puts a space before texts."""
     for part in parts:
         if part["type"] == "ByteLevel":
             yield part["add_prefix_space"]
@@ -291,11 +316,14 @@ def _prefix_spaces(parts: list[dict[str, Any]]) -> Iterator[bool]:
 
 
 def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, template: str) -> None:
-    """Raises ReleaseError for a token that ordinary prompts have and the network has not.
+    """Raise ReleaseError if ordinary prompts may contain a token for which the network has no
+    embedding. `ids` maps the text of each token to its id; `template` is a text with all tokens
+    that the chat template may write.
 
-    An added token is in those texts alone that spell it out, and good checkpoints have one too
-    many (Gemma 3 of 1B has one for images): then such a text is refused, not the release. But what
-    the tokenizer puts around each text, or the chat template names, is in ordinary prompts.
+    An added token is no reason to refuse the release, because only a text that spells it out
+    contains it; then that text is refused. Good checkpoints have such tokens: Gemma 3 of 1B has one
+    for images. But if the tokenizer puts an added token around each text, or the chat template
+    writes it, ordinary prompts contain it.
     """
     added = tokenizer.get_added_tokens_decoder().keys()
     around = tokenizer.encode("").ids
@@ -309,7 +337,7 @@ def _check_ids(tokenizer: Tokenizer, ids: dict[str, int], vocab_size: int, templ
         largest = max(beyond)
         raise ReleaseError(
             f"tokenizer.json: token {beyond[largest]!r} has the id {largest}, but vocab_size in "
-            f"config.json is {vocab_size}; {len(beyond)} in all do not fit"
+            f"config.json is {vocab_size}; the ids of {len(beyond)} tokens are too large"
         )
 
 

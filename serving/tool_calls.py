@@ -1,14 +1,14 @@
-"""Finds calls of tools in the text of an answer, while it arrives.
+"""Finds calls of tools in the text of an answer, while the text arrives.
 
-There is no common format: each family of models writes what its chat template taught it. A format
-is named as vLLM's option `--tool-call-parser` names it
+Models have no common format for calls. Each family of models uses the format of its chat template.
+The formats have the names of vLLM's option `--tool-call-parser`
 (https://docs.vllm.ai/en/stable/features/tool_calling.html):
 
-`hermes`      `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; Qwen 2.5 and 3 too. SmolLM2
-              writes a list of such objects between one pair of tags.
-`llama3_json` the answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`; a
-              semicolon stands between two.
-`mistral`     `[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or in later models
+`hermes`      `<tool_call>{"name": …, "arguments": {…}}</tool_call>`. Qwen 2.5 and 3 use this format
+              too. SmolLM2 writes a list of such objects between one pair of tags.
+`llama3_json` the answer is `{"name": …, "parameters": {…}}`, or the same after `<|python_tag|>`.
+              Several calls are separated by semicolons.
+`mistral`     `[TOOL_CALLS][{"name": …, "arguments": {…}}]`; later models write
               `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
@@ -30,12 +30,14 @@ _NUM_ID_CHARACTERS = 9
 
 @dataclass(frozen=True)
 class ToolFormat:
+    """How a model marks calls of tools in its text."""
+
     begin: str
-    """Calls stand behind it."""
+    """The mark before calls."""
     end: str | None = None
-    """Text goes on behind it; None where calls are the last of an answer."""
+    """The mark after calls, which text may follow. None if an answer ends with its calls."""
     is_bare: bool = False
-    """Whether an answer may also be a call from its first character on, without `begin`."""
+    """Whether an answer may also begin with a call that has no mark `begin` before it."""
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
@@ -46,12 +48,12 @@ FORMATS: dict[FormatName, ToolFormat] = {
 
 
 FORCED = ToolFormat("[", is_bare=True)
-"""Of calls that `serving/tool_grammar.py` forces: an object, or a list of objects."""
+"""The format of calls that `serving/tool_grammar.py` forces: an object, or a list of objects."""
 
 
 def format_of(template: str) -> ToolFormat:
-    """The format that a chat template shows to its model; `hermes` where it shows none."""
-    # Templates of Llama 3.2 have no tag, but ask for exactly this.
+    """The format that a chat template shows to the model; `hermes` if it shows none."""
+    # The templates of Llama 3.2 have no mark, but contain this instruction.
     if '{"name": function name, "parameters"' in template:
         return FORMATS["llama3_json"]
     found = (format for format in FORMATS.values() if format.begin in template)
@@ -60,21 +62,23 @@ def format_of(template: str) -> ToolFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
+    """One call of a tool by the model."""
+
     name: str
     arguments: str
-    """JSON text."""
+    """The arguments as JSON text."""
     id: str
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The call as in an answer of OpenAI."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
 @dataclass
 class Found:
-    """What is certain of a piece of text."""
+    """The text and the calls that became final with one piece of text."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -83,25 +87,28 @@ class Found:
 class ToolCallReader:
     """Separates the calls in one sequence from its text.
 
-    A call is given out when it is whole, because only then it is seen to be one. What looks like a
-    call and is none is text.
+    A call is passed on only when it is complete, because an incomplete one may still turn out to be
+    text. Whatever looks like a call but is not valid is text.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
-        """`names` are those of the tools. A bare object is a call only if it names one of them: an
-        answer that is JSON begins in the same way."""
+        """`names` are the names of the tools. An object without a mark before it is a call only if
+        it names one of these tools, because an ordinary answer may also be a JSON object."""
         self._format = format
         self._names = names
         self._held = ""
         """Text that may become a call."""
         self._is_inside = False
-        """Whether `_held` begins with a call, or with marks before one."""
+        """Whether `_held` begins with a call, or with the marks before a call."""
         self._object = _ObjectEnd()
         self._may_be_bare = format.is_bare
+        """Whether the next object may be a call without a mark before it."""
         self._is_after_call = False
+        """Whether there was no text since the last call."""
 
     def add(self, piece: str, *, is_end: bool = False) -> Found:
-        """What is certain after `piece`; with `is_end`, all that was held back too."""
+        """The text and the calls that are final after `piece`. With `is_end`, `piece` is the last
+        one, and nothing is held back any more."""
         found = Found()
         self._held += piece
         while self._held and (self._read_call if self._is_inside else self._read_text)(found):
@@ -113,7 +120,8 @@ class ToolCallReader:
         return found
 
     def _read_text(self, found: Found) -> bool:
-        """Up to where calls begin. Whether there is more to read."""
+        """Move text from `_held` to `found`, up to the place where a call begins. Returns whether
+        `_held` can be read further."""
         begin, start = self._format.begin, self._held.lstrip()
         if self._may_be_bare:
             if start.startswith("{"):
@@ -124,7 +132,7 @@ class ToolCallReader:
             self._may_be_bare = False
         text, mark, rest = self._held.partition(begin)
         if mark:
-            # The mark stays, so that it is text if no call follows.
+            # Keep the mark in `_held`: if no call follows, the mark is text.
             self._held, self._is_inside = mark + rest, True
         else:
             kept = overlap(text, begin)
@@ -136,7 +144,8 @@ class ToolCallReader:
         return bool(mark)
 
     def _read_call(self, found: Found) -> bool:
-        """The call that `_held` begins with, behind its marks. Whether there is more to read."""
+        """Move the call at the beginning of `_held` to `found`, without its marks. Returns whether
+        `_held` can be read further."""
         before = _BEFORE_OBJECT.match(self._held)
         if before is None:
             end = self._format.end or ""
@@ -150,7 +159,7 @@ class ToolCallReader:
         stop = self._object.find(self._held, before.end() - 1)
         if stop is None:
             return False
-        call = self._call_in(self._held[before.end() - 1 : stop], before["name"])
+        call = self._parse_call(self._held[before.end() - 1 : stop], before["name"])
         if call is None:
             return self._give_up(found)
         found.calls.append(call)
@@ -158,7 +167,7 @@ class ToolCallReader:
         self._held, self._object, self._may_be_bare = self._held[stop:], _ObjectEnd(), False
         return True
 
-    def _call_in(self, text: str, name: str | None) -> ToolCall | None:
+    def _parse_call(self, text: str, name: str | None) -> ToolCall | None:
         try:
             content = json.loads(text)
         except ValueError:
@@ -171,12 +180,12 @@ class ToolCallReader:
         is_tool = name in self._names or not self._may_be_bare
         if not isinstance(name, str) or not is_tool:
             return None
-        if not isinstance(arguments, str):  # some models write JSON text here, as OpenAI does
+        if not isinstance(arguments, str):  # some models write the arguments as JSON text already
             arguments = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(name=name, arguments=arguments, id=_new_id())
 
     def _give_up(self, found: Found) -> bool:
-        """No call can be read from here on: it is text."""
+        """Pass all of `_held` on as text, because no call can begin there."""
         found.text += self._held
         self._held, self._object = "", _ObjectEnd()
         self._is_inside = self._may_be_bare = False
@@ -188,11 +197,11 @@ _BEFORE_OBJECT = re.compile(
     rf"{_MARKS}(?:(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*)?\{{"
 )
 _INCOMPLETE = re.compile(rf"{_MARKS}[\w.-]*(?:\[[A-Z_]*)?(?:\]\w*(?:\[[A-Z]*\]?)?)?\s*")
-"""What may go on to be the text before an object."""
+"""Matches the beginning of a text that `_BEFORE_OBJECT` may match when more text arrives."""
 
 
 class _ObjectEnd:
-    """Finds where a JSON object ends in a text that grows. Each character is looked at once."""
+    """Finds the end of a JSON object in a text that grows. Looks at each character only once."""
 
     def __init__(self) -> None:
         self._place: int | None = None
@@ -200,7 +209,8 @@ class _ObjectEnd:
         self._is_string = self._is_escaped = False
 
     def find(self, text: str, start: int) -> int | None:
-        """The place behind the object that begins at `start`; None while it has no end."""
+        """The index after the end of the object that begins at `start`; None if `text` does not
+        contain its end yet."""
         place = start if self._place is None else self._place
         while place < len(text):
             character = text[place]

@@ -1,6 +1,7 @@
-"""Makes a model call a tool: a grammar that nothing but calls fits.
+"""Makes a grammar that allows nothing but calls of tools, to force the model to call a tool.
 
-As in vLLM, a forced call is plain JSON, whatever the chat template teaches for free ones.
+As in vLLM, a forced call is plain JSON. The chat template may show a different format, which the
+model uses for calls that are not forced.
 """
 
 import json
@@ -11,8 +12,8 @@ from serving.engine import Grammar
 
 
 def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
-    """One call of one of `tools`, as `{"name": …, "arguments": {…}}`; with `is_list`, a list of at
-    least one such call."""
+    """A grammar that allows one call of one of `tools`, in the form
+    `{"name": …, "arguments": {…}}`. With `is_list`, it allows a list of one or more such calls."""
     calls = [
         {
             "type": "object",
@@ -29,22 +30,23 @@ def tool_grammar(tools: list[Tool], *, is_list: bool) -> Grammar:
     if is_list:
         schema = {"type": "array", "items": schema, "minItems": 1}
     arguments = {
-        str(number): _moved(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
+        str(number): _with_root(tool.function.parameters or {"type": "object"}, f"#/$defs/{number}")
         for number, tool in enumerate(tools)
     }
     text = json.dumps({**schema, "$defs": arguments})
     return Grammar(kind="json_schema", text=text, param="tool_choice")
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to itself begin at `root`."""
+def _with_root(schema: Any, root: str) -> Any:
+    """`schema`, changed so that its references to its own parts are right when it stands at the
+    place `root` of a larger schema."""
     if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
+        return [_with_root(each, root) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
         name: root + value[1:]
         if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, root)
+        else _with_root(value, root)
         for name, value in schema.items()
     }

@@ -1,7 +1,7 @@
-"""Fields that OpenAI's or vLLM's servers know and this one does not support.
+"""The fields that OpenAI's or vLLM's servers know and this server does not support.
 
-A client may send them with a value that changes nothing, as many clients do with defaults. Any
-other value is an error: an answer as if the field were not there would be a wrong answer.
+A client may send such a field with a value that changes nothing, because many clients send default
+values. Any other value is an error, because an answer that ignores the field would be wrong.
 """
 
 from typing import Annotated, Any
@@ -9,7 +9,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel
 
 
-def _only(*neutral: object) -> AfterValidator:
+def _accept_only(*neutral: object) -> AfterValidator:
+    """A validator that accepts only None and the values in `neutral`."""
+
     def check(value: object) -> object:
         if value is not None and value not in neutral:
             raise ValueError("not supported here; leave it out")
@@ -19,38 +21,38 @@ def _only(*neutral: object) -> AfterValidator:
 
 
 class Unsupported(BaseModel):
-    """What neither route supports, with the values that change nothing."""
+    """The fields that neither route supports, each with the values that change nothing."""
 
-    bad_words: Annotated[Any, _only([])] = None
-    cache_salt: Annotated[Any, _only()] = None
-    ec_transfer_params: Annotated[Any, _only({})] = None
-    kv_transfer_params: Annotated[Any, _only({})] = None
-    logits_processors: Annotated[Any, _only([])] = None
-    logprob_token_ids: Annotated[Any, _only([])] = None
-    priority: Annotated[Any, _only(0)] = None
-    prompt_embeds: Annotated[Any, _only([])] = None
-    prompt_logprobs: Annotated[Any, _only()] = None
-    repetition_detection: Annotated[Any, _only()] = None
-    return_prompt_text: Annotated[Any, _only(False)] = None
-    return_token_ids: Annotated[Any, _only(False)] = None
-    return_token_offsets: Annotated[Any, _only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, _only(False)] = None
-    thinking_token_budget: Annotated[Any, _only()] = None
-    truncate_prompt_tokens: Annotated[Any, _only()] = None
-    use_beam_search: Annotated[Any, _only(False)] = None
-    vllm_xargs: Annotated[Any, _only({})] = None
-    watermarking: Annotated[Any, _only(False)] = None
+    bad_words: Annotated[Any, _accept_only([])] = None
+    cache_salt: Annotated[Any, _accept_only()] = None
+    ec_transfer_params: Annotated[Any, _accept_only({})] = None
+    kv_transfer_params: Annotated[Any, _accept_only({})] = None
+    logits_processors: Annotated[Any, _accept_only([])] = None
+    logprob_token_ids: Annotated[Any, _accept_only([])] = None
+    priority: Annotated[Any, _accept_only(0)] = None
+    prompt_embeds: Annotated[Any, _accept_only([])] = None
+    prompt_logprobs: Annotated[Any, _accept_only()] = None
+    repetition_detection: Annotated[Any, _accept_only()] = None
+    return_prompt_text: Annotated[Any, _accept_only(False)] = None
+    return_token_ids: Annotated[Any, _accept_only(False)] = None
+    return_token_offsets: Annotated[Any, _accept_only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, _accept_only(False)] = None
+    thinking_token_budget: Annotated[Any, _accept_only()] = None
+    truncate_prompt_tokens: Annotated[Any, _accept_only()] = None
+    use_beam_search: Annotated[Any, _accept_only(False)] = None
+    vllm_xargs: Annotated[Any, _accept_only({})] = None
+    watermarking: Annotated[Any, _accept_only(False)] = None
 
 
 class UnsupportedChat(Unsupported):
-    """What chat does not support besides."""
+    """The further fields that the chat route does not support."""
 
-    audio: Annotated[Any, _only()] = None
-    chat_template: Annotated[Any, _only()] = None
-    function_call: Annotated[Any, _only("none")] = None
-    functions: Annotated[Any, _only([])] = None
-    media_io_kwargs: Annotated[Any, _only({})] = None
-    mm_processor_kwargs: Annotated[Any, _only({})] = None
-    modalities: Annotated[Any, _only([], ["text"])] = None
-    verbosity: Annotated[Any, _only("medium")] = None
-    web_search_options: Annotated[Any, _only()] = None
+    audio: Annotated[Any, _accept_only()] = None
+    chat_template: Annotated[Any, _accept_only()] = None
+    function_call: Annotated[Any, _accept_only("none")] = None
+    functions: Annotated[Any, _accept_only([])] = None
+    media_io_kwargs: Annotated[Any, _accept_only({})] = None
+    mm_processor_kwargs: Annotated[Any, _accept_only({})] = None
+    modalities: Annotated[Any, _accept_only([], ["text"])] = None
+    verbosity: Annotated[Any, _accept_only("medium")] = None
+    web_search_options: Annotated[Any, _accept_only()] = None

@@ -1,2 +1,2 @@
-"""The HTTP server of the hub, the receiver and the completion server: uvicorn, with limits that
-keep slow or hostile clients from using up its memory and connections."""
+"""The HTTP server of the hub, the receiver and the completion server. It is uvicorn with limits, so
+that slow or hostile clients cannot use up its memory and connections."""

@@ -96,7 +96,7 @@ class JsonRequest(Request):
     """A request whose body is JSON."""
 
     async def json(self) -> Any:
-        """Raises HTTPException 400 for a body that is not JSON."""
+        """The parsed body. Raises HTTPException 400 if the body is not JSON."""
         body = await self.body()
         try:
             if len(body) > LARGE_JSON_BYTES:
@@ -107,8 +107,11 @@ class JsonRequest(Request):
 
 
 def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
-    """A class of routes that read their bodies with `JsonRequest`, after `check` of the request:
-    who may not send it should not make the server parse it."""
+    """A class of routes that first call `check`, and then read the body as JSON.
+
+    `check` should raise an error if the client may not send this request. It runs first, so that
+    such a client cannot make the server parse a body.
+    """
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -126,9 +129,12 @@ def json_routes(check: Callable[[Request], Awaitable[None]]) -> type[APIRoute]:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises HTTPException 400. A browser asks before it sends JSON to another site's server, but
-    sends other content, and content of no type, at once: so any page could use a server that
-    listens on this machine for its owner."""
+    """Raise HTTPException 400 if the content type is not JSON.
+
+    For a page of another site, a browser sends JSON only after a CORS preflight request, which this
+    server can refuse. It sends some other types, or no type, without a preflight. So if this server
+    accepted these, every page that its user opens could send requests to it.
+    """
     given = request.headers.get("content-type", "")
     if given.partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(400, f"Content-Type must be application/json, not {given!r}.")

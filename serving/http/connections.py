@@ -63,6 +63,7 @@ class Limits:
     """A client that has an answer to read must make progress within this time."""
 
     def seconds(self, awaited: Awaited) -> float:
+        """The time limit for what the client must do next."""
         return {
             "request": self.idle_seconds,
             "headers": self.headers_seconds,

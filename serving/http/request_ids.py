@@ -1,4 +1,4 @@
-"""Names each answer as its request is named."""
+"""Gives each request an id, and sends this id back with the answer."""
 
 import uuid
 
@@ -9,8 +9,9 @@ MAX_ID_LENGTH = 256
 
 
 class RequestIds:
-    """Middleware that sends `X-Request-Id` back with the answer. A request without one, or with one
-    that is too long, gets a new one, which the application reads in the request's headers."""
+    """Middleware that sends the header `X-Request-Id` of a request back with its answer. If the
+    request has no such header, or one that is too long, the middleware makes a new id and puts it
+    into the request's headers, where the application reads it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

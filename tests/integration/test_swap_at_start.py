@@ -129,7 +129,9 @@ def test_a_server_whose_release_is_damaged_starts_on_the_one_before_it_and_says_
         assert release_store.served_release(tmp_path) == tmp_path / before
         assert release_store.stood_in_for(tmp_path) == damaged
         (said,) = (
-            each.getMessage() for each in caplog.records if "stands in for it" in each.getMessage()
+            each.getMessage()
+            for each in caplog.records
+            if "is served as its substitute" in each.getMessage()
         )
         assert said.startswith(f"{damaged} cannot be served: ") and before in said
 
