@@ -82,7 +82,7 @@ class Answer:
     started: float
     """When the request arrived: a value of `time.perf_counter`."""
     waiting: WaitingRequest
-    """Counts this request as waiting until the first step of any of its sequences."""
+    """Counts this request and its sequences as waiting until their first steps."""
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -135,16 +135,22 @@ class Answer:
         """The deltas of all sequences, each with the index of its sequence. Also measures times,
         and counts tokens, for the metrics."""
         plan = self.plan
-        times = RequestTimes(self.metrics, self.live.id, self.started, plan.num_prompt_tokens)
-        num_cached = [0] * len(plan.generations)
+        times = RequestTimes(
+            self.metrics,
+            self.waiting,
+            release_id=self.live.id,
+            started=self.started,
+            num_prompt=plan.num_prompt_tokens,
+            prompt_lengths=[len(each.prompt) for each in plan.generations],
+        )
         generated = generate(self.engine, self.live, plan.generations, plan.request)
-        async with aclosing(generated) as deltas:
-            async for index, delta in deltas:
-                self.waiting.end()
-                times.add(index, delta.num_tokens, delta.finish_reason)
-                num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
-                yield index, delta
-        times.end(sum(num_cached[:: plan.num_each]))
+        try:
+            async with aclosing(generated) as deltas:
+                async for index, delta in deltas:
+                    times.add(index, delta)
+                    yield index, delta
+        finally:
+            times.end()
 
     def _head(self, object: str) -> dict[str, str | int]:
         return {
@@ -193,7 +199,9 @@ class Answers:
         if self.admission.is_stopping:
             raise unavailable("the server is stopping")
         with ExitStack() as leaving:
-            waiting = WaitingRequest(self.metrics)
+            # A request for more sequences than this is refused.
+            num_sequences = min(asked.num_sequences, self.settings.max_sequences)
+            waiting = WaitingRequest(self.metrics, num_sequences)
             leaving.callback(waiting.end)
             async with asyncio.timeout_at(deadline):
                 live = await self._admit(request)

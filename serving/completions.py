@@ -109,7 +109,7 @@ def plan_completion(
     release, or asks for more than `max_sequences` sequences."""
     num_each = request.best_of or request.n
     most = "prompt" if num_each == 1 else "n" if request.best_of is None else "best_of"
-    check_num_sequences(len(request.prompts) * num_each, max_sequences, most)
+    check_num_sequences(request.num_sequences, max_sequences, most)
     prompts = [
         encode_prompt(live, prompt, "prompt", add_special_tokens=request.add_special_tokens)
         for prompt in request.prompts

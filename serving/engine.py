@@ -12,6 +12,10 @@ from typing import Literal, Protocol
 
 from serving.weights.release import Release
 
+MIN_LOGPROB = -9999.0
+"""The smallest logprob that an engine reports, as in vLLM. A token can have the probability 0, but
+JSON cannot express its logprob, which is minus infinity."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grammar:
@@ -74,7 +78,7 @@ class TokenLogprob:
     token_id: int
     logprob: float
     """The natural logarithm of the token's probability in the model's own distribution:
-    temperature 1, before penalties."""
+    temperature 1, before penalties. At least `MIN_LOGPROB`."""
     top: tuple[tuple[int, float], ...] = ()
     """The most probable tokens at this place, as (token id, logprob). The most probable one comes
     first."""
@@ -141,6 +145,11 @@ class Engine(Protocol):
     commit_seconds: float | None
     """Time limit of a commit, of a new release and of the old one after a failed swap. None means
     that the limit is `barrier_seconds` in the server's settings."""
+
+    @property
+    def kv_cache_usage(self) -> float | None:
+        """The share of the KV cache that running sequences use, from 0 to 1. None if the engine
+        never knows it."""
 
     @property
     def failure(self) -> str | None:

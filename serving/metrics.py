@@ -1,43 +1,71 @@
 """The Prometheus metrics of one server, in their own registry.
 
 Values that vLLM also measures appear a second time under vLLM's names, so that dashboards and
-autoscalers made for vLLM work. The names are those in `vllm/v1/metrics/loggers.py` of vLLM 0.32.
+autoscalers made for vLLM work. The names and buckets are those of vLLM 0.32, in
+`vllm/v1/metrics/loggers.py` and `buckets.py` beside it.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from serving.sequences import Delta
 from serving.swap_schemas import SwapResult
 
 NUM_KNOWN_RELEASES = 16
 """How many releases have series with their id as a label: those that became live last."""
 # The upper bounds of the buckets: `_TOKENS` in tokens, the others in seconds.
 _LATENCY = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
-_REQUEST = (0.1, 0.2, 0.5, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _INTERVAL = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_VLLM_FIRST_TOKEN = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+_VLLM_INTERVAL = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+_VLLM_REQUEST = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
 
 
 class WaitingRequest:
-    """Counts one request as waiting, from the moment when this object is made until `end`. Call
-    `end` at the first step of the request, and also when the request ends without a step."""
+    """Counts one request and its sequences as waiting, from the moment when this object is made.
 
-    def __init__(self, metrics: "Metrics") -> None:
-        self._metrics: Metrics | None = metrics
+    The request waits until its first step. Each sequence waits until its own first step, because it
+    may have to wait for a place in the engine while other sequences of the request run. Call `end`
+    when the request ends, in whatever way.
+    """
+
+    def __init__(self, metrics: "Metrics", num_sequences: int) -> None:
+        self._metrics = metrics
+        self._num_requests = 1
+        self._num_sequences = num_sequences
         metrics.num_waiting += 1
+        metrics.vllm.num_waiting += num_sequences
+
+    def begin_sequence(self) -> None:
+        """Stop counting one sequence, because it has its first step."""
+        self._stop_counting(1)
 
     def end(self) -> None:
-        """Stop counting the request. Only the first call has an effect."""
-        if self._metrics is not None:
-            self._metrics.num_waiting -= 1
-            self._metrics = None
+        """Stop counting all sequences that still wait. Only the first call has an effect."""
+        self._stop_counting(self._num_sequences)
+
+    def _stop_counting(self, num_sequences: int) -> None:
+        self._metrics.num_waiting -= self._num_requests
+        self._metrics.vllm.num_waiting -= num_sequences
+        self._num_requests = 0
+        self._num_sequences -= num_sequences
 
 
 class VllmMetrics:
-    """The metrics with vLLM's names. Their label `engine` is always 0, because a server has only
-    one engine."""
+    """The metrics with vLLM's names. What vLLM calls a request is one sequence: a body with two
+    prompts and `n: 3` counts as six. The label `engine` is always 0, because a server has only one
+    engine."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = ("model_name", "engine")
@@ -46,16 +74,20 @@ class VllmMetrics:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"vllm:{name}", text, labels, registry=registry).labels(*values)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{name}", text, labels, registry=registry).labels(*values)
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            made = Gauge(f"vllm:{name}", text, labels, registry=registry).labels(*values)
+            made.set_function(value)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"vllm:{name}", text, labels, buckets=buckets, registry=registry)
             return made.labels(*values)
 
-        self.running = gauge("num_requests_running", "Running requests that have a first token")
-        self.waiting = gauge("num_requests_waiting", "Requests that have no token yet")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self._gauge = gauge
+        self.num_running = 0
+        self.num_waiting = 0
+        gauge("num_requests_running", "Sequences that have a token", lambda: self.num_running)
+        gauge("num_requests_waiting", "Sequences without a token", lambda: self.num_waiting)
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences with a token")
         self.generation_tokens = counter("generation_tokens", "Generated tokens")
         self.cache_queries = counter(
             "prefix_cache_queries", "Prompt tokens that the engine looked up in its prefix cache"
@@ -64,31 +96,45 @@ class VllmMetrics:
             "prefix_cache_hits", "Prompt tokens that the engine found in its prefix cache"
         )
         self.first_token = histogram(
-            "time_to_first_token_seconds", "Time from the request to its first token", _LATENCY
+            "time_to_first_token_seconds",
+            "Time from the request to the first token of a sequence",
+            _VLLM_FIRST_TOKEN,
         )
         self.interval = histogram(
-            "inter_token_latency_seconds", "Time between two tokens of one sequence", _INTERVAL
+            "inter_token_latency_seconds", "Time between two tokens of a sequence", _VLLM_INTERVAL
         )
-        self.request = histogram(
-            "e2e_request_latency_seconds", "Time from a request to the end of its answer", _REQUEST
+        self._latency = histogram(
+            "e2e_request_latency_seconds",
+            "Time from the request to the end of a sequence",
+            _VLLM_REQUEST,
         )
-        self.request_prompt = histogram(
-            "request_prompt_tokens", "Prompt tokens of one request", _TOKENS
+        self._request_prompt = histogram(
+            "request_prompt_tokens", "Prompt tokens of a sequence that has ended", _TOKENS
         )
-        self.request_new = histogram(
-            "request_generation_tokens", "Generated tokens of one request", _TOKENS
+        self._request_new = histogram(
+            "request_generation_tokens", "Generated tokens of a sequence that has ended", _TOKENS
         )
-        self._success = Counter(
+        success = Counter(
             "vllm:request_success",
             "Sequences that have ended, by finish reason",
             (*labels, "finished_reason"),
             registry=registry,
         )
-        self._values = values
+        # Without a first value of 0, dashboards would not see the first increase.
+        self._success = {reason: success.labels(*values, reason) for reason in ("stop", "length")}
 
-    def count_end(self, finish_reason: str) -> None:
+    def watch_kv_cache(self, usage: Callable[[], float]) -> None:
+        """Call `usage` whenever the metrics are read. It returns `Engine.kv_cache_usage`."""
+        self._gauge("kv_cache_usage_perc", "KV cache in use; 1 means all of it", usage)
+
+    def count_end(
+        self, finish_reason: str, *, seconds: float, num_prompt: int, num_new: int
+    ) -> None:
         """Count a sequence that has ended."""
-        self._success.labels(*self._values, finish_reason).inc()
+        self._success[finish_reason].inc()
+        self._latency.observe(seconds)
+        self._request_prompt.observe(num_prompt)
+        self._request_new.observe(num_new)
 
 
 class Metrics:
@@ -173,10 +219,6 @@ class Metrics:
         """Call `num_in_flight` whenever the metrics are read. It returns how many requests have a
         release and have not ended."""
         self.in_flight.set_function(num_in_flight)
-        # The barrier of a swap holds back requests that wait and are not in flight yet. So the
-        # difference may be negative.
-        self.vllm.waiting.set_function(lambda: self.num_waiting)
-        self.vllm.running.set_function(lambda: max(0, num_in_flight() - self.num_waiting))
 
     def count_swap(self, result: SwapResult) -> None:
         """Count a swap that has ended, and the time of each of its phases."""
@@ -213,45 +255,67 @@ class Metrics:
 class RequestTimes:
     """Measures one admitted request, from its arrival to its end."""
 
-    def __init__(self, metrics: Metrics, release_id: str, started: float, num_prompt: int) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        waiting: WaitingRequest,
+        *,
+        release_id: str,
+        started: float,
+        num_prompt: int,
+        prompt_lengths: Sequence[int],
+    ) -> None:
         """`started` is the time when the request arrived: a value of `time.perf_counter`.
-        `num_prompt` is the number of its prompt tokens."""
+        `num_prompt` is the number of its prompt tokens, and `prompt_lengths` are the numbers of
+        each sequence: sequences may have the same prompt."""
         self._first = metrics.first_token_seconds.labels(release_id)
         self._interval = metrics.token_interval_seconds.labels(release_id)
         self._new_tokens = metrics.new_tokens.labels(release_id)
         self._vllm = metrics.vllm
+        self._waiting = waiting
         self._started = started
+        self._prompt_lengths = prompt_lengths
         self._before: dict[int, float] = {}
-        """Index of a sequence → time of its last step."""
-        self._num_new = 0
-        self._num_prompt = num_prompt
+        """Index of a running sequence → time of its last step."""
+        self._num_new = [0] * len(prompt_lengths)
         metrics.answers.labels(release_id).inc()
         metrics.prompt_tokens.labels(release_id).inc(num_prompt)
-        self._vllm.prompt_tokens.inc(num_prompt)
 
-    def add(self, index: int, num_tokens: int, finish_reason: str | None) -> None:
-        """Record a step that added `num_tokens` tokens to the sequence with this index."""
+    def add(self, index: int, delta: Delta) -> None:
+        """Record the next delta of the sequence with this index."""
         now = time.perf_counter()
         before = self._before.get(index)
         if before is None:
-            self._first.observe(now - self._started)
-            self._vllm.first_token.observe(now - self._started)
+            self._begin(index, now, delta.num_cached_tokens)
         else:
-            for _ in range(num_tokens):
-                self._interval.observe((now - before) / num_tokens)
-                self._vllm.interval.observe((now - before) / num_tokens)
+            for _ in range(delta.num_tokens):
+                self._interval.observe((now - before) / delta.num_tokens)
+                self._vllm.interval.observe((now - before) / delta.num_tokens)
         self._before[index] = now
-        self._num_new += num_tokens
-        self._new_tokens.inc(num_tokens)
-        self._vllm.generation_tokens.inc(num_tokens)
-        if finish_reason is not None:
-            self._vllm.count_end(finish_reason)
+        self._num_new[index] += delta.num_tokens
+        self._new_tokens.inc(delta.num_tokens)
+        self._vllm.generation_tokens.inc(delta.num_tokens)
+        if delta.finish_reason is not None:
+            del self._before[index]
+            self._vllm.num_running -= 1
+            self._vllm.count_end(
+                delta.finish_reason,
+                seconds=now - self._started,
+                num_prompt=self._prompt_lengths[index],
+                num_new=self._num_new[index],
+            )
 
-    def end(self, num_cached: int) -> None:
-        """Record that all sequences have ended. `num_cached` is the number of prompt tokens that
-        the engine found in its cache."""
-        self._vllm.request.observe(time.perf_counter() - self._started)
-        self._vllm.request_prompt.observe(self._num_prompt)
-        self._vllm.request_new.observe(self._num_new)
-        self._vllm.cache_queries.inc(self._num_prompt)
+    def end(self) -> None:
+        """Stop counting the sequences that still run: the request ends before them."""
+        self._vllm.num_running -= len(self._before)
+        self._before.clear()
+
+    def _begin(self, index: int, now: float, num_cached: int) -> None:
+        self._waiting.begin_sequence()
+        self._vllm.num_running += 1
+        self._first.observe(now - self._started)
+        self._vllm.first_token.observe(now - self._started)
+        num_prompt = self._prompt_lengths[index]
+        self._vllm.prompt_tokens.inc(num_prompt)
+        self._vllm.cache_queries.inc(num_prompt)
         self._vllm.cache_hits.inc(num_cached)

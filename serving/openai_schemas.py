@@ -142,6 +142,11 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
+    def num_sequences(self) -> int:
+        """How many sequences are generated for the request."""
+        return self.n
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -181,6 +186,10 @@ class CompletionRequest(SamplingRequest):
                 "is not supported: the models can only continue a text, not fill a gap before a "
                 "suffix; leave it out"
             )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompts) * (self.best_of or self.n)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -16,19 +16,20 @@ from serving.chat_schemas import ChatPrompt
 from serving.openai_schemas import RequestBody, TokenIds
 from serving.request_errors import model_not_found, nothing_served
 from serving.sequences import check_token_ids
+from serving.unsupported_fields import Unsupported, UnsupportedChat
 
 
 class _ForModel(RequestBody):
     model: str | None = None
 
 
-class TokenizeText(_ForModel):
+class TokenizeText(_ForModel, Unsupported):
     prompt: str
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class TokenizeChat(_ForModel, ChatPrompt):
+class TokenizeChat(_ForModel, ChatPrompt, UnsupportedChat):
     return_token_strs: bool = False
 
 

@@ -9,12 +9,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from serving.chat_template import ChatTemplate
 from serving.errors import ReleaseError
-from serving.openai_schemas import CompletionRequest
+from serving.generation_config import end_of_sequence_ids, sampling_defaults
 from serving.weights import network
 from serving.weights.index import INDEX_FILES, is_shard_name
 from serving.weights.release import FileEntry, Release
@@ -33,18 +32,6 @@ _NUM_PROMPT_TOKENS = 6
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """The files of older tokenizers, which `transformers` converts."""
 
-_SAMPLING_FIELDS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Field of `generation_config.json` → the field of a request with the same meaning."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseTokenizer:
@@ -52,8 +39,8 @@ class ReleaseTokenizer:
 
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
-    """The end-of-sequence tokens. They are from the first of these that names any:
-    generation_config.json, config.json, tokenizer_config.json."""
+    """The end-of-sequence tokens: that of tokenizer_config.json, and those of
+    generation_config.json or, if it names none, of config.json."""
     context_length: int
     """The largest number of tokens in a sequence, counting the prompt and the new tokens."""
     vocab_size: int
@@ -201,35 +188,16 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
         raise ReleaseError("config.json: vocab_size is not a positive number")
     chat_template = _chat_template(folder, settings)
     _check_ids(tokenizer, ids, vocab_size, "" if chat_template is None else chat_template.texts)
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    if eos is None and (name := _token_name(settings.get("eos_token"))) is not None:
-        eos = tokenizer.token_to_id(name)
+    eos_token = _token_name(settings.get("eos_token"))
+    own_eos = None if eos_token is None else tokenizer.token_to_id(eos_token)
     return ReleaseTokenizer(
         tokenizer=tokenizer,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        eos_token_ids=end_of_sequence_ids(own_eos, generation, config, vocab_size),
         context_length=context_length,
         vocab_size=vocab_size,
         chat_template=chat_template,
-        sampling_defaults=_sampling_defaults(generation),
+        sampling_defaults=sampling_defaults(generation),
     )
-
-
-def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
-    """The `sampling_defaults` of a generation_config.json. `do_sample` is ignored, as in vLLM with
-    `--generation-config auto`. Raises ReleaseError for a value that a request must not have."""
-    found = {
-        name: generation[field]
-        for field, name in _SAMPLING_FIELDS.items()
-        if generation.get(field) is not None
-    }
-    try:
-        CompletionRequest.model_validate({"prompt": "", **found})
-    except ValidationError as error:
-        reasons = [
-            f"generation_config.json: {fault['loc'][0]}: {fault['msg']}" for fault in error.errors()
-        ]
-        raise ReleaseError(*reasons) from None
-    return found
 
 
 def _sizes(folder: Path, config: dict[str, Any]) -> tuple[object, object]:

@@ -21,7 +21,7 @@ def _accept_only(*neutral: object) -> AfterValidator:
 
 
 class Unsupported(BaseModel):
-    """The fields that neither route supports, each with the values that change nothing."""
+    """The fields that no route supports, each with the values that change nothing."""
 
     bad_words: Annotated[Any, _accept_only([])] = None
     cache_salt: Annotated[Any, _accept_only()] = None
@@ -45,7 +45,7 @@ class Unsupported(BaseModel):
 
 
 class UnsupportedChat(Unsupported):
-    """The further fields that the chat route does not support."""
+    """The further fields that are not supported beside messages."""
 
     audio: Annotated[Any, _accept_only()] = None
     chat_template: Annotated[Any, _accept_only()] = None

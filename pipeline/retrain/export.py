@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.retrain.evaluate import Evaluation
+from serving.weights.network import hub_state_dict
 from serving.weights.publish import publish_state_dict
 from serving.weights.release import Lineage, Probe, Release
 
@@ -35,18 +36,26 @@ def export(
 ) -> Release:
     """Publish the weights as `dtype`, with the config and tokenizer of `files_dir`.
 
+    The tensors get the names that the Hub gives them, because not every engine knows those of the
+    network in memory (GPT-NeoX, mixtures of experts).
+
     Raises ReleaseError; then nothing is left behind.
     """
     # One tensor per storage is cast once, so that tied weights stay tied.
     cast: dict[int, torch.Tensor] = {}
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point():
-            tensor = cast.setdefault(tensor.data_ptr(), tensor.to("cpu", dtype))
-        tensors[name] = tensor
+        place = tensor.data_ptr()
+        if place in cast:
+            tied[name] = cast[place]
+        else:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            tensors[name] = cast[place] = tensor.to("cpu", kind)
     return publish_state_dict(
         pipeline_dir,
-        tensors,
+        # The second names of tied weights come last, so that they are not the stored ones.
+        hub_state_dict(model, tensors) | hub_state_dict(model, tied),
         files_dir=files_dir,
         lineage=lineage,
         evaluation=evaluation.model_dump(mode="json"),

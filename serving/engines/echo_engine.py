@@ -37,6 +37,7 @@ class _Resident:
 class EchoEngine:
     checks_digests = False
     commit_seconds: float | None = None
+    kv_cache_usage: float | None = None
 
     def __init__(self, *, holds_two: bool = True, step_seconds: float = 0.0) -> None:
         self.holds_two = holds_two

@@ -43,6 +43,7 @@ class SglangEngine:
     checks_digests = False
     # The time limits of the update and of the question that checks it.
     commit_seconds: float | None = _UPDATE_SECONDS + _ANSWER_SECONDS
+    kv_cache_usage: float | None = None
 
     def __init__(self, upstream: str, dtype: str = "auto") -> None:
         """`dtype` is the one that the upstream was started with. `auto` means the dtype of the

@@ -45,6 +45,7 @@ class VllmEngine:
     holds_two = False
     checks_digests = True
     commit_seconds: float | None = None
+    kv_cache_usage: float | None = None
 
     def __init__(self, settings: VllmEngineSettings, start: StartVllm) -> None:
         self._settings = settings

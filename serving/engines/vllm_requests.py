@@ -1,7 +1,6 @@
 """Converts a `Generation` to vLLM's sampling parameters, and vLLM's outputs to `Step`s."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from serving.engine import (
+    MIN_LOGPROB,
     EngineError,
     Generation,
     GenerationRefused,
@@ -119,12 +119,11 @@ def _logprobs(
 
 def _logprob(token_id: int, found: Mapping[int, Any], num_top: int) -> TokenLogprob:
     """`found` has the most probable tokens, and always `token_id`."""
-    # Leave out tokens with probability 0. vLLM computes logprobs after it has applied the grammar,
-    # so these are the tokens that the grammar forbids.
-    possible = [item for item in found.items() if item[1].logprob > -math.inf]
-    best = sorted(possible, key=lambda item: -item[1].logprob)[:num_top]
+    # vLLM computes logprobs after it has applied the grammar, so those of tokens that the grammar
+    # forbids are minus infinity.
+    best = sorted(found.items(), key=lambda item: -item[1].logprob)[:num_top]
     return TokenLogprob(
         token_id=token_id,
-        logprob=found[token_id].logprob,
-        top=tuple((other, each.logprob) for other, each in best),
+        logprob=max(found[token_id].logprob, MIN_LOGPROB),
+        top=tuple((other, max(each.logprob, MIN_LOGPROB)) for other, each in best),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+import openai
 import pytest
 from openai import OpenAI
 from pydantic import BaseModel
@@ -40,11 +41,15 @@ class Box(BaseModel):
     is_full: bool
 
 
+class Ask(BaseModel):
+    colour: Literal["red", "blue"]
+
+
 def constrained_release(home: Path, **shape: Any) -> Release:
     """With a tokenizer that `transformers` loads too, and a chat template."""
     files = home / "files"
     files.mkdir(parents=True)
-    (files / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (files / "chat_template.jinja").write_text("{{ tools | tojson if tools }}" + CHAT_TEMPLATE)
     (files / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"})
     )
@@ -190,6 +195,38 @@ class ConstrainedAnswers:
             streamed = stream.get_final_completion().choices[0].message
         assert streamed.parsed == message.parsed
         assert streamed.content == message.content
+
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("choice", ["required", "Ask"])
+    def test_a_forced_call_fits_its_tool(self, url: str, choice: str, stream: bool) -> None:
+        tools = {"Ask": Ask, "Box": Box}
+        biases = {" ": -100, "\n": -100, "\t": -100, "\r": -100, "]": 100}
+        body: Any = {
+            "model": "answers",
+            "messages": MESSAGES,
+            "tools": [openai.pydantic_function_tool(each) for each in tools.values()],
+            "tool_choice": choice,
+            "max_tokens": MAX_TOKENS,
+            # JSON allows white space anywhere, and a random network likes it.
+            "logit_bias": {
+                byte_tokenizer().encode(text).ids[0]: bias for text, bias in biases.items()
+            },
+        }
+        if choice != "required":
+            body["tool_choice"] = {"type": "function", "function": {"name": choice}}
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
+        for seed in range(4):
+            if stream:
+                with client.chat.completions.stream(seed=seed, **body) as events:
+                    completion = events.get_final_completion()
+            else:
+                completion = client.chat.completions.parse(seed=seed, **body)
+            (found,) = completion.choices
+            assert found.finish_reason == "tool_calls" and not found.message.content
+            assert found.message.tool_calls
+            for call in found.message.tool_calls:
+                tools[call.function.name].model_validate_json(call.function.arguments)
+                assert choice in ("required", call.function.name)
 
 
 def post(url: str, **body: Any) -> httpx.Response:

@@ -127,28 +127,50 @@ def test_who_is_queued_waits_until_the_first_token(tmp_path: Path) -> None:
         def ask(**change: object) -> httpx.Response:
             return http.post("/v1/completions", json={**BODY, "max_tokens": 2, **change})
 
-        def is_waiting(number: int) -> bool:
+        def is_waiting(requests: int, sequences: int) -> bool:
             vllm = metric(url, "vllm:num_requests_waiting{")
             own = metric(url, "serving_requests_waiting")
-            return own == f"serving_requests_waiting {number}.0" and vllm.endswith(f" {number}.0")
+            return own == f"serving_requests_waiting {requests}.0" and vllm.endswith(
+                f" {sequences}.0"
+            )
 
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
-            assert is_waiting(0)
+            assert is_waiting(0, 0)
             assert metric(url, "vllm:num_requests_running").endswith(" 1.0")
             queued = [pool.submit(ask), pool.submit(ask, n=2)]
-            until(lambda: is_waiting(2))
+            until(lambda: is_waiting(2, 3))
             # Who ends in another way waits no longer: refused, or hung up.
             assert ask(max_tokens=1000).status_code == 400
-            assert is_waiting(2)
+            assert is_waiting(2, 3)
             gone = pool.submit(httpx.post, f"{url}/v1/completions", json=BODY, timeout=3)
-            until(lambda: is_waiting(3))
+            until(lambda: is_waiting(3, 4))
             with pytest.raises(httpx.ReadTimeout):
                 gone.result()
-            until(lambda: is_waiting(2))
+            until(lambda: is_waiting(2, 3))
         assert all(answer.result().is_success for answer in queued)
-        until(lambda: is_waiting(0))
+        until(lambda: is_waiting(0, 0))
+
+
+def test_a_sequence_waits_for_its_own_first_token_as_in_vllm(tmp_path: Path) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1).id)
+    with running(echo_app(tmp_path, OneSlot(step_seconds=0.05))) as url:
+
+        def numbers() -> tuple[str, ...]:
+            names = (
+                "serving_requests_waiting",
+                "vllm:num_requests_waiting{",
+                "vllm:num_requests_r",
+            )
+            return tuple(metric(url, name).split()[-1] for name in names)
+
+        body = {**BODY, "n": 3, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            assert numbers() == ("0.0", "2.0", "1.0")
+        until(lambda: numbers() == ("0.0", "0.0", "0.0"))
 
 
 @pytest.mark.parametrize("stream", [True, False])

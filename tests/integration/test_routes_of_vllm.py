@@ -2,14 +2,12 @@
 
 import re
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from serving.tokenizer import ReleaseTokenizer
 from serving.weights.release_store import set_current
@@ -37,8 +35,8 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     ("body", "text"),
     [
         ({"prompt": "Grüße"}, "Grüße"),
-        ({"prompt": ""}, ""),
-        ({"messages": MESSAGES}, "user: Hi\nassistant: "),
+        ({"prompt": "", "truncate_prompt_tokens": None}, ""),
+        ({"messages": MESSAGES, "chat_template": None, "functions": []}, "user: Hi\nassistant: "),
         ({"messages": MESSAGES, "add_generation_prompt": False, "model": "answers"}, "user: Hi\n"),
     ],
 )
@@ -70,6 +68,15 @@ def test_special_tokens_are_detokenized(http: httpx.Client) -> None:
         ("tokenize", {"messages": []}, 400, "messages"),
         ("tokenize", {"messages": [{"role": "tool", "content": ""}]}, 400, "messages"),
         ("tokenize", {"prompt": "Hi", "model": "other"}, 404, "model"),
+        ("tokenize", {"prompt": "Hi", "truncate_prompt_tokens": 1}, 400, "truncate_prompt_tokens"),
+        ("tokenize", {"messages": MESSAGES, "chat_template": "x"}, 400, "chat_template"),
+        ("tokenize", {"messages": MESSAGES, "functions": [{}]}, 400, "functions"),
+        (
+            "tokenize",
+            {"messages": MESSAGES, "mm_processor_kwargs": {"a": 1}},
+            400,
+            "mm_processor_kwargs",
+        ),
         ("detokenize", {"tokens": [257]}, 400, "tokens"),
         ("detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("detokenize", {}, 400, "tokens"),
@@ -138,44 +145,6 @@ def test_pages_elsewhere_read_answers_only_if_the_settings_say_so(
         assert answer.headers["access-control-allow-origin"] == "https://chat.example.com"
         other = httpx.get(f"{url}/version", headers={"Origin": "https://example.org"})
         assert "access-control-allow-origin" not in other.headers
-
-
-def vllm_metrics(http: httpx.Client) -> Counter[str]:
-    """Of each name the sum."""
-    found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(http.get("/metrics").text):
-        for sample in family.samples:
-            if sample.name.startswith("vllm:"):
-                assert (sample.labels["model_name"], sample.labels["engine"]) == ("answers", "0")
-                found[sample.name] += int(sample.value)
-    return found
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_dashboards_and_autoscalers_of_vllm_find_their_metrics(
-    tmp_path: Path, stream: bool
-) -> None:
-    set_current(tmp_path, echo_release(tmp_path, 1).id)
-    with running(echo_app(tmp_path)) as url, httpx.Client(base_url=url) as http:
-        assert http.get("/health").is_success
-        before = vllm_metrics(http)
-        body = {"prompt": ["Hello", "You"], "max_tokens": 6, "ignore_eos": True, "stream": stream}
-        assert http.post("/v1/completions", json=body).is_success
-        # A request runs until the server has seen its answer leave.
-        while (after := vllm_metrics(http))["vllm:num_requests_running"]:
-            pass
-    grown = after.copy()
-    grown.subtract(before)
-    assert grown["vllm:prompt_tokens_total"] == 8
-    assert grown["vllm:generation_tokens_total"] == 12
-    assert grown["vllm:time_to_first_token_seconds_count"] == 2
-    assert grown["vllm:inter_token_latency_seconds_count"] == 10
-    assert grown["vllm:e2e_request_latency_seconds_count"] == 1
-    assert grown["vllm:request_prompt_tokens_sum"] == 8
-    assert grown["vllm:request_generation_tokens_sum"] == 12
-    assert grown["vllm:prefix_cache_queries_total"] == 8
-    assert grown["vllm:request_success_total"] == 2
-    assert after["vllm:num_requests_waiting"] == 0
 
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])

@@ -113,6 +113,8 @@ class Sequences(RuleBasedStateMachine):
         numbers = [slot.number for slot in slots] + self.allocator._empty
         assert sorted(numbers) == list(range(self.runner.cache_size.num_slots))
         used = sum(slot.num_blocks for slot in slots)
+        running = sum(slot.num_blocks for slot in self.running)
+        assert self.allocator.usage == running / self.runner.cache_size.num_blocks <= 1
         assert used + self.allocator._num_free == self.runner.cache_size.num_blocks
         assert self.allocator._num_free >= 0
         for slot in slots:

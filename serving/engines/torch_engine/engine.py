@@ -92,6 +92,10 @@ class TorchEngine:
         )
 
     @property
+    def kv_cache_usage(self) -> float:
+        return self._steps.kv_cache_usage
+
+    @property
     def failure(self) -> str | None:
         return self._steps.failure
 

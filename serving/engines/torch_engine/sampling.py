@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from serving.engine import TokenLogprob
+from serving.engine import MIN_LOGPROB, TokenLogprob
 from serving.engines.torch_engine.drawing import draw, largest
 from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.logits_processor import process_logits
@@ -95,9 +95,9 @@ def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[Tok
         rows = logits[start : start + _ROWS_AT_ONCE]
         chosen = torch.tensor(token_ids[start : start + len(rows)], device=logits.device)
         whole = rows.logsumexp(dim=-1, keepdim=True)
-        of_chosen = (rows.gather(1, chosen[:, None]) - whole)[:, 0].tolist()
+        of_chosen = (rows.gather(1, chosen[:, None]) - whole).clamp_min(MIN_LOGPROB)[:, 0].tolist()
         best, at = largest(rows, most)
-        values, ids = (best - whole).tolist(), at.tolist()
+        values, ids = (best - whole).clamp_min(MIN_LOGPROB).tolist(), at.tolist()
         for row, (logprob, token_id) in enumerate(zip(of_chosen, chosen.tolist(), strict=True)):
             count = num_top[start + row]
             top = tuple(zip(ids[row][:count], values[row][:count], strict=True))

@@ -21,7 +21,7 @@ Event = tuple[Sequence, Step | EngineError]
 
 
 class Scheduler:
-    """Used by the step loop's thread only.
+    """Used by the step loop's thread only, except `kv_cache_usage`.
 
     A sequence waits, then prefills its tokens into a slot, then decodes. If there is no memory for
     the next token of a sequence, the newest sequence is preempted: it loses its memory, waits
@@ -47,6 +47,10 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        return self._allocator.usage
 
     @property
     def is_idle(self) -> bool:

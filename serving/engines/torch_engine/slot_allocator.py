@@ -29,7 +29,7 @@ class Slot:
 
 class SlotAllocator:
     """There is one allocator for each release, so two releases share no keys and values. Used by
-    the step loop's thread only.
+    the step loop's thread only, except `usage`.
 
     A slot is empty, running or cached. A cached slot holds a finished sequence until its memory is
     needed. The least recently used slot is freed first.
@@ -44,6 +44,12 @@ class SlotAllocator:
         running slots are adjacent if possible."""
         self._running: set[Slot] = set()
         self._cached: dict[Slot, None] = {}
+
+    @property
+    def usage(self) -> float:
+        """The share of all blocks that running slots have, from 0 to 1. As in vLLM, cached slots do
+        not count, because the next sequence that needs their memory gets it."""
+        return sum(slot.num_blocks for slot in list(self._running)) / self._cache_size.num_blocks
 
     def allocate(self, tokens: tuple[int, ...], *, num_spare: int, may_share: bool) -> Slot | None:
         """Returns a slot with memory for `tokens` and one more token. The first `length` tokens of

@@ -57,6 +57,12 @@ class StepLoop:
         )
 
     @property
+    def kv_cache_usage(self) -> float:
+        """The share of the KV cache that running sequences use. Each release has a KV cache of its
+        own; this is the share of the fullest one."""
+        return max((each.kv_cache_usage for each in list(self._schedulers.values())), default=0.0)
+
+    @property
     def failure(self) -> str | None:
         """The error that ended the thread; None while the thread runs."""
         return None if self._failure is None else str(self._failure)

@@ -1,0 +1,57 @@
+"""What the config files of a release say about sequences: how they end, and the defaults of
+requests."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from serving.errors import ReleaseError
+from serving.openai_schemas import CompletionRequest
+
+_SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Field of `generation_config.json` → the field of a request with the same meaning."""
+
+
+def end_of_sequence_ids(
+    of_tokenizer: int | None, generation: dict[str, Any], config: dict[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    """The token that the tokenizer names, and those that generation_config.json names or, if it
+    names none, config.json.
+
+    As in vLLM, these files add up. A base model that was trained on conversations often keeps its
+    config, and only the tokenizer names the token that ends a message. Tokens for which the network
+    has no embedding are left out, because it cannot generate them.
+    """
+    named = generation.get("eos_token_id")
+    if named is None:
+        named = config.get("eos_token_id")
+    found = [of_tokenizer, *(named if isinstance(named, list) else [named])]
+    ids = dict.fromkeys(int(each) for each in found if each is not None)
+    return tuple(token_id for token_id in ids if token_id < vocab_size)
+
+
+def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """The `sampling_defaults` of a generation_config.json. `do_sample` is ignored, as in vLLM with
+    `--generation-config auto`. Raises ReleaseError for a value that a request must not have."""
+    found = {
+        name: generation[field]
+        for field, name in _SAMPLING_FIELDS.items()
+        if generation.get(field) is not None
+    }
+    try:
+        CompletionRequest.model_validate({"prompt": "", **found})
+    except ValidationError as error:
+        reasons = [
+            f"generation_config.json: {fault['loc'][0]}: {fault['msg']}" for fault in error.errors()
+        ]
+        raise ReleaseError(*reasons) from None
+    return found

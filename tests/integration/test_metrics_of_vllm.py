@@ -1,0 +1,91 @@
+"""Metrics with vLLM's names mean what they mean in vLLM, where a request is one sequence."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.engines.torch_engine.engine import TorchEngine
+from serving.engines.torch_engine.scheduler import Scheduler
+from serving.engines.torch_engine.settings import TorchEngineSettings
+from serving.weights.release_store import set_current
+from tests.bench.networks import build, publish
+from tests.serving_fixtures import echo_app, echo_release, running
+
+USAGE = "vllm:kv_cache_usage_perc"
+
+
+def vllm_metrics(http: httpx.Client) -> Counter[str]:
+    """Of each name the sum."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                assert (sample.labels["model_name"], sample.labels["engine"]) == ("answers", "0")
+                found[sample.name] += int(sample.value)
+    return found
+
+
+def grown_by(pipeline_dir: Path, body: dict[str, Any], status: int = 200) -> Counter[str]:
+    """What a request adds to each."""
+    set_current(pipeline_dir, echo_release(pipeline_dir, 1).id)
+    with running(echo_app(pipeline_dir)) as url, httpx.Client(base_url=url) as http:
+        assert http.get("/health").is_success
+        before = vllm_metrics(http)
+        assert http.post("/v1/completions", json=body).status_code == status
+        grown = vllm_metrics(http)
+    grown.subtract(before)
+    return grown
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("n", [1, 2])
+def test_dashboards_and_autoscalers_of_vllm_find_their_metrics(
+    tmp_path: Path, stream: bool, n: int
+) -> None:
+    body = {"prompt": ["Hello", "You"], "n": n, "max_tokens": 6, "ignore_eos": True}
+    grown = grown_by(tmp_path, {**body, "stream": stream})
+    assert grown["vllm:prompt_tokens_total"] == n * 8
+    assert grown["vllm:generation_tokens_total"] == n * 12
+    assert grown["vllm:time_to_first_token_seconds_count"] == n * 2
+    assert grown["vllm:inter_token_latency_seconds_count"] == n * 10
+    assert grown["vllm:e2e_request_latency_seconds_count"] == n * 2
+    assert grown["vllm:request_prompt_tokens_count"] == n * 2
+    assert grown["vllm:request_prompt_tokens_sum"] == n * 8
+    assert grown["vllm:request_generation_tokens_sum"] == n * 12
+    assert grown["vllm:prefix_cache_queries_total"] == n * 8
+    assert grown["vllm:request_success_total"] == n * 2
+    assert grown["vllm:num_requests_running"] == grown["vllm:num_requests_waiting"] == 0
+
+
+def test_a_request_that_is_refused_adds_nothing(tmp_path: Path) -> None:
+    # The engine refuses it, after its prompt was tokenised.
+    grown = grown_by(tmp_path, {"prompt": "Hello", "guided_choice": ["yes"]}, status=400)
+    assert not any(grown.values()), grown
+
+
+def test_the_use_of_the_kv_cache_is_shown_by_engines_that_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = publish(build("tiny", 1), tmp_path / "torch")
+    engine = TorchEngine(TorchEngineSettings(num_threads=1, kv_cache_bytes=1 << 24))
+    step = Scheduler.step
+    usages: list[float] = []
+
+    def step_and_look(self: Scheduler, **options: Any) -> Any:
+        events = step(self, **options)
+        usages.append(engine.kv_cache_usage)
+        return events
+
+    monkeypatch.setattr(Scheduler, "step", step_and_look)
+    with running(echo_app(tmp_path / "torch", engine, folder=release.folder)) as url:
+        body = {"prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body).is_success
+        labels = '{engine="0",model_name="answers"}'
+        assert f"{USAGE}{labels} 0.0" in httpx.get(f"{url}/metrics").text
+    assert all(0 < usage < 1 for usage in usages[-5:-1]) and usages[-1] == 0
+    with running(echo_app(tmp_path / "echo")) as url:
+        assert USAGE not in httpx.get(f"{url}/metrics").text

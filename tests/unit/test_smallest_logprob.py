@@ -1,0 +1,47 @@
+"""A token of probability 0 has the smallest logprob that can be sent, on every engine."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from serving.engine import Generation, TokenLogprob
+from serving.engines import sglang_requests
+from serving.engines.torch_engine.sampling import logprobs
+
+ASKED = Generation(prompt=(1,), max_tokens=1, num_logprobs=2)
+WANTED = [TokenLogprob(token_id=1, logprob=-9999.0, top=((0, 0.0), (1, -9999.0)))]
+
+
+def test_of_the_torch_engine() -> None:
+    assert logprobs([1], [2], torch.tensor([[5.0, -math.inf]])) == WANTED
+
+
+def test_of_sglang() -> None:
+    meta = {
+        "weight_version": "r",
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-math.inf, 1, None]],
+        "output_top_logprobs": [[[0.0, 0, None], [-math.inf, 1, None]]],
+    }
+    chunk = {"meta_info": meta, "output_ids": [1]}
+    step = sglang_requests.step_of(chunk, ASKED, "r", sglang_requests.StreamProgress())
+    assert list(step.logprobs) == WANTED
+
+
+@pytest.mark.vllm
+def test_of_vllm() -> None:
+    pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
+    from serving.engines.vllm_requests import step_of
+
+    found = {1: SimpleNamespace(logprob=-math.inf), 0: SimpleNamespace(logprob=0.0)}
+    completion: Any = SimpleNamespace(
+        finish_reason=None, weight_versions=None, token_ids=[1], logprobs=[found]
+    )
+    output: Any = SimpleNamespace(
+        outputs=[completion], prompt_logprobs=None, num_cached_tokens=None
+    )
+    step = step_of(output, ASKED, "r")
+    assert list(step.logprobs) == WANTED
