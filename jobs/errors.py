@@ -52,8 +52,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The secret variables of a spec cannot be decrypted: they were encrypted with a key other than
-    the runner's, or the runner has no key."""
+    """The secret variables of a spec cannot be decrypted: the runner has no key, or a key that is
+    not the one with which they were encrypted."""
 
 
 class StoreError(JobError):

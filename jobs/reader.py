@@ -93,8 +93,8 @@ class JobReader:
 
     def waited_since(self, job: Job) -> float:
         """When the oldest delivery that the job answers for was received. Deliveries that the job
-        took over from a failed job count too. If the job has no deliveries (a person submitted it,
-        for example), this is when the job was created."""
+        took over from a failed job count too. If the job has no deliveries, for example because a
+        person submitted it, this is when the job was created."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
                 select(func.min(JOB_DELIVERIES.c.received_at)).where(
@@ -127,8 +127,8 @@ class JobReader:
             return None if due is None else max(0.0, due - self._now(connection))
 
     def changed(self) -> bool:
-        """Whether something may have been written to the store since the last call. True at the
-        first call.
+        """Whether anybody may have written to the store since the last call. True at the first
+        call.
 
         This method is cheap enough to call many times a second. Only one thread may call it.
         """

@@ -16,9 +16,9 @@ def is_space() -> bool:
 
 
 def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
-    """`given` or, if it is None, the settings of the environment. In a Space, a host, a port and a
-    public URL that are not set get the values of the Space. Raises `AddressUnavailable` if a
-    variable does not have the form of a port or host name."""
+    """`given` or, if it is None, the settings of the environment. In a Space, the settings `host`,
+    `port` and `public_url` get the values of the Space, unless they are set. Raises
+    `AddressUnavailable` if an environment variable is not a valid port or host name."""
     settings = given or settings_of_the_environment()
     if not is_space():
         return settings

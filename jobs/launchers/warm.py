@@ -1,9 +1,9 @@
 """The warm parent: a process that imports heavy modules once, and then forks a process for each
-job. So a job need not wait for these imports.
+job. So the jobs do not wait for these imports.
 
 The modules must not run tensor operations or initialise CUDA during their import. If they did,
 tensor operations or CUDA would not work in the forked processes. The warm parent reads requests
-from standard input, one line of JSON each, and ends when standard input is closed.
+from standard input, where each request is one line of JSON. It ends when standard input is closed.
 `jobs/launchers/warm_parent.py` starts the warm parent, and limits its thread pools to one thread.
 """
 
@@ -40,17 +40,17 @@ def main(modules: list[str]) -> None:
             # `supervise` forks once more, and returns only in the process that must become the job.
             # It also replaces the child's standard input, so that only the warm parent reads
             # requests from the pipe.
-            become = supervise(request, in_place=True)
+            run_job = supervise(request, in_place=True)
             break
     else:
         return
-    become()
+    run_job()
 
 
 def other_threads() -> list[str]:
-    """The names of all threads of this process except the main thread. With such threads, a fork is
-    unsafe: the child gets copies of the locks that they hold, but no threads that would release
-    these locks."""
+    """The names of all threads of this process except the main thread. If there are such threads, a
+    fork is unsafe: the child gets copies of the locks that the threads hold, but it does not get
+    the threads that would release these locks."""
     try:
         tasks = [
             task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())

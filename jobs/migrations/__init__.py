@@ -23,7 +23,7 @@ def migrate(engine: Engine) -> None:
     with writing(engine) as connection:
         # Check again under the write lock, because another process may have upgraded the store
         # since the first check.
-        if _checked(engine, connection) != HEAD:
+        if _checked_revision(engine, connection) != HEAD:
             upgrade(connection, HEAD)
 
 
@@ -33,10 +33,10 @@ def check_schema(engine: Engine) -> str | None:
     Raises NewerSchema.
     """
     with reading(engine) as connection:
-        return _checked(engine, connection)
+        return _checked_revision(engine, connection)
 
 
-def _checked(engine: Engine, connection: Connection) -> str | None:
+def _checked_revision(engine: Engine, connection: Connection) -> str | None:
     revision = _revision(connection)
     if revision not in (None, HEAD, *_known_revisions()):
         shown = engine.url.render_as_string(hide_password=True)

@@ -154,9 +154,9 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
         link_atomically(pipeline_dir / PREVIOUS, before)
     link_atomically(pipeline_dir / CURRENT, release_id)
     fsync_dir(pipeline_dir)
-    # Write `live` after `current`. A server that is killed between the two writes has not yet
+    # Write `live` after `current`. If the server is killed between the two writes, it has not yet
     # reported the result of the swap. So when it starts again, it may serve either this release or
-    # the one from before the swap.
+    # the release from before the swap.
     path = pipeline_dir / LIVE
     if not path.exists() or path.read_text() != live:
         write_atomically(path, live)
@@ -187,7 +187,7 @@ def live_releases(pipeline_dir: Path) -> list[str]:
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
-    """The id of the release that should be served, if `current` points at a substitute for it.
+    """If `current` points at a substitute, the id of the release that should be served instead.
 
     None if `current` points at the release that should be served. Also None if there is no
     `current`, or if its target is not a release id.
@@ -230,10 +230,10 @@ def pending_release(pipeline_dir: Path) -> str | None:
 
 
 def set_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Mark a release as pending: the next server swaps it in when it starts.
+    """Mark a release as pending: the next server that starts swaps the release in.
 
-    To swap a release in, call this first and then ask the running server. If no server runs at that
-    time, but one starts a moment later, this server finds the mark.
+    To swap a release in, first call this function, and then ask the running server. If no server
+    runs at that time, the next server that starts finds the mark.
     """
     release_number(release_id)
     write_atomically(pipeline_dir / PENDING, release_id + "\n")
@@ -271,8 +271,8 @@ def pin(pipeline_dir: Path, release_id: str) -> None:
 
 
 def unpin(pipeline_dir: Path, release_id: str) -> None:
-    """Let `prune` and `remove` remove this release again. Raises ReleaseError if the release was
-    not pinned."""
+    """Undo `pin`: after this, `prune` and `remove` may remove the release. Raises ReleaseError if
+    the release was not pinned."""
     with release_lock(pipeline_dir):
         pinned = pinned_releases(pipeline_dir)
         if release_id not in pinned:
@@ -315,7 +315,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
 
 
 def remove(pipeline_dir: Path, release_id: str) -> None:
-    """Remove one release, damaged or not. Raises ReleaseError as `check_removable` does."""
+    """Remove one release, which may be damaged. Raises ReleaseError as `check_removable` does."""
     with release_lock(pipeline_dir):
         check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
@@ -340,9 +340,9 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
     # Rename the folder first, so that no reader ever sees a release with some files missing.
-    doomed = pipeline_dir / f"{UNFINISHED}{release_id}"
-    os.rename(pipeline_dir / release_id, doomed)
-    shutil.rmtree(doomed)
+    renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
+    os.rename(pipeline_dir / release_id, renamed)
+    shutil.rmtree(renamed)
 
 
 def sweep(pipeline_dir: Path) -> list[str]:
@@ -390,11 +390,12 @@ def next_number(pipeline_dir: Path) -> int:
 
 @contextmanager
 def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
-    """Holds the lock of the pipeline's folder. Only one process at a time may publish, remove, pin
-    or unpin releases. If a process is killed, the kernel frees its lock.
+    """Waits for the lock of the pipeline's folder, and holds it until the `with` block ends. Hold
+    this lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees
+    its lock.
 
-    Waits for the lock. Raises filelock.Timeout after `timeout_seconds`; a negative number means
-    that there is no limit.
+    Raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If this is a negative
+    number, the wait has no limit.
     """
     with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
         yield
