@@ -35,7 +35,7 @@ to do.
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """The variables from which numeric libraries read their number of threads when they load."""
+    """Numeric libraries read their number of threads from these variables when they are loaded."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
 
 

@@ -54,8 +54,9 @@ class Job:
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost (their process vanished, or a signal ended it) or failed for a
-    temporary cause. When this number reaches `spec.max_attempts`, the job fails."""
+    """How many attempts were lost or failed for a temporary cause. An attempt that was lost because
+    its runner was stopped does not count. When this number reaches `spec.max_attempts`, the job
+    fails."""
     owner: str | None
     """The runner that holds the lease. None if no runner holds it."""
     lease_until: float | None

@@ -38,9 +38,10 @@ def outcome_of_exit(
       runner stopped the job.
     - None, if the process exited with 0 and wrote no outcome. A plain command does this when it
       succeeds.
-    - `Lost`. But if a signal ended the process of a plain command, the outcome is `failed` instead.
-    - An outcome that this function makes from the exit status. `may_pass` says whether the job gets
-      another attempt.
+    - `Lost`, if the process was killed or vanished before it wrote an outcome, or if the runner was
+      stopped. But if a signal ended the process of a plain command, the outcome is `failed`.
+    - Otherwise an outcome that this function makes itself. If the failure is temporary, `may_pass`
+      is set in this outcome.
 
     `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.

@@ -15,7 +15,7 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, reading, writing
 Item = TypeVar("Item")
 
 BATCH = 100
-"""How many jobs or deliveries one transaction deletes at most."""
+"""One transaction deletes at most this many jobs or deliveries."""
 _ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 

@@ -2,8 +2,9 @@
 launches the command, extends the lease by heartbeats, and records the outcome.
 
 A lease gives one runner the job for some seconds, so several runners may share one store. If a
-runner dies, its leases run out, and another runner adopts its jobs, with the processes that still
-run. A runner that has lost the lease of a job no longer touches the job.
+runner dies, its leases run out, and another runner adopts its jobs. The processes of these jobs may
+still run; the other runner then watches them. A runner that has lost the lease of a job no longer
+touches the job.
 """
 
 import logging
@@ -62,10 +63,10 @@ class _LeasedJob:
     waits_since: float = 0.0
     """When the job began to wait for its next attempt."""
     stopping: Stopping | None = None
-    """Why this runner has asked the job's processes to end. None if it has not asked them."""
+    """Why this runner has asked the job's processes to end. None if this runner has not asked."""
     kill_at: float | None = None
-    """When this runner kills the job's processes if they still run. None if it has not asked them
-    to end."""
+    """When this runner kills the job's processes, if they still run at that time. None if this
+    runner has not asked the processes to end."""
 
 
 class Runner:

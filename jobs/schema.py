@@ -174,8 +174,8 @@ def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
     _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # Use FULL instead of NORMAL, which is usual with WAL: a delivery that was answered must survive
-    # a power cut.
+    # NORMAL is usual together with WAL. Use FULL instead, because a delivery must survive a power
+    # cut once its sender has got an answer.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 

@@ -42,8 +42,8 @@ class JobsSettings(BaseModel):
     """A runner checks again after this pause whether there are new jobs, and whether processes have
     ended."""
     keep_days: float = Field(default=30.0, gt=0)
-    """How long the folder of an ended job is kept, with the job's log, metrics and records. The
-    folder is kept longer while the release that the job published exists."""
+    """How long the folder of an ended job is kept, with the job's log, metrics and records. If the
+    job published a release, the folder is also kept for as long as this release exists."""
     metrics_port: int = Field(default=8071, ge=0, le=65535)
     """Port of the runner's Prometheus metrics, which only this machine can reach. 0 turns the
     metrics off."""
@@ -53,7 +53,8 @@ class JobsSettings(BaseModel):
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"lease_seconds ({self.lease_seconds:g}) must be at least twice heartbeat_seconds "
-                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses the job's lease"
+                f"({self.heartbeat_seconds:g}); otherwise a job's lease is lost if one heartbeat "
+                "is late"
             )
         return self
 
@@ -68,5 +69,5 @@ class JobsSettings(BaseModel):
 def _usable_cores() -> set[int]:
     try:
         return os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS
+    except AttributeError:  # macOS has no `sched_getaffinity`
         return set(range(os.cpu_count() or 1))

@@ -100,8 +100,8 @@ class JobSpec(_Record):
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A pending job may start at the latest this long after its first commit, even if newer commits
-    keep arriving."""
+    """This long after its first commit, a pending job may start even if newer commits keep
+    arriving."""
     labels: dict[str, str] = {}
     """Names and values for people, such as the webhook that the job was started for. The job store
     does not interpret them."""

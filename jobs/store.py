@@ -271,9 +271,10 @@ class JobStore(JobReader):
         """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
         ids of the deleted jobs.
 
-        The jobs in `kept` stay, and so do the `newest` jobs of each pipeline and the `newest` plain
-        commands. This method also deletes the deliveries that led to no job and were received
-        before `before`. A deleted delivery that is repeated counts as a new delivery.
+        Three groups of jobs are not deleted: the jobs in `kept`, the `newest` jobs of each
+        pipeline, and the `newest` plain commands. This method also deletes the deliveries that led
+        to no job and were received before `before`. If a deleted delivery is repeated, it counts as
+        a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)

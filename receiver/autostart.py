@@ -87,7 +87,7 @@ if sys.version_info >= (3, 12):
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
         # A script that ends with `sys.exit()` causes the event PY_UNWIND. This event cannot be
-        # limited to one code object, so `on_unwind` checks that the code is the script's.
+        # limited to one code object, so `on_unwind` checks that it comes from the script.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel

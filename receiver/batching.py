@@ -1,5 +1,5 @@
-"""Writes items in batches. The next write takes all items that have arrived during the present
-write. So these items together wait for the disk only once."""
+"""Writes items in batches. While one write runs, new items are collected. The next write takes all
+of them together, so they wait for the disk only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -41,8 +41,8 @@ class ServerOfBlocks:
 def show_as_running(
     blocks: Any, *, app: FastAPI, local_url: str, share_url: str | None, close: Callable[[], None]
 ) -> None:
-    """Set the attributes that a script may read after `launch`. `close` must stop the server.
-    `share_url` is the public URL; None if there is none."""
+    """Set the attributes that a script may read after `launch`. `close` is a function that stops
+    the server. `share_url` is the public URL, or None if the server has no public URL."""
 
     def close_and_record() -> None:
         blocks.is_running = False

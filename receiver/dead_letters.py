@@ -28,7 +28,7 @@ class DeadLetter:
     id: str
     """The id of the delivery."""
     repository: str | None
-    """The repository of the event. None if the delivery was stored without one."""
+    """The repository of the event. None if the delivery was stored without a repository."""
     received_at: float
     died_at: float
     """When the receiver gave the delivery up."""

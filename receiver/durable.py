@@ -47,7 +47,7 @@ FORGET_EVERY_SECONDS = 3600.0
 """How often old deliveries are deleted from the log."""
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
 """A sender that waits for an answer has priority over the calls of handlers. So before the worker
-calls handlers, it waits until no delivery has arrived for QUIET_SECONDS, but at most
+calls handlers, it waits until no delivery has arrived for QUIET_SECONDS. It waits no longer than
 YIELD_SECONDS."""
 
 
@@ -82,7 +82,7 @@ class DurableDeliveries:
         stay busy."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
-        """Add a handler. Any thread may call this method, also while the worker runs. Raises
+        """Add a handler. Any thread may call this method, even while the worker runs. Raises
         `ReceiverError` if the worker runs and the log cannot be opened."""
         if self._loop is not None:
             self._opened()

@@ -23,8 +23,8 @@ ANSWERS_TO_DURABLE: dict[int | str, dict[str, Any]] = {
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
     403: {
-        "description": "The secret or the signature is wrong. If the handler has no secret: the"
-        " request comes from a page of another site, or names another host."
+        "description": "The secret or the signature is wrong. Or the handler has no secret, and the"
+        " request comes from a page of another site or names another host."
     },
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
@@ -44,7 +44,7 @@ class RegisteredWebhook:
     handler: Callable[..., Any]
     proof: Proof
     secret_in_shell: str
-    """What stands for the secret in the shell command that the landing page shows."""
+    """The placeholder for the secret in the shell command that the landing page shows."""
     is_durable: bool
     """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool

@@ -12,8 +12,8 @@ def add_live_route(app: FastAPI, store: JobStore) -> None:
     """Add the route `/live`, which reads the job store before it answers. Call this function before
     the app serves requests.
 
-    If the store fails, the answer has status 200 and names the error. After status 503, `pipeline
-    up` would restart the receiver, and a restart does not repair a database.
+    If the store fails, the answer has status 200 and names the error. If it had status 503,
+    `pipeline up` would restart the receiver, but a restart does not repair a database.
     """
 
     @app.get("/live")

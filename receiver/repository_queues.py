@@ -1,8 +1,8 @@
-"""Keeps the deliveries that wait for a call of their durable handler, in memory. There is one queue
-for each pair of handler path and repository.
+"""Keeps deliveries in memory while they wait for a call of their durable handler. Each pair of
+handler path and repository has its own queue.
 
-The deliveries of one queue are handled one after another, in the order of their arrival. Different
-queues are handled concurrently.
+The deliveries of one queue are handled one after another, in the order of their arrival. Deliveries
+of different queues may be handled at the same time.
 """
 
 from collections import deque

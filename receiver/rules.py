@@ -41,8 +41,7 @@ class RetrainRule(BaseModel):
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
     """A job may start once no newer commit has arrived for this long."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """A job may start at the latest this long after its first commit, even if newer commits keep
-    arriving."""
+    """This long after its first commit, a job may start even if newer commits keep arriving."""
     settings: dict[str, Any] = {}
     """Settings for the job's command. They are copied into a job when the job is submitted, so a
     later change of the rule does not change this job."""
@@ -78,8 +77,8 @@ class RetrainRule(BaseModel):
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
 
-        Names are compared without regard to upper and lower case. A hub does the same when it looks
-        up a repository, so the rule and the payload may write the name in different cases.
+        Names that differ only in upper and lower case count as equal, because a hub finds the same
+        repository under all these names.
         """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()

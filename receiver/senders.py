@@ -28,7 +28,7 @@ from receiver.verify import ProofScheme
 
 @dataclass(frozen=True)
 class NotAPush:
-    """An event for which no handler is called. The receiver itself answers it with `answer`."""
+    """An event for which no handler is called. The receiver sends `answer` to the sender."""
 
     answer: dict[str, str | bool]
 

@@ -46,9 +46,11 @@ class ReceiverSettings(BaseModel):
     events. `github`, `gitea` and `gitlab` select the push events of the service of this name. All
     other values select the format of the Hugging Face Hub."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
-    """A request with a larger body gets 413, and its body is not read to the end."""
+    """A request with a larger body is answered with status 413, and its body is not read to the
+    end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
-    """A request whose body has not completely arrived after this time gets 408."""
+    """If the body of a request has not completely arrived after this time, the request is answered
+    with status 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
     """The database file that stores deliveries until a handler with `durable=True` has handled
     them. The default of a stack is `receiver.db` in its state folder."""

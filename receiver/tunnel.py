@@ -23,7 +23,7 @@ from receiver.tunnel_command import TunnelCommand, ending_with_this_process
 _logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
-"""A link that has not printed its URL after this time is ended."""
+"""If a link has not printed its URL after this time, the tunnel ends the link."""
 STEADY_SECONDS = 60.0
 """If a link breaks after it has lasted longer than this, the next link is started without a pause.
 If a link breaks earlier, there is first a pause. This pause is 1 s, and doubles each time."""
@@ -78,7 +78,7 @@ class Tunnel:
     def open(self) -> PublicUrl:
         """Start the tunnel, and wait for the URL of its first link. Raises `TunnelFailed` with the
         output of the link if it prints no URL."""
-        self._command(None)  # raises an error of the user's configuration here, not in the thread
+        self._command(None)  # if the user's configuration is wrong, this raises before the start
         self._thread.start()
         self._is_open.wait()
         if self._public is None:

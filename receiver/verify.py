@@ -57,8 +57,8 @@ class Proof:
         """Do the part of the check that needs only the headers. Returns the part that needs the
         body.
 
-        The names in `headers` must be lower case. With the scheme `secret`, `query` may have the
-        secret (`?secret=…`) instead of the header. Raises `ProofMissing` or `ProofWrong`.
+        The names in `headers` must be in lower case. With the scheme `secret`, the secret may be in
+        `query` (`?secret=…`) instead of the header. Raises `ProofMissing` or `ProofWrong`.
         """
         if self.scheme == "secret" and _SECRET_HEADER not in headers and "secret" in query:
             headers = {_SECRET_HEADER: query["secret"]}

@@ -181,7 +181,7 @@ def disable_webhook(
 def delete_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> None:
-    """Remove the webhook for good."""
+    """Delete the webhook. This cannot be undone."""
     with _as_webhook_errors(webhook_id):
         _api(endpoint, token).delete_webhook(webhook_id)
 

@@ -281,8 +281,8 @@ class WebhooksServer:
         return self._webhook_secret
 
     def close(self) -> None:
-        """Close the public URL, and stop the server if it runs in a thread. Running handlers get
-        `shutdown_seconds` to end. May be called more than once."""
+        """Close the tunnel if one is open, and stop the server if it runs in a thread. Handlers
+        that still run get `shutdown_seconds` to end. May be called more than once."""
         self._close_public_access()
         if self._running is not None:
             server, thread = self._running
@@ -313,8 +313,8 @@ class WebhooksServer:
     def _behind_tunnel(
         self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path
     ) -> TunnelEntrance:
-        """Open another socket for the tunnel, add it to `sockets`, and open the tunnel to it.
-        Returns the application to serve on all sockets."""
+        """Open another socket for the tunnel, add it to `sockets`, and open a tunnel that leads to
+        this socket. Returns the application to serve on all sockets."""
         entrance = listen.bind("127.0.0.1", 0)
         sockets.append(entrance)
         port = entrance.getsockname()[1]
@@ -343,8 +343,8 @@ class WebhooksServer:
         if is_public:
             where = " In a Space, add it to the secrets in the settings." if is_space() else ""
             raise OpenToEveryone(
-                f"A public URL lets everyone in, and there is no secret for {', '.join(unproven)}:"
-                f" set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
+                "Everyone can reach a public URL, but there is no secret for"
+                f" {', '.join(unproven)}: set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
             )
         listen.refuse_beyond_loopback(host, unproven)
 

@@ -1,4 +1,5 @@
-"""`LocalLauncher`: runs jobs as processes of this machine. Each job has its own session.
+"""`LocalLauncher`: runs jobs as processes of this machine. The processes of each job form their own
+session (setsid(2)).
 
 The *warm parent* is a process that has already imported heavy modules. A command of the form
 `python -m …` is forked from the warm parent. While the warm parent is still importing, the command

@@ -58,9 +58,9 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     The leader gets no signal, because it must record how the command ended. If the leader is dead,
     the other processes still get the signal.
 
-    On systems other than Linux, the signal goes to the leader's process group instead. The group
-    includes the leader: it ignores SIGTERM, but SIGKILL ends it. If the leader is dead, no process
-    gets the signal.
+    On systems other than Linux, the signal goes to the leader's process group instead. This group
+    includes the leader, which ignores SIGTERM but is ended by SIGKILL. If the leader is dead, no
+    process gets the signal.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:

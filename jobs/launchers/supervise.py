@@ -243,7 +243,7 @@ def _read_start_error(descriptor: int) -> str:
 def main() -> NoReturn:
     request = Request.from_json(sys.stdin.readline())
     supervise(request, in_place=False)()
-    raise AssertionError("the command did not take over")
+    raise AssertionError("the command did not replace this process")
 
 
 if __name__ == "__main__":

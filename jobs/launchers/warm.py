@@ -27,8 +27,9 @@ def main(modules: list[str]) -> None:
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    # Exclude the imported objects from garbage collection. The children share their memory pages,
-    # and a collection in a child would write to these pages, so the kernel would copy them.
+    # Exclude the imported objects from garbage collection. The children share the memory pages of
+    # these objects. A collection in a child would write to the pages, and the kernel would have to
+    # copy them.
     gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")
@@ -37,9 +38,9 @@ def main(modules: list[str]) -> None:
         request = Request.from_json(line)
         if os.fork() == 0:
             os.close(answers)
-            # `supervise` forks once more, and returns only in the process that must become the job.
-            # It also replaces the child's standard input, so that only the warm parent reads
-            # requests from the pipe.
+            # `supervise` forks once more, and returns only in the process that will run the job's
+            # command. It also replaces the child's standard input, so that only the warm parent
+            # reads requests from the pipe.
             run_job = supervise(request, in_place=True)
             break
     else:

@@ -9,8 +9,8 @@ from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
 HEAD = "0003"
-"""The newest schema revision under `versions/`. Alembic is loaded only to open a store that does
-not have this revision, because loading it takes time."""
+"""The newest schema revision under `versions/`. If a store already has this revision, Alembic is
+not loaded, because loading Alembic takes time."""
 
 
 def migrate(engine: Engine) -> None:

@@ -52,7 +52,8 @@ UNFINISHED = ".unfinished-"
 """Prefix of the names of release folders that are being written or removed.
 
 A process holds the lock of the pipeline's folder while it writes or removes a release. So if a
-folder with this prefix exists while the lock is free, its process was killed or could not finish.
+folder with this prefix exists while the lock is free, the process that made this folder was killed
+or could not finish.
 """
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
@@ -128,13 +129,15 @@ def previous_release_id(pipeline_dir: Path) -> str | None:
 
 
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
-    """Record that the server now serves `release_id`. Only the server may call this.
+    """Record that the server now serves `release_id`. Only the server may call this. `current`
+    changes atomically. There are two cases:
 
-    `current` changes atomically. If `release_id` is only a substitute, `stands_in_for` is the id of
-    the release that the server could not serve. A substitute does not change `previous`, and
-    `stands_in_for` stays the last id in `live`, because nobody asked for a rollback. If
-    `release_id` is no substitute, `previous` gets the release that was served before, unless
-    `previous` already names `release_id`.
+    - `stands_in_for` is None. `release_id` becomes the last id in `live`, and `previous` gets the
+      release that was served before. But if `previous` already names `release_id`, it does not
+      change.
+    - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
+      server could not serve. `stands_in_for` stays the last id in `live`, because nobody asked for
+      a rollback, and `previous` does not change.
     """
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
@@ -206,8 +209,8 @@ def _target(link: Path) -> str | None:
 
 
 def _readable_target(link: Path) -> str | None:
-    """The target of `link`; None if there is no link. Also None, and a warning in the log, if the
-    target is not a release id."""
+    """The target of `link`; None if there is no link. If the target is not a release id, logs a
+    warning and returns None."""
     try:
         return _target(link)
     except ReleaseError as error:
@@ -326,14 +329,14 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
     if release_id not in release_ids(pipeline_dir):
         raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
     uses = {
-        "served; first serve another one: pipeline releases rollback": _readable_target(
+        "served; serve another release first: pipeline releases rollback": _readable_target(
             pipeline_dir / CURRENT
         ),
         "pending: the next server that starts will serve it": pending_release(pipeline_dir),
     }
     reasons = [use for use, used in uses.items() if used == release_id]
     if release_id in pinned_releases(pipeline_dir):
-        reasons.append(f"pinned; first: pipeline releases unpin {release_id}")
+        reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
     if reasons:
         raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
 

@@ -47,8 +47,8 @@ _FINITE_CHECK_ELEMENTS = 1 << 22
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Alias → stored name. A name is an alias if its tensor is in the same memory as the tensor of
-    an earlier name, which is the stored name."""
+    """Alias → stored name. If two names have their tensors in the same memory, the later name is an
+    alias, and the earlier name is the stored name."""
     seen: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():

@@ -50,8 +50,8 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     checked only if the index and the headers have no fault either.
 
     These checks are enough for an engine that itself checks the digest of each tensor that it
-    reads. But this function checks the sha256 of each `.bin` shard, because an engine unpickles
-    the shard before it can check a digest, and it is not safe to unpickle unknown bytes.
+    reads. Even such an engine needs the check of the sha256 of each `.bin` shard: it unpickles the
+    shard before it can check a digest, and it is not safe to unpickle unknown bytes.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
