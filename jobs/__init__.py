@@ -2,8 +2,8 @@
 
 These terms have one meaning in all modules:
 
-- An *attempt* is one start of a job's command. The job gets another attempt if this attempt fails
-  for a temporary cause or is lost.
+- An *attempt* is one start of a job's command. If the attempt fails for a temporary cause or is
+  lost, the job normally gets another attempt.
 - An attempt is *lost* in two cases: its runner was stopped, or its process was killed or vanished
   before it wrote an outcome. But if a signal ended the process of a plain command, the attempt is
   not lost: the job has failed.

@@ -26,7 +26,7 @@ def outcome_of_exit(
     job_dir: Path,
     status: Status,
     *,
-    stopping: str | None,
+    stop_reason: str | None,
     time_limit: float | None,
 ) -> JobOutcome | Lost | None:
     """Decide what the end of a job's process means. The process has exited, or has vanished without
@@ -43,7 +43,7 @@ def outcome_of_exit(
     - Otherwise an outcome that this function makes itself. If the failure is temporary, `may_pass`
       is set in this outcome.
 
-    `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
+    `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
     """
     try:
@@ -57,9 +57,11 @@ def outcome_of_exit(
             "the command that writes the file, then submit the job again."
         )
         return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
-    if written is not None and (stopping is None or written.result not in ("failed", "cancelled")):
+    if written is not None and (
+        stop_reason is None or written.result not in ("failed", "cancelled")
+    ):
         return written
-    if stopping == "cancel":
+    if stop_reason == "cancel":
         return JobOutcome(
             result="cancelled",
             stage=None if written is None else written.stage,
@@ -68,13 +70,13 @@ def outcome_of_exit(
             delivery_ids=delivery_ids(job),
             job_id=job.id,
         )
-    if stopping == "timeout":
+    if stop_reason == "timeout":
         reason = (
             f"The job was stopped at its time limit of {time_limit:g} s. To allow more time, raise "
             "timeout_seconds."
         )
         return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
-    if stopping == "shutdown":
+    if stop_reason == "shutdown":
         if written is not None:
             # The job wrote `failed` or `cancelled` because its runner was stopped. The next runner
             # starts another attempt in the same folder. Remove this outcome, because that runner

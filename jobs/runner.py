@@ -42,7 +42,7 @@ _RETRY_FACTOR = 4
 """Each earlier attempt of a job that was lost or failed makes the wait for the job's next attempt
 this many times longer."""
 
-Stopping = Literal["cancel", "timeout", "shutdown"]
+StopReason = Literal["cancel", "timeout", "shutdown"]
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _LeasedJob:
     time."""
     waits_since: float = 0.0
     """When the job began to wait for its next attempt."""
-    stopping: Stopping | None = None
+    stop_reason: StopReason | None = None
     """Why this runner has asked the job's processes to end. None if this runner has not asked."""
     kill_at: float | None = None
     """When this runner kills the job's processes, if they still run at that time. None if this
@@ -346,7 +346,7 @@ class Runner:
         status = launcher.poll(leased.handle)
         if status.phase in ("exited", "vanished"):
             self._handle_exit(leased, status, launcher)
-        elif leased.stopping is None:
+        elif leased.stop_reason is None:
             reason = self._why_stop(leased, now, is_stopping)
             if reason is not None:
                 self._stop(leased, launcher, reason)
@@ -360,7 +360,7 @@ class Runner:
             launcher.stop(leased.handle, force=True)
 
     @staticmethod
-    def _why_stop(leased: _LeasedJob, now: float, is_stopping: bool) -> Stopping | None:
+    def _why_stop(leased: _LeasedJob, now: float, is_stopping: bool) -> StopReason | None:
         if leased.job.cancel_requested:
             return "cancel"
         if now >= leased.deadline:
@@ -370,14 +370,14 @@ class Runner:
     def _time_limit(self, job: Job) -> float | None:
         return job.spec.resources.timeout_seconds or self._settings.timeout_seconds
 
-    def _stop(self, leased: _LeasedJob, launcher: Launcher, reason: Stopping) -> None:
+    def _stop(self, leased: _LeasedJob, launcher: Launcher, reason: StopReason) -> None:
         assert leased.handle is not None
         # Check the lease first: `heartbeat` raises LeaseLost if another runner has adopted the job.
         self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
         logger.info(
             "Job %s is being stopped (%s).", leased.job.id, reason, extra=log_fields(leased.job)
         )
-        leased.stopping = reason
+        leased.stop_reason = reason
         leased.kill_at = time.monotonic() + self._settings.kill_grace_seconds
         launcher.stop(leased.handle, force=False)
 
@@ -387,7 +387,7 @@ class Runner:
             leased.job,
             self._jobs_dir / leased.job.id,
             status,
-            stopping=leased.stopping,
+            stop_reason=leased.stop_reason,
             time_limit=self._time_limit(leased.job),
         )
         if status.phase == "vanished":
@@ -397,7 +397,7 @@ class Runner:
             self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
             launcher.stop(leased.handle, force=True)
         if isinstance(result, Lost):
-            if leased.stopping == "shutdown":
+            if leased.stop_reason == "shutdown":
                 self._release(leased)
                 return
             logger.warning("Job %s: %s", leased.job.id, result.reason, extra=log_fields(leased.job))

@@ -1,5 +1,6 @@
-"""The errors of the receiver, as a tree. Beside each error stands what happens when it is raised. A
-number is the HTTP status of the answer. The *proof* of a request is its secret or its signature.
+"""The errors of the receiver, as a tree. The text beside an error says what happens when this error
+is raised. A number is the HTTP status of the answer. The *proof* of a request is its secret or its
+signature.
 
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
