@@ -52,8 +52,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The secret variables of a spec cannot be decrypted: the runner has no key, or a key that is
-    not the one with which they were encrypted."""
+    """The runner cannot decrypt the secret variables of a spec: it has no key, or the variables
+    were encrypted with another key."""
 
 
 class StoreError(JobError):

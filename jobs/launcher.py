@@ -44,7 +44,7 @@ class Launcher(Protocol):
     def start(self, launch: Launch) -> str:
         """Start the attempt, unless it was started before. Returns its handle without waiting.
 
-        Raises LaunchError if no process can be started at all.
+        Raises LaunchError if no process can be started.
         """
 
     def poll(self, handle: str) -> Status:

@@ -240,11 +240,12 @@ class ChangeDetector:
     """Detects whether anybody has written to the database since the last call of `changed`. Only
     one thread may use a detector.
 
-    The detector has its own connection, over which it reads a number and compares it with the
-    number of the last call. On SQLite, the number is `PRAGMA data_version`, which changes when any
-    other connection commits. On Postgres, it is `pg_snapshot_xmax`, which grows when a transaction
-    that has written ends. It also grows for transactions in other databases of the same server, so
-    `changed` sometimes returns True although this database has not changed.
+    The detector has its own connection to the database. Each call of `changed` reads a number, and
+    compares it with the number that the last call has read. On SQLite, the number is `PRAGMA
+    data_version`, which changes when any other connection commits. On Postgres, it is
+    `pg_snapshot_xmax`, which grows when a transaction that has written ends. It also grows for
+    transactions in other databases of the same server, so `changed` sometimes returns True although
+    this database has not changed.
     """
 
     def __init__(self, engine: Engine) -> None:

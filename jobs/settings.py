@@ -16,9 +16,9 @@ class JobsSettings(BaseModel):
     is only one pipeline, a higher number has an effect only on plain commands."""
     preload: tuple[str, ...] | None = None
     """Modules that one process imports in advance. On Linux, commands of the form `python -m …` are
-    forked from this process, so they need not import these modules. With an empty list, every
+    forked from this process, so they do not import these modules again. With an empty list, every
     command imports its modules itself. If unset, the modules of the built-in retraining are
-    imported."""
+    imported in advance."""
     num_threads: int | None = Field(default=None, ge=1)
     """The number of threads of a job, unless the job's spec sets it. If unset, a job gets one
     thread for each core that the runner may use. While a job runs, a server with the torch engine

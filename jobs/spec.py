@@ -29,9 +29,10 @@ class Resources(_Record):
 
 
 class RevisionRange(_Record):
-    """The commits of one ref that a job answers for: those after `old_sha`, up to `new_sha`.
+    """The commits of one ref that a job answers for: the commits after `old_sha`, up to and
+    including `new_sha`.
 
-    A retraining compares the rows of `new_sha` with those of the dataset commit of the served
+    A retraining compares the rows at `new_sha` with the rows at the dataset commit of the served
     release. So `old_sha` does not decide what the job trains on; it only records which pushes led
     to the job.
     """

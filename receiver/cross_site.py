@@ -34,7 +34,7 @@ def other_site(headers: Mapping[str, str]) -> str | None:
 def other_host(
     headers: Mapping[str, str], server: tuple[str, int | None] | None, names: Collection[str]
 ) -> str | None:
-    """The `Host` header of a request over loopback, if this host is neither loopback nor one of
+    """The `Host` header of a request over loopback, if this host is not loopback and is not one of
     `names`. None for any other request.
 
     `server` is the local address of the connection (host and port), as in an ASGI scope. `names`

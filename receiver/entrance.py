@@ -15,7 +15,7 @@ class TunnelEntrance:
     A request counts as coming through a tunnel in two cases:
 
     - It arrives at `port`. The receiver opens this port only for its own tunnel.
-    - It arrives over loopback, and its `Host` is neither loopback nor in `names`. Then it probably
+    - It arrives over loopback, and its `Host` is not loopback and not in `names`. It then probably
       came through another tunnel, which the user has set up and which leads to the receiver's usual
       port. This test is not certain, because a stranger can choose the `Host`.
 

@@ -1,5 +1,5 @@
 """Settings of a receiver that runs in a Space of the Hugging Face Hub. The Space sets environment
-variables that say where the receiver listens, and at which URL senders reach it."""
+variables that say where the receiver must listen, and which URL senders use to reach it."""
 
 import os
 import re

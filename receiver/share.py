@@ -66,7 +66,7 @@ class FixedUrl:
     """
 
     public: PublicUrl | None = None
-    """Always None, because a fixed URL has no time at which it expires."""
+    """Always None, because a fixed URL does not expire."""
 
     def __init__(self, url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> None:
         self._url = url.rstrip("/")

@@ -1,7 +1,7 @@
 """Identifies, signals and configures processes. Uses only the standard library.
 
 A process is identified by its pid and its start time, because the system may give the pid of an
-ended process to a new one.
+ended process to a new process.
 """
 
 import ctypes

@@ -70,7 +70,7 @@ class WarmParent:
 
     def poll_processes(self) -> None:
         """Check whether the warm parent has become ready or has died. If it has died, start another
-        one. Two kinds of deaths set the state to `off` instead: its modules cannot be imported, or
+        one. In two cases, set the state to `off` instead: the modules cannot be imported, or
         `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready."""
         if self._process is None:
             return

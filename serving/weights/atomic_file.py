@@ -66,8 +66,9 @@ def is_abandoned(entry: Path) -> bool:
     """Whether `entry` is a temporary file or link whose writer was killed before the rename.
 
     Only the age of the entry shows this, because some writers hold no lock. Use this function only
-    in folders where all temporary files are small, such as those for `current` and `live`. The
-    writer of a large file, such as a checkpoint, may need more than a minute.
+    in folders where all temporary files are small, as in a pipeline's folder with its files
+    `current` and `live`. The writer of a large file, such as a checkpoint, may need more than a
+    minute.
     """
     if not entry.name.startswith(REPLACING):
         return False

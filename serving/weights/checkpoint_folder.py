@@ -114,7 +114,7 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     """Computes the size and sha256 of each shard, and the digest of each tensor.
 
     `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
-    ReleaseError if the tensors in the shards are not exactly those that `weight_map` names.
+    ReleaseError if the shards lack a tensor that `weight_map` names, or hold another tensor.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}

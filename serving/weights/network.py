@@ -1,5 +1,5 @@
-"""Builds the network that `config.json` describes, and finds out from which stored tensors each
-tensor of the network is made. This module does not read the content of tensors.
+"""Builds the network that `config.json` describes, and finds out how each tensor of the network is
+made from stored tensors. This module does not read the content of tensors.
 
 A *stored name* is the name of a tensor in a checkpoint. In the network of `transformers`, the
 tensor may have another name. For example, stored names may lack the prefix of the base model
@@ -157,8 +157,8 @@ def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
 
 
 def hub_state_dict(network: Any, tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-    """Converts tensors of the network to the names and shapes in which checkpoints on the Hub store
-    them. The keys of `tensors` are the network's names."""
+    """Converts tensors of the network to the names and shapes that checkpoints on the Hub have. The
+    keys of `tensors` are the network's names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stored: dict[str, Tensor] = revert_weight_conversion(network, dict(tensors))

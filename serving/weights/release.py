@@ -28,8 +28,8 @@ class TensorEntry(_Record):
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
     """A digest of the tensor's bytes, but not of its name, dtype and shape. During a swap, an
-    engine need not load a tensor again if a release that it already holds has a tensor with the
-    same digest, dtype and shape."""
+    engine does not have to load a tensor if a release that the engine already holds has a tensor
+    with the same digest, dtype and shape."""
 
     @model_validator(mode="before")
     @classmethod

@@ -211,9 +211,9 @@ def check_network(folder: Path, release: Release) -> tuple[str, ...]:
     release.
 
     For a Llama, only `_check_config` runs. For all other architectures, this function also asks
-    `transformers`, which takes seconds to import. It does not ask `transformers` if the config has
-    no `architectures`, because the network is then not known, or if the weights are quantised,
-    because the tensors then have other names and shapes than those of the network.
+    `transformers`, which takes seconds to import. There are two exceptions. If the config has no
+    `architectures`, the network is not known. If the weights are quantised, the names and shapes of
+    the stored tensors differ from the network's. In both cases, `transformers` is not asked.
     """
     reasons = _check_config(folder, release)
     config = json.loads((folder / "config.json").read_bytes())
