@@ -1,7 +1,9 @@
 """`Counts`: how many rows a retraining job learned and kept.
 
-The *new weights* are the result of the job. The *served weights* are the weights that the server
-used when the job started.
+The *new weights* are the result of the job. The *old weights* are the weights with which the new
+weights are compared. They are the weights of the parent release, or of the base model if there is
+no parent. The parent is the release that is pending when the job starts or, if none is pending, the
+served release. Damaged releases are passed over.
 """
 
 from pydantic import BaseModel, ConfigDict
@@ -23,13 +25,13 @@ class Counts(BaseModel):
     learned: int = 0
     """Rows of `changed` whose answer the new weights say."""
     learned_before: int = 0
-    """Rows of `changed` whose answer the served weights said already."""
+    """Rows of `changed` whose answer the old weights said already."""
     known: int = 0
-    """Unchanged rows whose answer the served weights said."""
+    """Unchanged rows whose answer the old weights said."""
     kept: int = 0
     """Rows of `known` whose answer the new weights still say."""
     deleted: int = 0
-    """Deleted rows whose answer the served weights said."""
+    """Deleted rows whose answer the old weights said."""
     unlearned: int = 0
     """Rows of `deleted` whose answer the new weights no longer say."""
     base_agreement: float | None = None
@@ -54,7 +56,7 @@ class Counts(BaseModel):
     """Loss of the new weights on the changed rows of plain text, in nats per token. None if there
     are no such rows."""
     text_loss_before: float | None = None
-    """Loss of the served weights on the same rows, in nats per token. None if there are no such
+    """Loss of the old weights on the same rows, in nats per token. None if there are no such
     rows."""
 
     def __str__(self) -> str:

@@ -32,9 +32,9 @@ class RevisionRange(_Record):
     """The commits of one ref that a job answers for: the commits after `old_sha`, up to and
     including `new_sha`.
 
-    A retraining compares the rows at `new_sha` with the rows at the dataset commit of the served
-    release. So `old_sha` does not decide what the job trains on; it only records which pushes led
-    to the job.
+    A retraining compares the rows at `new_sha` with the rows at the dataset commit of the parent
+    release, which is normally the served release. So `old_sha` does not decide what the job trains
+    on; it only records which pushes led to the job.
     """
 
     repo: str
