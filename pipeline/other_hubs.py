@@ -27,12 +27,13 @@ from receiver.webhooks import (
 )
 
 _CHECK = "another hub"
-_ASK_AGAIN = "pipeline down, then pipeline up"
+_RESTART = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The other hubs on which the receiver must correct its webhooks when its public URL changes,
-    each with the user's token. Empty if the user has no token."""
+    """Each other hub with a dataset that a pipeline follows, and the user's token for this hub.
+    With these tokens, the receiver corrects its webhooks there when its public URL changes. Empty
+    if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
@@ -40,9 +41,9 @@ def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCre
 
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
-    """Create or correct the webhook on each other hub. Yields one line for each hub, which says
-    what the hub does now or what the user must do. If a hub cannot be reached, this raises no
-    error, because the stack must start without this hub."""
+    """Create or correct the webhook on each other hub. Yields one line of text for each hub: what
+    the hub does now, or what the user must do. If a hub cannot be reached, this raises no error,
+    because the stack can also run without this hub."""
     token = own_token(os.environ, tokens.hub)
     for hub, datasets in _followed(settings).items():
         names = ", ".join(datasets)
@@ -74,7 +75,7 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             yield f"{hub} reports pushes to {names}: its webhook {webhook_id} posts to {url}"
 
 
-def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
+def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
     """For `pipeline doctor`: checks whether each other hub still has its webhook. Yields nothing if
     no stack is up."""
     if not _followed(settings) or read_stack(home) is None:
@@ -90,16 +91,16 @@ def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
             )
             continue
         if token is None:
-            yield wrong(_CHECK, f"there is no token for {hub}", f"hf auth login, then {_ASK_AGAIN}")
+            yield wrong(_CHECK, f"there is no token for {hub}", f"hf auth login, then {_RESTART}")
             continue
         try:
             ours = _ours(hub, token, receiver + ROUTE)
         except ReceiverError as error:
-            yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _ASK_AGAIN)
+            yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _RESTART)
             continue
         if ours is None or set(datasets) - {item.name for item in ours.watched}:
             names = ", ".join(datasets)
-            yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _ASK_AGAIN)
+            yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _RESTART)
         elif ours.status != "enabled":
             yield wrong(
                 _CHECK,
@@ -140,12 +141,14 @@ def _ours(hub: str, token: str, url: str) -> WebhookRecord | None:
 
 
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
-    """A URL of the receiver to which the hub can post; None if the receiver has no such URL."""
+    """The URL at which this hub can reach the receiver. None if the receiver has no such URL, or if
+    its tunnel has no URL yet."""
     own = settings.receiver.model_copy(update={"deliveries_path": deliveries_path(settings, home)})
     if own.public_url is not None:
         return own.public_url.rstrip("/")
     if own.tunnel is not None:
-        # The receiver writes the URL of its tunnel to this file before it answers requests.
+        # The receiver writes the URL of its tunnel to this file before it answers any request, so
+        # the file is complete when the stack is up.
         try:
             urls = json.loads(remembered_urls(own, own.port).read_text())
         except (OSError, ValueError):

@@ -15,8 +15,8 @@ def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> Pipeline
     """The pipeline's settings, changed by these assignments.
 
     An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
-    is written as in TOML, but a text may be written without quotes. Raises PipelineError; its
-    message names the wrong key.
+    is written as in TOML, except that a text needs no quotes. Raises PipelineError with a message
+    that names the wrong key.
     """
     values = pipeline.model_dump(exclude_unset=True)
     for assignment in assignments:

@@ -183,7 +183,7 @@ def publish(
 
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
-    context = context.following(branch_ref(configured))
+    context = context.for_ref(branch_ref(configured))
     target = Home.find().releases_dir / configured.name
     if parent is not None:
         _load(pipeline or context.pipeline, parent)

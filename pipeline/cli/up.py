@@ -124,7 +124,7 @@ def down() -> None:
 
 
 def _say_where_to_push(settings: "Settings", home: Home) -> None:
-    from pipeline.moved_datasets import fault, moved_datasets, next_step
+    from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
     from pipeline.tokens import load_tokens
 
     moved = moved_datasets(settings, load_tokens(home.tokens_file))
@@ -135,7 +135,8 @@ def _say_where_to_push(settings: "Settings", home: Home) -> None:
             print(f"{pipeline.name}: push to {where}")
             continue
         if (present := moved.get(pipeline.dataset)) is not None:
-            print(f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}")
+            message = moved_message(pipeline.dataset, present)
+            print(f"{pipeline.name}: {message}: {moved_next_step(present)}")
             continue
         remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
         print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
