@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import PipelineError
-from pipeline.settings import PipelineSettings, explain
+from pipeline.settings import PipelineSettings, fault_text
 
 
 def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
@@ -35,7 +35,7 @@ def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> Pipeline
         return PipelineSettings.model_validate(values)
     except ValidationError as error:
         faults = (
-            explain(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
+            fault_text(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
             for fault in error.errors()
         )
         raise PipelineError(f"--set: {'; '.join(faults)}") from None

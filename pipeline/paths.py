@@ -27,8 +27,8 @@ class Home:
     @property
     def jobs_database(self) -> Path:
         """The database of the job store, unless `database_url` under `[jobs]` names another
-        database. The job store also records the deliveries that the receiver got, so that one
-        transaction can store a delivery and its job."""
+        database. The job store also records deliveries, so that one transaction stores a delivery
+        and the job that it leads to."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property
@@ -40,8 +40,8 @@ class Home:
     def bases_dir(self) -> Path:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
         pipeline's name. A model from a hub is downloaded once for all pipelines, into the folder
-        `hub`. The folder `answers` holds answers that the base models gave to everyday prompts
-        before any training."""
+        `hub`. The folder `answers` holds the answers that the base models gave to everyday prompts.
+        """
         return self.root / "bases"
 
     @property

@@ -19,8 +19,8 @@ ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "no
 
 
 class RunnerMetrics:
-    """The metrics, in their own registry. The counters begin at 0 each time a runner starts;
-    Prometheus recognises this."""
+    """The metrics, in a registry of their own. The counters begin at 0 each time a runner starts.
+    Prometheus detects that a counter was reset, and still computes the right rates."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -86,8 +86,9 @@ class RunnerMetrics:
 
 
 class _Queue(Collector):
-    """Counts the waiting and running jobs in the job store each time Prometheus asks for the
-    metrics. A count in the runner's memory would be wrong after the runner was killed."""
+    """Counts the waiting and running jobs each time Prometheus asks for the metrics. The numbers
+    come from the job store, because a count in the runner's memory would be lost if the runner was
+    killed."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -107,8 +108,8 @@ class _Queue(Collector):
             running = self._store.list(state="RUNNING")
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
-            # Return no sample. A monitor then sees that the metrics are missing, which is better
-            # than wrong numbers.
+            # Return no sample, because missing metrics are better than wrong numbers. A monitor can
+            # notice that they are missing.
             return
         # Prometheus allows only one sample for each set of labels, so count all jobs of a pipeline
         # in one sample.

@@ -40,7 +40,7 @@ def init(
     are commented out, except `base_model`."""
     from pydantic import ValidationError
 
-    from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file
+    from pipeline.settings import SETTINGS_FILE, PipelineSettings, settings_file, value_fault_text
 
     file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:
@@ -52,7 +52,7 @@ def init(
     except ValidationError as error:
         problem = error.errors()[0]
         option = str(problem["loc"][0]).replace("_", "-")
-        words = in_words(str(problem["loc"][0]), problem["type"], problem["msg"])
+        words = value_fault_text(str(problem["loc"][0]), problem["type"], problem["msg"])
         raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
     file.write_text(settings_text(pipeline))
     uses_other_folder = settings_file() != file or (
