@@ -1,4 +1,5 @@
-"""`pipeline init`: writes `pipeline.toml`, which lists every key, most of them with a comment."""
+"""`pipeline init`: writes `pipeline.toml`. The file lists every key, and explains most keys in a
+comment."""
 
 import json
 import os
@@ -36,8 +37,8 @@ def init(
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder. The file lists every key. Keys that have their defaults
-    are commented out, except `base_model`."""
+    """Write pipeline.toml into the working folder. The file lists every key of the settings. A key
+    that has its default value is commented out, except `base_model`."""
     from pydantic import ValidationError
 
     from pipeline.settings import SETTINGS_FILE, PipelineSettings, settings_file, value_fault_text
@@ -82,8 +83,8 @@ def settings_text(*pipelines: BaseModel) -> str:
 def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
-    """The lines of one table of the file, with the description of each key as a comment. After
-    these lines come the lines of the tables inside this table.
+    """The lines of one table of the file, with the description of each key as a comment. They are
+    followed by the lines of the tables inside this table.
 
     A key that has its default value is commented out, unless the key is in `always`.
     """

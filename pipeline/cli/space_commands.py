@@ -20,15 +20,15 @@ from pipeline.paths import Home
 SpaceEndpointOption = Annotated[
     str | None,
     typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. It gets your own token: "
-        "HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
+        help="The URL of another hub, such as https://huggingface.co. The other hub gets your own "
+        "token: HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
     ),
 ]
 SecretFileOption = Annotated[
     str | None,
     typer.Option(
-        help="A file with a line WEBHOOK_SECRET=VALUE; it may have other variables, one per line. "
-        "If this is -, the lines are read from stdin."
+        help="A file with a line WEBHOOK_SECRET=VALUE. The file may set other variables, one per "
+        "line. With -, the lines are read from stdin."
     ),
 ]
 
@@ -55,9 +55,9 @@ def deploy(
 ) -> None:
     """Create a Space that runs a receiver, or update it.
 
-    The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, the Space
-    gets one that is made for it. It also gets the secret WEBHOOK_SECRET: the one in --secret-file,
-    or else the webhook secret of the stack.
+    The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, this
+    command makes the missing file. The Space also gets the secret WEBHOOK_SECRET. Its value is read
+    from --secret-file; without this option, it is the webhook secret of the stack.
     """
     import json
 
@@ -92,7 +92,8 @@ def deploy(
         print(f"  and {len(folders)} files in {', '.join(top)}")
     print(f"The secret {space_deploy.SECRET} {verb} set.")
     if endpoint is None:
-        print(f"This hub runs no Space. Run its app here: pipeline receiver app {space}")
+        print("The stack's own hub does not run the apps of Spaces.")
+        print(f"To run the app on this machine: pipeline receiver app {space}")
         return
     for route in deployed.routes:
         print(f"Webhooks post to {space_deploy.public_address(space)}{route}. Create one with:")
@@ -116,9 +117,10 @@ def run(
 ) -> None:
     """Run the app of a Space on this machine, with the environment variables of a Space.
 
-    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's hub, the app gets
-    the secrets and variables of the Space. With --endpoint, name a --secret-file, because other
-    hubs never send a secret to a client.
+    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's own hub, the app
+    gets the secrets and variables of the Space. For a Space on another hub (--endpoint), give the
+    secrets in a --secret-file, because no hub sends a secret to a client. For a FOLDER without
+    --secret-file, the app gets WEBHOOK_SECRET from this shell.
     """
     from pipeline import space_run
 
@@ -142,8 +144,8 @@ def run(
 
 @contextmanager
 def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
-    """Yields the name of the Space, and a folder with its files. For a folder of the user, the
-    Space is called `local/<name of the folder>`."""
+    """Yields the name of the Space, and a folder with its files. If `target` is a folder of the
+    user, the name of the Space is `local/<name of the folder>`."""
     if Path(target).is_dir():
         yield f"local/{Path(target).resolve().name}", Path(target)
         return
@@ -156,8 +158,8 @@ def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
 
 
 def _stored(space: str) -> Mapping[str, str]:
-    """The secrets and variables of a Space on the stack's own hub. This reads the hub's database,
-    because the hub never sends a secret to a client."""
+    """The secrets and variables of a Space on the stack's own hub. This function reads them from
+    the hub's database, because the hub never sends a secret to a client."""
     from pipeline.hub.errors import HubError
     from pipeline.hub.names import repository_name
     from pipeline.hub.space_store import environment_of
@@ -175,7 +177,8 @@ def _stored(space: str) -> Mapping[str, str]:
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The hub's URL, and a token for it; None if the user has no token for another hub."""
+    """The URL of the hub, and the token for this hub. The token is None if `endpoint` names another
+    hub, and the user has no token for other hubs."""
     from pipeline.retrain.own_token import own_token
     from pipeline.tokens import load_tokens
 

@@ -216,9 +216,9 @@ class HubAccess(TypedDict):
 
 
 def hub_access(endpoint: str | None) -> HubAccess:
-    """The address of the hub, and the token for it. If `endpoint` is None, this is the stack's own
-    hub. For another hub, the token is None: the client library then looks for a token itself, in
-    HF_TOKEN for example."""
+    """The address of a hub, and the token for this hub. If `endpoint` is None, the hub is the
+    stack's own hub. For another hub, the token is None. The client library then looks for a token
+    itself, for example in HF_TOKEN."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
     from pipeline.stack_record import running_settings
@@ -269,9 +269,9 @@ def _domains(given: list[str] | None) -> Any:
 
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
-    """The variables in `file`, with their values. `option` is the option that named the file, for
-    error messages. Raises PipelineError if the file has only the name of a variable, and this shell
-    has no such variable."""
+    """The variables in `file`, with their values. If a line has only the name of a variable, the
+    value comes from this shell. Raises PipelineError if the shell has no such variable. Error
+    messages name the command's `option` for the file."""
     return _with_values(_lines_of(file, option))
 
 
@@ -300,8 +300,8 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file; returns name → value. The value is None if the line has only a name.
-    `option` is the option that named the file, for error messages."""
+    """Reads the file; returns name → value. The value is None if the line has only a name. Error
+    messages name the command's `option` for the file."""
     from dotenv.parser import parse_stream
 
     try:
