@@ -29,8 +29,8 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads until the `with` block ends. Before they stop, they also handle the
-    outcomes of the jobs that ended last, so that no outcome is missed.
+    """Run the two threads that the module's docstring describes, until the `with` block ends. The
+    first thread then also handles the jobs that ended last, so that no outcome is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.

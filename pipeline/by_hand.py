@@ -44,7 +44,7 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     """Provide a hub and a runner for one job; yields the hub's URL.
 
     If a stack is up, its hub and runner are used. Otherwise this starts a hub on a free port and a
-    runner, and stops both when no job is left after the `with` block.
+    runner. When the `with` block ends, this waits until no job is left, and then stops both.
 
     With `detach`, and if no stack is up, this starts only the hub. When the `with` block ends, this
     stops the hub and starts a detached runner, which runs its own hub. The detached runner ends

@@ -37,8 +37,8 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
     """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
     If `folder` is None and the working folder is in a git clone of the pipeline's dataset, this
-    reads the files of the clone. If it is in no such clone, this reads the newest commit of the
-    branch that the pipeline follows.
+    reads the files of the clone. Otherwise this reads the newest commit of the branch that the
+    pipeline follows.
     """
     settings = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []

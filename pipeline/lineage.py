@@ -43,7 +43,7 @@ class JobContext:
 
 
 def job_context(environment: Mapping[str, str]) -> JobContext:
-    """The context of the job whose environment variables these are.
+    """The context of the job that has these environment variables.
 
     The commit comes from the job's spec. If the job is a plain command, its spec names no commit,
     and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR` contains no

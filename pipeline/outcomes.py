@@ -20,8 +20,8 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""Only this many of the newest jobs are searched for jobs that have ended. An older job that ends
-later is not handled."""
+"""Only this many of the newest jobs are searched for jobs that have ended. If a job ends when this
+many newer jobs exist, its outcome is not handled."""
 POLL_SECONDS = 0.2
 
 
@@ -29,8 +29,8 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Id of a handled job → the job's end time (Unix time). The time is needed because a new
-    database gives the same ids to new jobs."""
+    """Id of a handled job → the job's end time (Unix time). The time is needed because the jobs of
+    a new database get the same ids again."""
 
 
 class Outcomes:
@@ -53,7 +53,7 @@ class Outcomes:
 
         Raises StoreError.
         """
-        self._handled()
+        self._read_handled()
 
     def poll(self) -> int:
         """Handle each ended job that the progress file does not list; returns the number of these
@@ -62,7 +62,7 @@ class Outcomes:
         If a handler raises an exception, this method logs the exception. The outcome counts as
         handled, so the handler is not called again. Raises StoreError.
         """
-        handled = self._handled()
+        handled = self._read_handled()
         ended = self._store.when_ended(among=NUM_WATCHED)
         new = [job_id for job_id, at in ended.items() if handled.get(job_id) != at]
         for job_id in new:
@@ -93,7 +93,7 @@ class Outcomes:
             if is_last:
                 return
 
-    def _handled(self) -> dict[str, float]:
+    def _read_handled(self) -> dict[str, float]:
         try:
             return _Progress.model_validate_json(self._file.read_bytes()).ended
         except (FileNotFoundError, ValidationError):

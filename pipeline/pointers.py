@@ -9,7 +9,7 @@ from dataclasses import dataclass
 OID = re.compile(r"[0-9a-f]{64}")
 """The id of a large file: the sha256 of its content, in lower case."""
 MAX_POINTER_BYTES = 1024
-"""Git LFS never takes a larger file for a pointer."""
+"""Git LFS does not treat a larger file as a pointer."""
 MIN_POINTER_BYTES = 126
 """The size of the shortest pointer, with the newline at its end."""
 

@@ -25,7 +25,7 @@ class RunnerMetrics:
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self.registry = CollectorRegistry()
-        self.registry.register(_Queue(store))
+        self.registry.register(_QueueCollector(store))
         self._outcomes = Counter(
             "pipeline_outcomes",
             "Jobs that ended, by outcome",
@@ -85,7 +85,7 @@ class RunnerMetrics:
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
 
-class _Queue(Collector):
+class _QueueCollector(Collector):
     """Counts the waiting and running jobs each time Prometheus asks for the metrics. The numbers
     come from the job store, because a count in the runner's memory would be lost if the runner was
     killed."""

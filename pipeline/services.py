@@ -32,9 +32,9 @@ class Service:
     port_setting: str | None = None
     """Where the user can set another port for the service, as a text for error messages."""
     start_seconds: float = START_SECONDS
-    """How long the service may take from its start to its first answer. If it takes longer while
-    `pipeline up` starts the stack, `pipeline up` ends with an error. If the stack is already up, it
-    kills the service and starts it again."""
+    """How long the service may take from its start to its first answer. If the service takes longer
+    while `pipeline up` starts the stack, `pipeline up` ends with an error. If it takes longer after
+    a restart, the stack kills the service and starts it again."""
 
     @property
     def port(self) -> int | None:

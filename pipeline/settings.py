@@ -52,7 +52,7 @@ class PipelineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """The pipeline's name. Requests to the server use it as `model`."""
+    """The pipeline's name. It is also the `model` that requests to the server must name."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
@@ -78,9 +78,9 @@ class PipelineSettings(BaseModel):
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
-    """Seconds. A job starts when no further commit has arrived for this long."""
+    """A job starts when no further commit has arrived for this many seconds."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """Seconds. A job waits for further commits for at most this long after its first commit."""
+    """A job waits for further commits for at most this many seconds after its first commit."""
     keep: int = Field(default=5, ge=2)
     """How many releases to keep. Older releases are removed, unless they are served, pending or
     pinned."""
@@ -185,8 +185,8 @@ class Settings(BaseSettings):
         return self
 
     def pipeline(self, name: str | None) -> PipelineSettings:
-        """The pipeline called `name`; for None, the only pipeline. Raises PipelineError if there is
-        no such pipeline, or if there are several pipelines and `name` is None."""
+        """The pipeline called `name`. If `name` is None, the only pipeline. Raises PipelineError if
+        there is no such pipeline, or if `name` is None and there are several pipelines."""
         if not self.pipelines:
             raise PipelineError(
                 f"no pipeline is configured in {settings_file()}; write one with: "

@@ -16,7 +16,7 @@ SECRET = "WEBHOOK_SECRET"
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
     url: str
-    """The page of the Space."""
+    """The URL of the Space's page."""
     routes: tuple[str, ...]
     """The paths of the handlers in `app.py`, such as `/webhooks/on_push`."""
     files: tuple[str, ...]
@@ -60,8 +60,8 @@ def deploy(
                     repo_type="space",
                     folder_path=made,
                     commit_message="Deploy the receiver",
-                    # The Space may have an older version of the packages. Delete those of its files
-                    # that the new version does not have.
+                    # The Space may have an older version of the packages. Delete the files of the
+                    # older version that the new version does not have.
                     delete_patterns=list(PACKAGES) if uses_receiver(made / APP) else None,
                 ).oid
         return Deployed(

@@ -36,7 +36,7 @@ from receiver import WebhookPayload, webhook_endpoint
 async def on_push(payload: WebhookPayload):
     if payload.repo.type != "dataset" or payload.event.action != "update":
         return {"ignored": f"{payload.event.action} of a {payload.repo.type}"}
-    # Replace this with what a push should start.
+    # Replace this line with the work that a push should start.
     print(f"{payload.repo.name} is at {payload.repo.headSha}", flush=True)
     return {"seen": payload.repo.headSha}
 '''
@@ -52,7 +52,7 @@ _ABOUT = """
 # {title}
 
 A receiver of webhooks. `pipeline receiver deploy` made this Space.
-Senders prove their deliveries with its secret `WEBHOOK_SECRET`.
+A sender proves each delivery with the secret `WEBHOOK_SECRET` of this Space.
 """
 
 

@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
-"""While `start` waits for a service, it calls `on_wait` once in this many seconds."""
+"""While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
 ROTATE_SECONDS = 10.0
-"""The sizes of the logs are checked this often."""
+"""The seconds between two checks of the sizes of the logs."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The waits before the first restart of a child, before its second restart, and so on. The waits
-grow, because a child that ends again and again would otherwise keep the machine busy. The last wait
-is repeated."""
+"""The seconds to wait before the first restart of a child, before its second restart, and so on.
+The last number is used for all further restarts. The waits grow, because a child that ends again
+and again would otherwise keep the machine busy."""
 STEADY_SECONDS = 60.0
 """After a child has run for this long, its restarts are counted from zero again. So the next wait
 is the shortest one."""

@@ -52,8 +52,8 @@ def submit_retraining(
     `RetrainSettings`.
 
     Raises PipelineError for an unknown commit or an invalid payload. If the dataset is a git URL,
-    this function does not check whether the commit exists; the job fails if it does not. Raises
-    PendingJob if the pipeline already has a pending job that was submitted by hand.
+    this function does not check whether `revision` exists. If it does not exist, the job fails.
+    Raises PendingJob if the pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -85,9 +85,9 @@ def submit_command(
     pipeline's jobs.
 
     If there is a `pipeline` but no `payload`, this makes the payload that a push of `revision`
-    would have. Without `revision`, this is a push of the newest commit of the pipeline's branch. If
-    the hub cannot name the newest commit, for example because there is none yet, the command gets
-    no payload. `revision` has no effect if there is a `payload`.
+    would have. Without `revision`, this makes the payload for a push of the newest commit of the
+    pipeline's branch. If the hub cannot name the newest commit, for example because there is none
+    yet, the command gets no payload. `revision` has no effect if there is a `payload`.
 
     Raises PipelineError for an unknown `revision`.
     """

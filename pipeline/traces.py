@@ -37,7 +37,7 @@ class Traces:
     """The folders of the jobs in `job_ids`, as far as they still exist. If a job of an earlier
     database read one of the commits, its folder (which was renamed) is also listed."""
     job_ids: tuple[str, ...]
-    """The jobs that were started for one of the commits, and the jobs that read its rows."""
+    """The jobs that were started for one of the commits, or that read the rows of one of them."""
     releases: tuple[Release, ...]
     """The releases that were trained on one of the commits."""
     later_releases: tuple[Release, ...]
@@ -134,7 +134,8 @@ class _Snapshot(BaseModel):
 
 
 def _commits_of_job(job_folder: Path) -> set[str | None]:
-    """The commits for which this job was started or whose rows it read."""
+    """The commit for which the job of this folder was started, and the commits whose rows the job
+    read. Empty if the folder does not say."""
     shas: set[str | None] = set()
     try:
         spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
@@ -155,7 +156,7 @@ def _trained_on(
 ) -> tuple[list[Release], list[Release]]:
     """The releases that were trained on one of the commits, and the later releases whose training
     started from one of these, directly or through other releases. Both lists begin with the oldest
-    release. Pass the `releases` of a pipeline in the order of their creation."""
+    release. Pass the `releases` of each pipeline in the order of their creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
     for release in releases:  # a parent comes before its children, because it is older

@@ -88,8 +88,8 @@ def purge(
     The command removes the commit, and all later commits that are based on it, from the repository.
     It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
     tokens, and the folders of the jobs that read these commits. It overwrites the reasons in the
-    outcomes of these jobs. Without --releases, it names the releases that were trained on these
-    commits. If the command is interrupted, run it again.
+    outcomes of these jobs. Without --releases, it only names the releases that --releases would
+    remove. If the command is interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store

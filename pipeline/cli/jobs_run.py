@@ -137,9 +137,9 @@ def _pipeline_of_command(
 ) -> "PipelineSettings | None":
     """The pipeline whose environment variables the command gets; None if it gets no such variables.
 
-    If `name` is None, this is the only configured pipeline. If no pipeline is configured, or
-    several are, this is None. But if a `revision` is given, this then raises PipelineError, because
-    a commit belongs to the dataset of a pipeline.
+    Without a `name`, this is the only configured pipeline. If no pipeline or several pipelines are
+    configured, this is None. With a `revision`, this raises PipelineError instead of returning
+    None, because a revision is a commit of a pipeline's dataset.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

@@ -21,8 +21,8 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner was up for this long. A shorter time would be wrong,
-because a detached runner takes a moment to start."""
+"""Give up waiting for a job if no runner was up for this long. The time is so long because a
+detached runner takes a moment to start."""
 
 
 def follow_stages(
@@ -123,7 +123,7 @@ class _StageTime(ProgressColumn):
 
 class _StageDisplay:
     """Shows what the job does now. Until the job starts, this is `waiting`. Until the job's metrics
-    file names the first stage, it is `running`. After that, it is the stage."""
+    file names the first stage, it is `running`. After that, it is the name of the stage."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console

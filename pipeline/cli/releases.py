@@ -90,8 +90,8 @@ def show(
         bool, typer.Option("--json", help="No effect: the output is always JSON.")
     ] = False,
 ) -> None:
-    """Print a release's manifest (release.json), without the list of its tensors and without its
-    probe."""
+    """Print a release's manifest (release.json), but without the list of tensors, and without the
+    probe (the texts with which a server checks the release)."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
@@ -158,8 +158,8 @@ def publish(
     parent: Annotated[
         str | None,
         typer.Option(
-            help="The release that the checkpoint was trained from. Default in a job: the served "
-            "release."
+            help="The release from which the training of the checkpoint started. Default in a job: "
+            "the served release."
         ),
     ] = None,
     revision: Annotated[

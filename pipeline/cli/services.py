@@ -149,8 +149,8 @@ def serve(
     tokens = load_tokens(home.tokens_file)
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
-        # A checkpoint folder can be served even if no pipeline is configured. Requests then name
-        # the folder as their `model`.
+        # A checkpoint folder can be served even if no pipeline is configured. The `model` of
+        # requests is then the name of the folder.
         name, own_port = folder.resolve().name, settings.serving.port
     else:
         configured = settings.pipeline(pipeline)

@@ -96,11 +96,11 @@ def deploy(
         print(f"To run the app on this machine: pipeline receiver app {space}")
         return
     for route in deployed.routes:
-        print(f"Webhooks post to {space_deploy.public_address(space)}{route}. Create one with:")
+        url = f"{space_deploy.public_address(space)}{route}"
+        print(f"Webhooks can post to {url}. Create a webhook with:")
         print(
-            f"  pipeline webhooks create --endpoint {endpoint} --url "
-            f"{space_deploy.public_address(space)}{route} --watch dataset:OWNER/NAME "
-            f"--domain repo --secret {shown}"
+            f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
+            f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
         )
 
 
@@ -126,11 +126,11 @@ def run(
 
     with _files(target, endpoint) as (space, folder):
         file = space_run.app_file(folder)
-        own = {} if Path(target).is_dir() or endpoint is not None else _stored(target)
+        stored = {} if Path(target).is_dir() or endpoint is not None else _stored_variables(target)
         given = {} if secret_file is None else secrets_in(secret_file, "--secret-file")
         if Path(target).is_dir() and secret_file is None and "WEBHOOK_SECRET" in os.environ:
             given["WEBHOOK_SECRET"] = os.environ["WEBHOOK_SECRET"]
-        variables = space_run.environment(space, port, {**own, **given}, os.environ)
+        variables = space_run.environment(space, port, {**stored, **given}, os.environ)
         if endpoint is not None or not Path(target).is_dir():
             variables.setdefault("HF_ENDPOINT", _access(endpoint)[0])
         code = space_run.run_app(
@@ -157,7 +157,7 @@ def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
         yield target, download(target, Path(temporary), endpoint=url, token=token)
 
 
-def _stored(space: str) -> Mapping[str, str]:
+def _stored_variables(space: str) -> Mapping[str, str]:
     """The secrets and variables of a Space on the stack's own hub. This function reads them from
     the hub's database, because the hub never sends a secret to a client."""
     from pipeline.hub.errors import HubError

@@ -138,7 +138,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
             folder = home.releases_dir / pipeline.name
             jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
             head = (
-                _head(home, settings, pipeline)
+                _newest_commit(home, settings, pipeline)
                 if record and settings.is_on_own_hub(pipeline)
                 else None
             )
@@ -169,7 +169,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                         (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
-                    "refused": _refused(jobs),
+                    "refused": _advice_after_refusal(jobs),
                 }
             )
     return report
@@ -184,7 +184,7 @@ def _state(child: "Child") -> str:
     return "hung" if child.is_silent else "up"
 
 
-def _refused(jobs: Sequence["Job"]) -> str | None:
+def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
     """What the user can do if the gate refused the release of the last job that ended. None if the
     gate did not refuse it."""
     last = next((job for job in jobs if job.has_ended), None)
@@ -269,7 +269,7 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _head(home: Home, settings: Any, pipeline: Any) -> str | None:
+def _newest_commit(home: Home, settings: Any, pipeline: Any) -> str | None:
     """The newest commit of the branch that the pipeline follows. None if the branch has no commit,
     or if the hub does not answer."""
     import httpx

@@ -27,8 +27,8 @@ WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from 
 EndpointOption = Annotated[
     str | None,
     typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. HF_TOKEN must then be a "
-        "token of that hub. Default: the stack's own hub."
+        help="The URL of another hub, such as https://huggingface.co. For this hub, set HF_TOKEN "
+        "to a token of that hub. Default: the stack's own hub."
     ),
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
@@ -60,7 +60,7 @@ SecretsFileOption = Annotated[
     str | None,
     typer.Option(
         help="A file with environment variables for the copies of the job: NAME=VALUE on each "
-        "line, as for docker --env-file. If this is -, the lines are read from stdin."
+        "line, as for docker --env-file. With -, the lines are read from stdin."
     ),
 ]
 SecretOption = Annotated[
