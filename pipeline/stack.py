@@ -84,9 +84,9 @@ class Stack:
     ) -> None:
         """Start every service, and return when all services answer.
 
-        Calls `on_ready` once for each service, as soon as the service answers. While this method
-        waits for a service, it calls `on_wait` from time to time with the service and the seconds
-        since the service was started.
+        This method waits for the services in their order, and calls `on_ready` for each service
+        that has answered. While it waits for a service, it calls `on_wait` from time to time with
+        the service and the seconds since the service was started.
 
         Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
         child ends or does not answer in time. Before it raises an error, it stops the children that
@@ -123,7 +123,8 @@ class Stack:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
         Call this again and again while the stack is up. Returns one line of text for each event: a
-        child was killed because it hangs, a child has ended, or a child was started again.
+        child was killed because it hangs or answered that it must be restarted, a child has ended,
+        or a child was started again.
         """
         events = []
         for service in self._services:
