@@ -64,13 +64,17 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
         if token is None:
             yield (
                 f"no token for {hub}: run `hf auth login`, or set HF_TOKEN to a token that may "
-                f"manage webhooks there, and start the stack again; or by hand: {by_hand}"
+                "manage webhooks there, and start the stack again; or create the webhook by hand: "
+                f"{by_hand}"
             )
             continue
         try:
             webhook_id = _subscribe(hub, token, url, datasets, tokens.webhook)
         except ReceiverError as error:
-            yield f"no webhook at {hub} for {names}: {error} By hand: {by_hand}"
+            yield (
+                f"could not create or correct the webhook at {hub} for {names}: {error} To do this "
+                f"by hand: {by_hand}"
+            )
         else:
             yield f"{hub} reports pushes to {names}: its webhook {webhook_id} posts to {url}"
 

@@ -33,7 +33,7 @@ class Home:
 
     @property
     def releases_dir(self) -> Path:
-        """Holds one folder per pipeline, which holds one folder per release."""
+        """Holds one folder per pipeline. Each of these folders holds one folder per release."""
         return self.root / "releases"
 
     @property

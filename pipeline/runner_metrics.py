@@ -49,14 +49,14 @@ class RunnerMetrics:
 
         self._rows = Gauge(
             "pipeline_rows",
-            "Rows of the last job that counted them: changed, learned, known, kept, …",
+            "Number of rows that were changed, learned, known, kept, …, by the last job's counts",
             ["pipeline", "count"],
             registry=self.registry,
         )
         self._base_agreement = Gauge(
             "pipeline_base_agreement",
             "Share of the tokens in the base model's own answers that are still the likeliest "
-            "under the last job's weights",
+            "tokens with the weights of the last job",
             ["pipeline"],
             registry=self.registry,
         )
@@ -99,7 +99,7 @@ class _QueueCollector(Collector):
         )
         age = GaugeMetricFamily(
             "pipeline_queue_age_seconds",
-            "Seconds that the oldest commit has waited for its job to start",
+            "Seconds that the oldest waiting commit has waited for its job to start",
             labels=["pipeline"],
         )
         try:
