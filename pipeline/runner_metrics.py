@@ -49,7 +49,7 @@ class RunnerMetrics:
 
         self._rows = Gauge(
             "pipeline_rows",
-            "Number of rows that were changed, learned, known, kept, …, by the last job's counts",
+            "Rows of the last job that counted them: how many were changed, learned, known, kept, …",
             ["pipeline", "count"],
             registry=self.registry,
         )
