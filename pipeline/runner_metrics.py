@@ -49,7 +49,7 @@ class RunnerMetrics:
 
         self._rows = Gauge(
             "pipeline_rows",
-            "Rows of the last job that counted them: how many were changed, learned, known, kept, …",
+            "Rows of the last job that counted them, by count: changed, learned, known, kept, …",
             ["pipeline", "count"],
             registry=self.registry,
         )
