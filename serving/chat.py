@@ -41,7 +41,7 @@ def add_chat(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
-    """The `Plan` of a chat. `chunks` and `choices` keep state, so use a plan for one answer only."""
+    """The `Plan` of a chat. `chunks` and `choices` keep state, so a plan is for one answer only."""
 
     request: ChatRequest
     tokenizer: ReleaseTokenizer

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces. A stop string may lie across several pieces."""
+"""Finds stop strings in text that arrives in pieces. A stop string may span several pieces."""
 
 from collections.abc import Sequence
 

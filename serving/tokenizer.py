@@ -1,4 +1,4 @@
-"""The tokenizer of a release: turns text into token ids, and token ids into text while they arrive."""
+"""The tokenizer of a release: turns text into token ids, and arriving token ids into text."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +119,7 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`prompt` are the token ids before the sequence. Their own text is not part of the pieces."""
+        """`prompt` are the token ids before the sequence. Their text is not part of the pieces."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         shown = (token_id for token_id in reversed(prompt) if token_id not in self._skipped)
