@@ -87,7 +87,7 @@ def submit_command(
     If there is a `pipeline` but no `payload`, this makes the payload that a push of `revision`
     would have. Without `revision`, this makes the payload for a push of the newest commit of the
     pipeline's branch. If the hub cannot name the newest commit, for example because there is none
-    yet, the command gets no payload. `revision` has no effect if there is a `payload`.
+    yet, the command gets no payload. Do not pass both `payload` and `revision`.
 
     Raises PipelineError for an unknown `revision`.
     """

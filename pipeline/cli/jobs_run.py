@@ -91,6 +91,11 @@ def run(
             "--force, --mode and --set work only for a retraining; leave them out, or leave out "
             "the command"
         )
+    if command and payload is not None and revision is not None:
+        raise PipelineError(
+            "--revision chooses the commit in the payload of a command; leave it out, or leave out "
+            "--payload"
+        )
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
     content = _read_payload(payload)
