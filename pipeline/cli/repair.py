@@ -97,8 +97,8 @@ def rm(
     release_number(release)
     if server_state(settings.server_url(chosen)).get("release") == release:
         raise PipelineError(
-            f"{release} is not removed, because it is served; first serve another one: pipeline "
-            "releases rollback"
+            f"{release} is not removed, because it is served; serve another release first: "
+            "pipeline releases rollback"
         )
     remove(home.releases_dir / chosen.name, release)
     print(f"removed {release}")
