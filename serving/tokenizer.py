@@ -1,6 +1,7 @@
 """The tokenizer of a release: turns text into token ids, and arriving token ids into text."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -28,6 +29,16 @@ _MAX_WAITING_TOKENS = 16
 passed on."""
 _NUM_PROMPT_TOKENS = 6
 """How many of the prompt's last tokens are decoded together with the first new tokens."""
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""The name of a token for one byte, in tokenizers that fall back to bytes."""
+_PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHER_BYTES = [byte for byte in range(0x100) if byte not in _PRINTABLE_BYTES]
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE_BYTES},
+    **{chr(0x100 + number): byte for number, byte in enumerate(_OTHER_BYTES)},
+}
+"""Character in the name of a token → byte, in byte-level tokenizers such as GPT-2's."""
 
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """The files of older tokenizers, which `transformers` converts."""
@@ -96,6 +107,17 @@ class ReleaseTokenizer:
             text = self.tokenizer.decode([token_id], skip_special_tokens=False)
             self._token_texts[token_id] = text
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token for `logprobs`. If the token is part of a character, these are not
+        the bytes of `token_text`, which then contains the replacement character."""
+        text = self.token_text(token_id)
+        name = self.tokenizer.id_to_token(token_id) or ""
+        if REPLACEMENT in text and (byte := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        if REPLACEMENT in text and all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        return text.encode()
 
 
 class Detokenizer:

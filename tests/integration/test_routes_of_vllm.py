@@ -37,7 +37,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     ("body", "text"),
     [
         ({"prompt": "Grüße"}, "Grüße"),
-        ({"prompt": ""}, ""),
+        ({"prompt": "", "model": ""}, ""),
         ({"messages": MESSAGES}, "user: Hi\nassistant: "),
         ({"messages": MESSAGES, "add_generation_prompt": False, "model": "answers"}, "user: Hi\n"),
     ],
@@ -213,3 +213,4 @@ def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
         go_on.set()
     assert answers[0].status_code == 504
     assert answers[0].json()["error"]["code"] == "deadline_exceeded"
+    assert answers[0].headers["x-should-retry"] == "false"
