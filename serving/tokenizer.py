@@ -145,14 +145,18 @@ class Detokenizer:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         shown = (token_id for token_id in reversed(prompt) if token_id not in self._skipped)
-        self._ids = list(islice(shown, _NUM_PROMPT_TOKENS))[::-1]
+        last = list(islice(shown, _NUM_PROMPT_TOKENS + _MAX_CHARACTER_BYTES - 1))[::-1]
+        self._ids: list[int] = []
         """The token ids of the window."""
-        self._given_text = self._decode(self._ids)
+        self._given_text = ""
         """The text of the window's tokens that is part of a piece, or of the prompt."""
-        if self._given_text.endswith(REPLACEMENT):
-            # The prompt ends inside a character. The first new token would change the prompt's
-            # text, so leave the prompt out of the window.
-            self._ids, self._given_text = [], ""
+        # Some tokenizers decode adjacent bytes only as a whole, so let the window begin where a
+        # character begins. If its text still ends inside a character, the prompt does too. Then the
+        # first new token would change the prompt's text, so leave the prompt out of the window.
+        for start in range(max(0, len(last) - _NUM_PROMPT_TOKENS), -1, -1):
+            if not (text := self._decode(last[start:])).endswith(REPLACEMENT):
+                self._ids, self._given_text = last[start:], text
+                break
         self._num_given = len(self._ids)
         """How many tokens of the window have the text `_given_text`."""
 

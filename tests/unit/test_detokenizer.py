@@ -81,6 +81,16 @@ def test_the_first_token_after_a_prompt_keeps_its_space() -> None:
     assert [detokenizer.add(token_id) for token_id in (2, 1)] == [" b", " a"]
 
 
+@given(st.text("aé日😀 ", max_size=12), st.text(" aé日😀", min_size=1, max_size=12))
+def test_bytes_after_a_prompt_of_bytes(prompt: str, text: str) -> None:
+    """Byte fallback decodes adjacent bytes only as a whole, and bytes may be spaces."""
+    tokenizer = metaspace()
+    before, token_ids = ([4 + byte for byte in each.encode()] for each in ("a" + prompt, text))
+    detokenizer = Detokenizer(tokenizer, before)
+    found = "".join([*map(detokenizer.add, token_ids), detokenizer.flush()])
+    assert found == text
+
+
 def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
     detokenizer = Detokenizer(BYTES, skip_special_tokens=False)
     assert detokenizer.add(256) == "<eos>"
