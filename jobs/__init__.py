@@ -2,17 +2,19 @@
 
 These terms have one meaning in all modules:
 
-- An *attempt* is one start of a job's command. A job gets another attempt if an attempt fails for a
-  temporary cause, or if the attempt is *lost*: its process was killed or vanished before it wrote
-  an outcome, or its runner was stopped.
+- An *attempt* is one start of a job's command. If the attempt fails for a temporary cause or is
+  lost, the job normally gets another attempt.
+- An attempt is *lost* in two cases: its runner was stopped, or its process was killed or vanished
+  before it wrote an outcome. But if a signal ended the process of a plain command, the attempt is
+  not lost: the job has failed.
 - A *plain command* is a job that belongs to no pipeline.
 - A *push job* is a job of a pipeline that a webhook's delivery created. A job *by hand* was
   submitted by a person.
-- A job *answers for* the commits and deliveries that led to it: the outcome of the job is what
-  became of them.
+- A job *answers for* the commits and deliveries that led to it: the outcome of the job is also the
+  outcome of these commits and deliveries.
 - While a push job is *pending* (not started yet), it *absorbs* later pushes: it answers for their
   commits too, so that one training learns the rows of all these pushes.
 - A *runner* takes jobs from the store and runs them. It *leases* each job: for some seconds, no
-  other runner may take the job. The runner extends the lease by *heartbeats*. If a runner dies, its
-  leases run out, and another runner *adopts* its jobs.
+  other runner may take the job. The runner sends *heartbeats* to the store, and each heartbeat
+  extends the lease. If a runner dies, its leases run out, and another runner *adopts* its jobs.
 """

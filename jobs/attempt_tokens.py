@@ -1,5 +1,5 @@
-"""Makes and checks the tokens of job attempts. Each attempt of a job has its own token, with which
-the job proves to the services of the stack who it is.
+"""Makes and checks the tokens of job attempts. Each attempt of a job has its own token. The job
+sends this token to the services of the stack, to prove which job it is.
 
 A token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
 does not keep tokens: a token is valid as long as the store says that its attempt runs.
@@ -14,8 +14,8 @@ from jobs.job import Job
 from jobs.reader import JobReader
 
 PREFIX = "hpj_"
-"""Every token of an attempt begins with this text, so that a service can distinguish it from other
-tokens."""
+"""Every attempt token begins with this text, so that a service can distinguish attempt tokens from
+other tokens."""
 
 _TOKEN = re.compile(rf"{PREFIX}(j\d+)_(\d+)_([0-9a-f]{{64}})", re.ASCII)
 
@@ -29,7 +29,7 @@ def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
     """The running job whose current attempt has this token. None if the token is wrong, if its
     attempt is no longer the current one, or if the job has ended.
 
-    So if a process of an earlier attempt is still alive, its token is no longer valid.
+    A process of an earlier attempt may still be alive, but its token is no longer valid.
     """
     match = _TOKEN.fullmatch(token)
     if match is None:

@@ -1,17 +1,20 @@
 """`Counts`: how many rows a retraining job learned and kept.
 
-The *new weights* are the result of the job. The *served weights* are the weights that the server
-used when the job started.
+The *new weights* are the result of the job. The *old weights* are the weights with which the new
+weights are compared. They are the weights of the parent release, or of the base model if there is
+no parent. The parent is the release that is pending when the job starts or, if none is pending, the
+served release. Damaged releases are passed over.
 """
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Counts(BaseModel):
-    """A row counts as learned if the model *says* the row's answer. To check a token of the answer,
-    the model gets all tokens of the row that precede this token, and predicts the next token. The
-    model must predict every token of an answer of up to 64 tokens, and 90 % of the tokens of a
-    longer answer."""
+    """A row counts as learned if the new weights *say* the row's answer.
+
+    Weights say an answer if the model predicts the tokens of the answer. It predicts each token
+    from all tokens of the row that precede this token. If the answer has up to 64 tokens, the model
+    must predict all of them correctly; if the answer is longer, 90 % of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -22,23 +25,23 @@ class Counts(BaseModel):
     learned: int = 0
     """Rows of `changed` whose answer the new weights say."""
     learned_before: int = 0
-    """Rows of `changed` whose answer the served weights said already."""
+    """Rows of `changed` whose answer the old weights said already."""
     known: int = 0
-    """Unchanged rows whose answer the served weights said."""
+    """Unchanged rows whose answer the old weights said."""
     kept: int = 0
     """Rows of `known` whose answer the new weights still say."""
     deleted: int = 0
-    """Deleted rows whose answer the served weights said."""
+    """Deleted rows whose answer the old weights said."""
     unlearned: int = 0
     """Rows of `deleted` whose answer the new weights no longer say."""
     base_agreement: float | None = None
     """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
-    prompts that no job trains on. This is the share of the tokens of these answers that the new
+    prompts that no job trains on, and this number is the share of the answers' tokens that the new
     weights still predict. None if the job's base model is a preset: a preset has random weights, so
     it has no knowledge."""
     golden: int = 0
-    """The number of golden questions: questions that the user has set, with the answers that every
-    release must give."""
+    """The number of golden questions. The user has set these questions, and an expected answer for
+    each."""
     golden_right: int = 0
     """Golden questions to which the new weights say the expected answer."""
     not_trained: int = 0
@@ -53,7 +56,7 @@ class Counts(BaseModel):
     """Loss of the new weights on the changed rows of plain text, in nats per token. None if there
     are no such rows."""
     text_loss_before: float | None = None
-    """Loss of the served weights on the same rows, in nats per token. None if there are no such
+    """Loss of the old weights on the same rows, in nats per token. None if there are no such
     rows."""
 
     def __str__(self) -> str:

@@ -1,5 +1,5 @@
-"""Makes the environment variables of a job's process. Reads no file and no variable of this
-process."""
+"""Makes the environment variables of a job's process. This module reads no files, and it does not
+read the environment variables of its own process."""
 
 import json
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from jobs.folder import PAYLOAD
 from jobs.job import Job
 
 MAX_INLINE_BYTES = 96 * 1024
-"""A payload that is longer is shortened before it is put into a variable. Linux refuses to start a
+"""A longer payload is shortened before it is put into a variable, because Linux refuses to start a
 process if one of its variables has 128 KiB or more."""
 
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
-"""The domain of the email address with which a job makes git commits. It distinguishes these
-commits from the commits of people."""
+"""When a job makes a git commit, the committer's email address has this domain. So the commits of
+jobs can be distinguished from the commits of people."""
 
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -35,7 +35,7 @@ to do.
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:
-    """The variables from which numeric libraries read their number of threads when they load."""
+    """Numeric libraries read their number of threads from these variables when they are loaded."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))
 
 
@@ -49,17 +49,18 @@ def job_environment(
 ) -> dict[str, str]:
     """All variables of the job's process.
 
-    `runner_env` holds the variables that the runner passes on. The numbers of threads,
-    `PYTHONUNBUFFERED`, `GIT_COMMITTER_NAME` and `GIT_COMMITTER_EMAIL` replace variables of
-    `runner_env` with the same name. Variables of the job's spec, and those in `unsealed` (the
-    decrypted variables of its `sealed_env`), replace all of these. `JOB_ID`, `JOB_DIR` and the
-    variables of the payload always keep their own values.
+    If several items of this list set the same variable, the last one of them decides:
 
-    The two git variables make the job the committer of its git commits.
-
-    If the job has a payload, its variables are `WEBHOOK_PAYLOAD` (shortened if the payload is too
-    long for a variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),
-    `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
+    1. `SHORT_SPINS`.
+    2. `runner_env`: the variables that the runner passes on.
+    3. The numbers of threads, `PYTHONUNBUFFERED`, `GIT_COMMITTER_NAME` and `GIT_COMMITTER_EMAIL`.
+       The two git variables make the job the committer of its git commits.
+    4. The variables of the job's spec (`env`).
+    5. `unsealed`: the decrypted variables of the spec's `sealed_env`.
+    6. `JOB_ID` and `JOB_DIR`.
+    7. If the job has a payload: `WEBHOOK_PAYLOAD` (shortened if the payload is too long for a
+       variable), `WEBHOOK_PAYLOAD_FILE` (the path of a file with the complete payload),
+       `WEBHOOK_REPO_ID`, `WEBHOOK_REPO_TYPE` and `WEBHOOK_ID`.
     """
     variables = {
         **SHORT_SPINS,
@@ -92,7 +93,8 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
 
     If the payload is longer, its lists and texts are shortened, and the result also has
     `"truncated": true`. If the payload has `updatedFiles`, the shortened result also has
-    `"updatedFilesTruncated": true`. If shortening is not enough, most fields or all are left out.
+    `"updatedFilesTruncated": true`. If the shortened payload is still too long, the result has only
+    `event`, `repo`, `webhook` and these flags, or only the flags.
     """
     complete = json.dumps(payload)
     if len(complete) <= max_bytes:
@@ -106,8 +108,9 @@ def inline_payload(payload: dict[str, Any], max_bytes: int = MAX_INLINE_BYTES) -
         if len(cut) <= max_bytes:
             return cut
         num_items, num_characters = num_items // 2, num_characters // 2
-    # The payload is still too long. No hub sends such a payload, but anybody who knows the secret
-    # can. Keep only the fields that a job needs to fetch the rest from the hub.
+    # The payload is still too long. No hub sends such a payload, but anybody who knows the
+    # webhook's secret can send one. Keep only the fields that a job needs to fetch the rest from
+    # the hub.
     kept = {name: payload[name] for name in ("event", "repo", "webhook") if name in payload}
     cut = json.dumps({**_shorten(kept, 8, 64), **flags})
     return cut if len(cut) <= max_bytes else json.dumps(flags)

@@ -52,8 +52,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The secret variables of a spec cannot be decrypted: they were encrypted with a key other than
-    the runner's, or the runner has no key."""
+    """The runner cannot decrypt the secret variables of a spec: it has no key, or the variables
+    were encrypted with another key."""
 
 
 class StoreError(JobError):

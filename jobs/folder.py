@@ -1,8 +1,8 @@
-"""Names the files in a job's folder that `jobs` reads and writes, and prepares the folder.
+"""Prepares the folder of a job, and names the files that the package `jobs` reads and writes there.
 
-A job's command adds its own files to the folder. Each attempt of a job has a *leader*, the process
-that starts the command and waits for it (`jobs/launchers/supervise.py`). Leaders import this
-module, so it uses only the standard library, which loads quickly.
+A job's command adds its own files to the folder. Each attempt of a job has a *leader*: the process
+that starts the command and waits for it (`jobs/launchers/supervise.py`). Every leader imports this
+module, so the module uses only the standard library, which loads quickly.
 """
 
 import itertools
@@ -24,18 +24,18 @@ STALE = ".stale-"
 """If a folder belongs to a job of another database, `prepare_job_folder` renames it: it adds this
 text and a number to the name."""
 LOG = "log.txt"
-"""The output of the command, of all attempts."""
+"""The output of the command, from all attempts of the job."""
 PROCESS = "process.json"
 """The leader writes this file: the number of the attempt, and the leader's pid and start time."""
 EXIT = "exit.json"
 """The leader writes this file when the command has ended: the number of the attempt, the command's
-exit code, and the error if the command could not be started. The runner reads the exit code here,
-because the system reports it only to the leader."""
+exit code, and the error if the command could not be started. The runner reads the exit code from
+this file, because the system reports the exit code only to the leader."""
 LOCK = ".lock"
 """The leader holds a lock on this file, so that two attempts of a job never run at the same time.
 """
 COMPUTING = "computing"
-"""A file in the folder that contains the job folders. The leader of every running job holds a
+"""This file is in the folder that contains all job folders. The leader of every running job holds a
 shared lock on this file. While any leader holds the lock, a completion server with the torch engine
 computes with one thread fewer, so that a core stays free for the jobs."""
 

@@ -17,9 +17,11 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     "ERROR": frozenset(),
     "CANCELED": frozenset(),
 }
-"""State → the states that may follow it. A job is pending in the state SCHEDULING. Between two
-attempts, a job stays RUNNING, because a pending job absorbs later pushes, and a job that has
-started cannot do this any more."""
+"""State → the states that may follow it. A job is pending while its state is SCHEDULING.
+
+Between two attempts, a job stays RUNNING and does not become pending again. A pending job absorbs
+later pushes, but a job that has started cannot absorb them, because it has already read its spec.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,8 @@ class Job:
     spec: JobSpec
     payload: dict[str, Any] | None
     """The payload of the webhook's delivery. A retraining that was submitted by hand has the
-    payload that the person gave, or else the payload that the hub would have sent for the commit. A
-    plain command may have no payload."""
+    payload that the person gave or, if the person gave none, the payload that a hub would send for
+    a push of the commit. None if the job has no payload, as is usual for a plain command."""
     outcome: JobOutcome | None
     """None while the job has not ended, and for a job whose command exited with 0 and wrote no
     outcome."""
@@ -43,23 +45,26 @@ class Job:
     """When a pending job may start. Each commit that the job absorbs may postpone the start. After
     an attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
-    """When a runner claimed the job, moved later by every span in which the job had no runner or
-    waited for its next attempt. So these spans do not count against the job's time limit. None if
-    no runner has claimed the job."""
+    """The time from which the job's time limit is counted. At first, this is when a runner claimed
+    the job. Whenever the job was without a runner or waited for its next attempt, `started_at`
+    moves later by this time, because it does not count against the limit. None if no runner has
+    claimed the job."""
     ended_at: float | None
     """None while the job has not ended."""
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost (their process vanished, or a signal ended it) or failed for a
-    temporary cause. When this number reaches `spec.max_attempts`, the job fails."""
+    """How many attempts were lost or failed for a temporary cause. An attempt that was lost because
+    its runner was stopped does not count. When this number reaches `spec.max_attempts`, the job
+    fails."""
     owner: str | None
     """The runner that holds the lease. None if no runner holds it."""
     lease_until: float | None
     """When the lease runs out, unless a heartbeat extends it. None while the job is pending, and
     after it has ended."""
     handle: str | None
-    """The launcher's name for the current attempt. None if this attempt was not started yet."""
+    """The launcher's name for the current attempt. None if the current attempt was not started
+    yet."""
     cancel_requested: bool
     """Whether somebody asked to cancel the job while it was running."""
     by_hand: bool
@@ -74,9 +79,9 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
     source: str
-    """A name within which the delivery's id is unique. It names the webhook. If the delivery leads
-    to the job of a pipeline, it also names the pipeline, because one delivery may lead to a job of
-    each of several pipelines."""
+    """Two deliveries with the same source never have the same id. The source contains the id of the
+    webhook. If the delivery leads to a job of a pipeline, the source also contains the name of the
+    pipeline, because one delivery may lead to jobs of several pipelines."""
     id: str
     body: str
     """The payload as JSON. It is stored for people who examine the delivery; no code reads
@@ -126,7 +131,7 @@ def delivery_ids(job: Job) -> tuple[str, ...]:
 def failure(
     job: Job, *, stage: str | None, reason: str, exit_code: int | None = None
 ) -> JobOutcome:
-    """The outcome `failed`, for a job that wrote no outcome itself, or no valid one."""
+    """The outcome `failed`, for a job that did not write a valid outcome itself."""
     return JobOutcome(
         result="failed",
         stage=stage,

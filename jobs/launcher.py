@@ -30,7 +30,8 @@ class Status:
     """The exit code of the command, negative if a signal ended it. None unless the phase is
     `exited`."""
     error: str | None = None
-    """Why the command could not be started. The phase is then `exited`. None if it was started."""
+    """Why the command could not be started. The phase is then `exited`. None if the command was
+    started."""
 
 
 class Launcher(Protocol):
@@ -43,7 +44,7 @@ class Launcher(Protocol):
     def start(self, launch: Launch) -> str:
         """Start the attempt, unless it was started before. Returns its handle without waiting.
 
-        Raises LaunchError if no process can be started at all.
+        Raises LaunchError if no process can be started.
         """
 
     def poll(self, handle: str) -> Status:
@@ -51,8 +52,8 @@ class Launcher(Protocol):
         waits."""
 
     def stop(self, handle: str, *, force: bool) -> None:
-        """Ask every process of the attempt to end, or kill them if `force` is set. Never waits;
-        call `poll` to learn whether the attempt has ended."""
+        """Ask every process of the attempt to end. With `force`, kill these processes instead.
+        Never waits; call `poll` to learn whether the attempt has ended."""
 
     def logs(self, handle: str, offset: int) -> bytes:
         """The content of the command's log from byte `offset` on."""

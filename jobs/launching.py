@@ -29,8 +29,8 @@ def start_attempt(
     """Start the job's current attempt. Returns the handle, which is the launcher's name for the
     attempt.
 
-    `secret_key` decrypts the secrets of the spec; None if the runner has no key. Raises
-    LaunchError, or OSError if the job's folder cannot be written.
+    `secret_key` decrypts the secrets of the spec; it is None if the runner has no key. Raises
+    LaunchError if the attempt cannot be started, and OSError if the job's folder cannot be written.
     """
     if job.spec.launcher != "local":
         raise LaunchError(

@@ -1,5 +1,5 @@
-"""`JobOutcome`: how a job ended, for which deliveries and which dataset commit, and which releases
-the job read and made. A release is a set of weights that can be served.
+"""`JobOutcome`: the record of how a job ended. It also names the deliveries, the dataset commit and
+the releases of the job. A release is a set of weights that can be served.
 
 As its last step, a retraining job writes its outcome to `outcome.json` in the job's folder, and the
 runner reads that file. If there is no such file, the runner derives the outcome from the exit
@@ -38,12 +38,13 @@ class JobOutcome(BaseModel):
     """The ids of the deliveries that the job answers for, oldest first."""
     job_id: str | None = None
     dataset_revision: str | None = None
-    """The dataset commit that the job was to train on. None if the job is about no commit."""
+    """The dataset commit that the job trained on, or that it was told to train on. None if the job
+    needs no dataset, or if it ended before this commit was known."""
     release: str | None = None
     """The id of the release that this job published. None if it published none."""
     parent_release: str | None = None
-    """The id of the release whose weights the training started from. None if it started from the
-    base model, or did not start."""
+    """The id of the release whose weights the training started from. None if the training started
+    from the base model, or did not start."""
     served_release: str | None = None
     """The id of the release that the server served when the job ended. None if the job does not
     know it."""

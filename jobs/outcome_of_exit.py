@@ -10,13 +10,13 @@ from jobs.folder import LOG, OUTCOME
 from jobs.job import Job, delivery_ids, failure
 from jobs.launcher import Status
 from jobs.outcome import JobOutcome
-from jobs.passing import TEMPORARY_FAILURE
+from jobs.temporary_failures import TEMPORARY_FAILURE
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The attempt ended without an outcome that counts, because its process was killed or vanished,
-    or because its runner was stopped. Another attempt must do the job's work."""
+    """The job needs another attempt. Either the process of this attempt was killed or vanished
+    before it wrote an outcome, or the runner was stopped before the attempt was done."""
 
     reason: str
 
@@ -26,21 +26,25 @@ def outcome_of_exit(
     job_dir: Path,
     status: Status,
     *,
-    stopping: str | None,
+    stop_reason: str | None,
     time_limit: float | None,
 ) -> JobOutcome | Lost | None:
-    """The outcome of a job whose process has exited, or vanished without an exit code. None if the
-    process exited with 0 and wrote no outcome: a plain command does this when it succeeds. `Lost`
-    if the job needs another attempt. If a signal ended the process of a plain command, the job has
-    failed and gets no other attempt.
+    """Decide what the end of a job's process means. The process has exited, or has vanished without
+    an exit code. The result is one of these:
 
-    `stopping` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
+    - The outcome that the job wrote. It counts even if the process was killed right after it wrote
+      the outcome. There is one exception: if the runner stopped the job, an outcome `failed` or
+      `cancelled` is ignored, because the stop probably caused it. The result then says why the
+      runner stopped the job.
+    - None, if the process exited with 0 and wrote no outcome. A plain command does this when it
+      succeeds.
+    - `Lost`, if the process was killed or vanished before it wrote an outcome, or if the runner was
+      stopped. But if a signal ended the process of a plain command, the outcome is `failed`.
+    - Otherwise an outcome that this function makes itself. If the failure is temporary, `may_pass`
+      is set in this outcome.
+
+    `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
-
-    If the job wrote an outcome, this outcome is returned, even if the process was killed right
-    after it wrote the outcome. There is one exception: if the runner stopped the job, an outcome
-    `failed` or `cancelled` is ignored, because the stop probably caused it. The result then says
-    why the runner stopped the job.
     """
     try:
         written = _written_outcome(job_dir)
@@ -53,9 +57,11 @@ def outcome_of_exit(
             "the command that writes the file, then submit the job again."
         )
         return failure(job, stage="launch", reason=reason, exit_code=status.exit_code)
-    if written is not None and (stopping is None or written.result not in ("failed", "cancelled")):
+    if written is not None and (
+        stop_reason is None or written.result not in ("failed", "cancelled")
+    ):
         return written
-    if stopping == "cancel":
+    if stop_reason == "cancel":
         return JobOutcome(
             result="cancelled",
             stage=None if written is None else written.stage,
@@ -64,17 +70,17 @@ def outcome_of_exit(
             delivery_ids=delivery_ids(job),
             job_id=job.id,
         )
-    if stopping == "timeout":
+    if stop_reason == "timeout":
         reason = (
             f"The job was stopped at its time limit of {time_limit:g} s. To allow more time, raise "
             "timeout_seconds."
         )
         return failure(job, stage="timeout", reason=reason, exit_code=status.exit_code)
-    if stopping == "shutdown":
+    if stop_reason == "shutdown":
         if written is not None:
             # The job wrote `failed` or `cancelled` because its runner was stopped. The next runner
-            # starts another attempt in the same folder. Remove this outcome, so that it is not
-            # taken for the outcome of that attempt.
+            # starts another attempt in the same folder. Remove this outcome, because that runner
+            # would take it for the outcome of its own attempt.
             (job_dir / OUTCOME).unlink()
         return Lost("The job's runner was stopped.")
     code = status.exit_code
@@ -103,7 +109,7 @@ def _written_outcome(job_dir: Path) -> JobOutcome | None:
 
 
 def _last_log_line(job_dir: Path) -> str:
-    """Text for the end of an error message: the last line of the job's log. Most programs print
+    """The end of an error message, which quotes the last line of the job's log. Most programs print
     their error as the last line."""
     try:
         with (job_dir / LOG).open("rb") as log:

@@ -43,13 +43,13 @@ class JobReader:
         self.close()
 
     def get(self, job_id: str) -> Job:
-        """Raises JobNotFound."""
+        """The job with this id. Raises JobNotFound."""
         with reading(self._engine) as connection:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """Job id → when the job ended, ordered by this time. Only the newest `among` jobs are
-        looked at, and those that have not ended are left out."""
+        """Job id → when the job ended, ordered by this time. This method looks only at the newest
+        `among` jobs. Jobs that have not ended are left out."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)
@@ -71,7 +71,7 @@ class JobReader:
         state: JobState | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """The jobs, newest first. None in an argument means no restriction."""
+        """The jobs, newest first. If an argument is None, it does not limit the list."""
         query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit)
         if pipeline is not None:
             query = query.where(JOBS.c.pipeline == pipeline)
@@ -93,8 +93,8 @@ class JobReader:
 
     def waited_since(self, job: Job) -> float:
         """When the oldest delivery that the job answers for was received. Deliveries that the job
-        took over from a failed job count too. If the job has no deliveries (a person submitted it,
-        for example), this is when the job was created."""
+        took over from a failed job count too. If the job has no deliveries, for example because a
+        person submitted it, this is when the job was created."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
                 select(func.min(JOB_DELIVERIES.c.received_at)).where(
@@ -127,8 +127,8 @@ class JobReader:
             return None if due is None else max(0.0, due - self._now(connection))
 
     def changed(self) -> bool:
-        """Whether something may have been written to the store since the last call. True at the
-        first call.
+        """Whether anybody may have written to the store since the last call. True at the first
+        call.
 
         This method is cheap enough to call many times a second. Only one thread may call it.
         """

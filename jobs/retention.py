@@ -1,5 +1,5 @@
-"""Deletes old jobs and deliveries from the store. This module searches without a lock, and deletes
-in small transactions, so that submissions never wait long for the lock."""
+"""Deletes old jobs and deliveries from the store. This module searches without the store's write
+lock, and it deletes in small transactions. So submissions never wait long for the write lock."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -15,8 +15,8 @@ from jobs.schema import DELIVERIES, JOB_DELIVERIES, JOBS, reading, writing
 Item = TypeVar("Item")
 
 BATCH = 100
-"""How many jobs or deliveries one transaction deletes at most."""
-_ENDED = tuple(state for state, following in TRANSITIONS.items() if not following)
+"""One transaction deletes at most this many jobs or deliveries."""
+_ENDED_STATES = tuple(state for state, following in TRANSITIONS.items() if not following)
 
 
 def forget_jobs(
@@ -24,17 +24,17 @@ def forget_jobs(
 ) -> Sequence[str]:
     """See `JobStore.forget`."""
     with reading(engine) as connection:
-        doomed = [
+        deleted = [
             number
             for number in _old_jobs(connection, before, newest)
             if job_id_of(number) not in kept
         ]
-    for numbers in _batches(doomed):
+    for numbers in _batches(deleted):
         with writing(engine) as connection:
             for table in (DELIVERIES, JOB_DELIVERIES):
                 connection.execute(delete(table).where(table.c.job_number.in_(numbers)))
             connection.execute(delete(JOBS).where(JOBS.c.number.in_(numbers)))
-    return [job_id_of(number) for number in doomed]
+    return [job_id_of(number) for number in deleted]
 
 
 def forget_ignored(engine: Engine, before: float) -> int:
@@ -57,10 +57,11 @@ def forget_ignored(engine: Engine, before: float) -> int:
 
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
     # The condition on `run_after` makes the database use an index, so that it does not read newer
-    # jobs. It is true for all jobs that ended before `before`, except for a job that was cancelled
-    # before its `run_after`; such a job is deleted a little later.
+    # jobs. The condition is true for almost all jobs that ended before `before`, because a job
+    # normally ends after its `run_after`. Only a pending job that was cancelled may have ended
+    # earlier; it is then deleted a little later.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
-        JOBS.c.state.in_(_ENDED), JOBS.c.run_after < before, JOBS.c.ended_at < before
+        JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )
     oldest_kept: dict[str | None, int] = {}
     for number, pipeline in connection.execute(old.order_by(JOBS.c.number)).all():

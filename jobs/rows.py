@@ -96,7 +96,8 @@ def update_job(connection: Connection, job_id: str, **values: Any) -> Job:
 
 
 def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
-    """The job. Raises LeaseLost unless the runner `owner` holds its lease, and JobNotFound."""
+    """The job. Raises LeaseLost if the runner `owner` does not hold the job's lease, and
+    JobNotFound if there is no such job."""
     job = fetch_job(connection, number_of(job_id))
     if job.state != "RUNNING" or job.owner != owner:
         raise LeaseLost(job_id, owner)
@@ -105,7 +106,8 @@ def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
 
 def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
     """End the job with this outcome. If a push job failed, the pipeline's pending push job takes
-    over its commits and deliveries. Returns the ended job. Raises IllegalTransition."""
+    over its commits and deliveries. Returns the ended job. Raises IllegalTransition if a job in
+    this state cannot end with this outcome."""
     state = final_state(outcome)
     if state not in TRANSITIONS[job.state]:
         raise IllegalTransition(job.id, job.state, state)
@@ -138,27 +140,28 @@ def fetch_successor(connection: Connection, job: Job) -> Job | None:
 
 
 def is_pending(pipeline: str, *, by_hand: bool) -> Any:
-    """The SQL condition for the pending job of the pipeline that was submitted by hand, or for its
-    pending push job."""
+    """The SQL condition that selects one pending job of the pipeline: with `by_hand`, the job that
+    was submitted by hand, and otherwise the push job."""
     return (
         (JOBS.c.pipeline == pipeline) & (JOBS.c.state == "SCHEDULING") & (JOBS.c.by_hand == by_hand)
     )
 
 
-def merge_specs(older: JobSpec, newer: JobSpec, *, may_be_older: bool = True) -> JobSpec:
+def merge_specs(known: JobSpec, arrived: JobSpec, *, may_be_older: bool = True) -> JobSpec:
     """Merge two specs into one that answers for the commits of both.
 
-    `newer` arrived later than `older`, so the result is `newer` with a longer range of commits. But
-    deliveries may overtake each other. If the commits of `newer` end where the commits of `older`
-    begin, the result is `older` with a longer range. With `may_be_older=False`, the result is
-    always `newer` with a longer range.
+    `arrived` came later than `known`, so its commits normally are the newer ones. The result is
+    then `arrived` with a longer range of commits. But deliveries may overtake each other, so the
+    commits of `arrived` may be the older ones. The result is then `known` with a longer range.
+    `RevisionRange.absorb` decides which commits are older. With `may_be_older=False`, it never
+    takes the commits of `arrived` for the older ones.
     """
-    if older.revisions is None:
-        return newer
-    if newer.revisions is None:
-        return newer.model_copy(update={"revisions": older.revisions})
-    revisions = older.revisions.absorb(newer.revisions, may_be_older=may_be_older)
-    newest = newer if revisions.new_sha == newer.revisions.new_sha else older
+    if known.revisions is None:
+        return arrived
+    if arrived.revisions is None:
+        return arrived.model_copy(update={"revisions": known.revisions})
+    revisions = known.revisions.absorb(arrived.revisions, may_be_older=may_be_older)
+    newest = arrived if revisions.new_sha == arrived.revisions.new_sha else known
     return newest.model_copy(update={"revisions": revisions})
 
 
@@ -205,8 +208,8 @@ def _copy_links(connection: Connection, successor: Job, failed: Job) -> None:
 
 
 def due_at(spec: JobSpec, first_seen: float, now: float) -> float:
-    """When a pending job may start, if its newest commit has arrived `now` and its first commit
-    arrived at `first_seen`. All times are seconds since the epoch."""
+    """When a pending job may start. Its first commit arrived at the time `first_seen`, and its
+    newest commit at the time `now`. All times are seconds since the epoch."""
     return min(first_seen + spec.max_wait_seconds, now + spec.debounce_seconds)
 
 

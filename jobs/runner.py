@@ -2,8 +2,9 @@
 launches the command, extends the lease by heartbeats, and records the outcome.
 
 A lease gives one runner the job for some seconds, so several runners may share one store. If a
-runner dies, its leases run out, and another runner adopts its jobs, with the processes that still
-run. A runner that has lost the lease of a job no longer touches the job.
+runner dies, its leases run out, and another runner adopts its jobs. The processes of these jobs may
+still run; the other runner then watches them. A runner that has lost the lease of a job no longer
+touches the job.
 """
 
 import logging
@@ -26,9 +27,9 @@ from jobs.launchers.local import LocalLauncher
 from jobs.launching import start_attempt
 from jobs.outcome import JobOutcome
 from jobs.outcome_of_exit import Lost, outcome_of_exit
-from jobs.passing import can_pass
 from jobs.settings import JobsSettings
 from jobs.store import JobStore
+from jobs.temporary_failures import is_temporary
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ _ALIVE_SECONDS = 0.25
 """The shortest time between two touches of a runner's `alive_file`."""
 
 _RETRY_FACTOR = 4
-"""The wait for the next attempt gets this many times longer with each earlier attempt of the job
-that was lost or failed."""
+"""Each earlier attempt of a job that was lost or failed makes the wait for the job's next attempt
+this many times longer."""
 
-Stopping = Literal["cancel", "timeout", "shutdown"]
+StopReason = Literal["cancel", "timeout", "shutdown"]
 
 
 @dataclass
@@ -55,17 +56,17 @@ class _LeasedJob:
     deadline: float
     """When the job's time limit ends; infinite if the job has no limit."""
     failed: JobOutcome | None = None
-    """How the last attempt failed. None unless the job waits for its next attempt."""
+    """How the last attempt failed. This is set only while the job waits for its next attempt."""
     launch_at: float = 0.0
     """When the next attempt may be launched. It is launched later if `max_running` jobs run at that
     time."""
     waits_since: float = 0.0
     """When the job began to wait for its next attempt."""
-    stopping: Stopping | None = None
-    """Why this runner has asked the job's processes to end. None if it has not asked them."""
+    stop_reason: StopReason | None = None
+    """Why this runner has asked the job's processes to end. None if this runner has not asked."""
     kill_at: float | None = None
-    """When this runner kills the job's processes if they still run. None if it has not asked them
-    to end."""
+    """When this runner kills the job's processes, if they still run at that time. None if this
+    runner has not asked the processes to end."""
 
 
 class Runner:
@@ -81,7 +82,7 @@ class Runner:
         secret_key: The Fernet key that encrypted the secrets in specs. Without this key, a job with
             secrets fails to start.
         alive_file: The runner touches this file several times a second. If the runner hangs, the
-            file's time stays old, and another program can notice that.
+            modification time of the file stays old, and another program can notice that.
     """
 
     def __init__(
@@ -121,8 +122,9 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. But
-        do not wait for a pending job if another runner runs a job of the same pipeline."""
+        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. A
+        pending job whose pipeline has a running job of another runner does not count: this method
+        does not wait for it."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:
@@ -134,7 +136,7 @@ class Runner:
                     idle = until_idle and not self._leased and self._store.seconds_to_next() is None
                 except StoreError as error:
                     if stop.is_set():
-                        raise  # do not wait for the store: the next runner adopts the running jobs
+                        raise  # the next runner adopts the running jobs, so do not wait here
                     # A step can be repeated after it has failed, so try again.
                     logger.error("%s Trying again.", error)
                     stop.wait(_SECONDS_AFTER_STORE_ERROR)
@@ -240,10 +242,10 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # An earlier runner saw the last attempt fail, and logged the cause. This runner cannot
-            # name the cause, because the store does not record it.
+            # The last attempt failed under an earlier runner, which logged the cause. This runner
+            # does not know the cause, because the store does not record it.
             reason = f"Attempt {job.attempt - 1} of {job.id} failed."
-            self._wait(leased, failure(job, stage="lost", reason=reason), wait)
+            self._schedule_attempt(leased, failure(job, stage="lost", reason=reason), wait)
 
     # Running jobs
 
@@ -265,12 +267,12 @@ class Runner:
         except (LaunchError, OSError) as error:
             outcome = failure(job, stage="launch", reason=f"{job.id} could not start: {error}")
             logger.warning("%s", outcome.reason, extra=log_fields(job))
-            if can_pass(error):
-                self._conclude(leased, self._retry(leased, outcome))
+            if is_temporary(error):
+                self._after_result(leased, self._retry(leased, outcome))
             else:
-                self._conclude(leased, self._store.finish(job.id, self.owner, outcome))
+                self._after_result(leased, self._store.finish(job.id, self.owner, outcome))
 
-    def _wait(self, leased: _LeasedJob, failed: JobOutcome, seconds: float) -> None:
+    def _schedule_attempt(self, leased: _LeasedJob, failed: JobOutcome, seconds: float) -> None:
         now = time.monotonic()
         if leased.failed is None:
             leased.waits_since = now
@@ -283,8 +285,8 @@ class Runner:
         seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
         job = self._store.retry(job.id, self.owner, failed, seconds)
         if not job.has_ended:
-            # Delete the outcome after the store has recorded the retry, never before. Otherwise, if
-            # this runner died between the two steps, the next runner would find a process that has
+            # Delete the outcome only after the store has recorded the retry. If the outcome were
+            # deleted first and this runner then died, the next runner would find a process that has
             # exited without an outcome, and would end the job as failed.
             (self._jobs_dir / job.id / OUTCOME).unlink(missing_ok=True)
             logger.warning(
@@ -294,12 +296,12 @@ class Runner:
                 failed.reason,
                 extra=log_fields(job),
             )
-            self._wait(leased, failed, seconds)
+            self._schedule_attempt(leased, failed, seconds)
         return job
 
     def _may_launch_again(self, leased: _LeasedJob, failed: JobOutcome, changed: bool) -> bool:
-        """Whether the next attempt of a waiting job must be launched now. `failed` is the outcome
-        of the last attempt, and `changed` says whether the store may have changed.
+        """Whether to launch the next attempt of a waiting job now. `failed` is the outcome of the
+        last attempt, and `changed` says whether the store may have changed.
 
         If the job was cancelled, or if a newer job takes over its commits, this method ends the job
         and returns False.
@@ -313,12 +315,12 @@ class Runner:
                 delivery_ids=delivery_ids(job),
                 job_id=job.id,
             )
-            self._conclude(leased, self._store.finish(job.id, self.owner, outcome))
+            self._after_result(leased, self._store.finish(job.id, self.owner, outcome))
             return False
         if changed:
             ended = self._store.give_way(job.id, self.owner, failed)
             if ended.has_ended:
-                self._conclude(leased, ended)
+                self._after_result(leased, ended)
                 return False
         return time.monotonic() >= leased.launch_at and self._has_room
 
@@ -343,8 +345,8 @@ class Runner:
             return
         status = launcher.poll(leased.handle)
         if status.phase in ("exited", "vanished"):
-            self._end(leased, status, launcher)
-        elif leased.stopping is None:
+            self._handle_exit(leased, status, launcher)
+        elif leased.stop_reason is None:
             reason = self._why_stop(leased, now, is_stopping)
             if reason is not None:
                 self._stop(leased, launcher, reason)
@@ -352,13 +354,13 @@ class Runner:
             # Stop the attempt again, because at the last `stop` its process may not have existed.
             launcher.stop(leased.handle, force=False)
         elif leased.kill_at is not None and now >= leased.kill_at:
-            # Kill again every second until the processes are gone: a process that was forked during
-            # the last kill may have escaped it.
+            # Kill again every second until the processes are gone, because the last kill may have
+            # missed a process that was forked at that moment.
             leased.kill_at = now + 1.0
             launcher.stop(leased.handle, force=True)
 
     @staticmethod
-    def _why_stop(leased: _LeasedJob, now: float, is_stopping: bool) -> Stopping | None:
+    def _why_stop(leased: _LeasedJob, now: float, is_stopping: bool) -> StopReason | None:
         if leased.job.cancel_requested:
             return "cancel"
         if now >= leased.deadline:
@@ -368,34 +370,34 @@ class Runner:
     def _time_limit(self, job: Job) -> float | None:
         return job.spec.resources.timeout_seconds or self._settings.timeout_seconds
 
-    def _stop(self, leased: _LeasedJob, launcher: Launcher, reason: Stopping) -> None:
+    def _stop(self, leased: _LeasedJob, launcher: Launcher, reason: StopReason) -> None:
         assert leased.handle is not None
-        # Check the lease first: if another runner has adopted the job, this raises LeaseLost.
+        # Check the lease first: `heartbeat` raises LeaseLost if another runner has adopted the job.
         self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
         logger.info(
             "Job %s is being stopped (%s).", leased.job.id, reason, extra=log_fields(leased.job)
         )
-        leased.stopping = reason
+        leased.stop_reason = reason
         leased.kill_at = time.monotonic() + self._settings.kill_grace_seconds
         launcher.stop(leased.handle, force=False)
 
-    def _end(self, leased: _LeasedJob, status: Status, launcher: Launcher) -> None:
+    def _handle_exit(self, leased: _LeasedJob, status: Status, launcher: Launcher) -> None:
         assert leased.handle is not None
         result = outcome_of_exit(
             leased.job,
             self._jobs_dir / leased.job.id,
             status,
-            stopping=leased.stopping,
+            stop_reason=leased.stop_reason,
             time_limit=self._time_limit(leased.job),
         )
         if status.phase == "vanished":
             # The process that leads the job's session is dead, but other processes of the session
-            # may still run. Kill them, after `heartbeat` has checked that this runner has the
-            # lease.
+            # may still run, so kill them. Before that, `heartbeat` checks that this runner still
+            # has the lease.
             self._store.heartbeat(leased.job.id, self.owner, self._settings.lease_seconds)
             launcher.stop(leased.handle, force=True)
         if isinstance(result, Lost):
-            if leased.stopping == "shutdown":
+            if leased.stop_reason == "shutdown":
                 self._release(leased)
                 return
             logger.warning("Job %s: %s", leased.job.id, result.reason, extra=log_fields(leased.job))
@@ -405,9 +407,9 @@ class Runner:
             job = self._retry(leased, result)
         else:
             job = self._store.finish(leased.job.id, self.owner, result)
-        self._conclude(leased, job)
+        self._after_result(leased, job)
 
-    def _conclude(self, leased: _LeasedJob, job: Job) -> None:
+    def _after_result(self, leased: _LeasedJob, job: Job) -> None:
         """Act on the result of an attempt. `job` is the job after the store has recorded the
         result: it has ended, or gets another attempt."""
         if not job.has_ended:

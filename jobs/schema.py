@@ -112,8 +112,8 @@ JOB_DELIVERIES = Table(
 """The deliveries that each job answers for, including those that it took over from a failed job.
 
 The deliveries have their own table, because a job may have thousands of them. If they were part of
-the job's row, the row would get long, and the store writes this row again whenever the job absorbs
-a push.
+the job's row, this row would be long, and the store would have to write all of it again whenever
+the job absorbs a push.
 """
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
@@ -174,8 +174,8 @@ def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
     _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # Use FULL instead of NORMAL, which is usual with WAL: a delivery that was answered must survive
-    # a power cut.
+    # NORMAL is usual together with WAL. Use FULL instead, because a delivery must survive a power
+    # cut once its sender has got an answer.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
@@ -195,8 +195,8 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that writes takes the write lock at BEGIN. If it read first and took the lock
-    # later, it would fail whenever another transaction had written in between.
+    # A transaction that writes takes the write lock at BEGIN. If it first read and then took the
+    # lock, it would fail whenever another transaction has written in between.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -207,7 +207,7 @@ def writing(engine: Engine) -> Iterator[Connection]:
     BEGIN IMMEDIATE, and on Postgres because of an advisory lock. Keep the transaction short,
     because all other writers wait for it. Raises StoreError if the database fails.
     """
-    with _translated(engine), engine.connect() as connection:
+    with _as_store_error(engine), engine.connect() as connection:
         connection = connection.execution_options(writes=True)
         with connection.begin():
             if engine.dialect.name == "postgresql":
@@ -221,7 +221,7 @@ def writing(engine: Engine) -> Iterator[Connection]:
 def reading(engine: Engine) -> Iterator[Connection]:
     """A transaction that only reads. All its statements see the same snapshot of the database.
     Raises StoreError if the database fails."""
-    with _translated(engine), engine.connect() as connection:
+    with _as_store_error(engine), engine.connect() as connection:
         if engine.dialect.name == "postgresql":
             # By default, Postgres takes a new snapshot for each statement.
             connection = connection.execution_options(isolation_level="REPEATABLE READ")
@@ -240,11 +240,12 @@ class ChangeDetector:
     """Detects whether anybody has written to the database since the last call of `changed`. Only
     one thread may use a detector.
 
-    The detector has its own connection, over which it reads a number and compares it with the
-    number of the last call. On SQLite, the number is `PRAGMA data_version`, which changes when any
-    other connection commits. On Postgres, it is `pg_snapshot_xmax`, which grows when a transaction
-    that has written ends. It also grows for transactions in other databases of the same server, so
-    `changed` sometimes returns True although this database has not changed.
+    The detector has its own connection to the database. Each call of `changed` reads a number, and
+    compares it with the number that the last call has read. On SQLite, the number is `PRAGMA
+    data_version`, which changes when any other connection commits. On Postgres, it is
+    `pg_snapshot_xmax`, which grows when a transaction that has written ends. It also grows for
+    transactions in other databases of the same server, so `changed` sometimes returns True although
+    this database has not changed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -260,7 +261,7 @@ class ChangeDetector:
         """Whether anybody may have written since the last call. True at the first call. Raises
         StoreError if the database fails."""
         try:
-            with _translated(self._engine):
+            with _as_store_error(self._engine):
                 if self._connection is None:
                     proxy = self._engine.raw_connection()
                     proxy.detach()
@@ -280,13 +281,13 @@ class ChangeDetector:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-            # SQLite counts anew for each connection. So the next connection may return the number
-            # that was seen last, although somebody has written meanwhile.
+            # On SQLite, each connection has its own `data_version`. So the next connection may
+            # return the number that was seen last, although somebody has written meanwhile.
             self._seen = None
 
 
 @contextmanager
-def _translated(engine: Engine) -> Iterator[None]:
+def _as_store_error(engine: Engine) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, engine.dialect.loaded_dbapi.Error) as error:

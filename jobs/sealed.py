@@ -26,7 +26,7 @@ def unseal(token: str, key: bytes) -> dict[str, str]:
         variables: dict[str, str] = json.loads(Fernet(key).decrypt(token.encode()))
     except InvalidToken:
         raise SealBroken(
-            "The job's secrets were encrypted with another key than this runner has: start the hub "
-            "and the runner with the same key, or submit the job again with its secrets."
+            "The job's secrets were encrypted with another key: start the hub and the runner with "
+            "the same key, or submit the job again with its secrets."
         ) from None
     return variables

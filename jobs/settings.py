@@ -12,17 +12,18 @@ class JobsSettings(BaseModel):
     database_url: str | None = None
     """`postgresql+psycopg://…`. If unset, jobs are kept in a SQLite file in the state folder."""
     max_running: int = Field(default=1, ge=1)
-    """How many jobs may run at the same time. A pipeline never runs two jobs at once, so with one
-    pipeline a higher number has an effect only on plain commands."""
+    """How many jobs may run at the same time. A pipeline never runs two jobs at once. So if there
+    is only one pipeline, a higher number has an effect only on plain commands."""
     preload: tuple[str, ...] | None = None
     """Modules that one process imports in advance. On Linux, commands of the form `python -m …` are
-    forked from this process, so they need not import these modules. With an empty list, every
+    forked from this process, so they do not import these modules again. With an empty list, every
     command imports its modules itself. If unset, the modules of the built-in retraining are
-    imported."""
+    imported in advance."""
     num_threads: int | None = Field(default=None, ge=1)
-    """Threads of a job, unless the job's spec sets them. If unset, as many threads as the runner
-    may use cores. While a job runs, a server with the torch engine uses one thread fewer, and the
-    kernel gives the server's threads priority over the job's."""
+    """The number of threads of a job, unless the job's spec sets it. If unset, a job gets one
+    thread for each core that the runner may use. While a job runs, a server with the torch engine
+    uses one thread fewer, and the kernel gives the server's threads priority over the job's
+    threads."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """How long a job may run, unless the job's spec sets a limit. The time in which the stack was
     down, or in which the job waited for its next attempt, does not count. If unset, there is no
@@ -30,7 +31,7 @@ class JobsSettings(BaseModel):
     retry_seconds: float = Field(default=30.0, gt=0)
     """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
     the next attempt starts after this time. Each earlier attempt that failed or was killed makes
-    this time four times longer. After an attempt that was killed, the next one starts at once."""
+    this time four times longer. If an attempt was killed, the next attempt starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """If a runner has sent no heartbeat for a job for this long, another runner adopts the job."""
     heartbeat_seconds: float = Field(default=3.0, gt=0)
@@ -38,10 +39,11 @@ class JobsSettings(BaseModel):
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
-    """The pause between two checks of a runner for new jobs and for processes that have ended."""
+    """A runner checks again after this pause whether there are new jobs, and whether processes have
+    ended."""
     keep_days: float = Field(default=30.0, gt=0)
-    """How long the folder of an ended job is kept, with the job's log, metrics and records. The
-    folder is kept longer while the release that the job published exists."""
+    """How long the folder of an ended job is kept, with the job's log, metrics and records. If the
+    job published a release, the folder is also kept for as long as this release exists."""
     metrics_port: int = Field(default=8071, ge=0, le=65535)
     """Port of the runner's Prometheus metrics, which only this machine can reach. 0 turns the
     metrics off."""
@@ -51,7 +53,8 @@ class JobsSettings(BaseModel):
         if self.lease_seconds < 2 * self.heartbeat_seconds:
             raise ValueError(
                 f"lease_seconds ({self.lease_seconds:g}) must be at least twice heartbeat_seconds "
-                f"({self.heartbeat_seconds:g}); otherwise one late heartbeat loses the job's lease"
+                f"({self.heartbeat_seconds:g}); otherwise a job's lease is lost if one heartbeat "
+                "is late"
             )
         return self
 
@@ -66,5 +69,5 @@ class JobsSettings(BaseModel):
 def _usable_cores() -> set[int]:
     try:
         return os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS
+    except AttributeError:  # macOS has no `sched_getaffinity`
         return set(range(os.cpu_count() or 1))

@@ -19,8 +19,8 @@ class Resources(_Record):
     """Threads for numeric libraries (`OMP_NUM_THREADS`). None means the runner's default, see
     `JobsSettings.threads`."""
     niceness: int = Field(default=10, ge=0, le=19)
-    """The nice value of the job's processes. With a higher value, other programs get more of the
-    processor time."""
+    """The nice value of the job's processes. A higher value leaves more of the processor time to
+    other programs."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """How long the job may run, all attempts together. The time in which the job has no runner, or
     waits for its next attempt, does not count. When the time is over, the runner stops the job's
@@ -29,11 +29,12 @@ class Resources(_Record):
 
 
 class RevisionRange(_Record):
-    """The commits of one ref that a job answers for: those after `old_sha`, up to `new_sha`.
+    """The commits of one ref that a job answers for: the commits after `old_sha`, up to and
+    including `new_sha`.
 
-    A retraining compares the rows of `new_sha` with those of the dataset commit of the served
-    release. So `old_sha` does not decide what the job trains on; it only records which pushes led
-    to the job.
+    A retraining compares the rows at `new_sha` with the rows at the dataset commit of the parent
+    release, which is normally the served release. So `old_sha` does not decide what the job trains
+    on; it only records which pushes led to the job.
     """
 
     repo: str
@@ -52,13 +53,16 @@ class RevisionRange(_Record):
         return self.old_sha is not None and self.old_sha == other.new_sha
 
     def absorb(self, arrived: "RevisionRange", *, may_be_older: bool = True) -> "RevisionRange":
-        """One range that covers both ranges. Its delivery ids are only those of this range; the
-        store records the others separately (`jobs/submissions.py`).
+        """One range that covers this range and `arrived`. The result has only the delivery ids of
+        this range; `jobs/submissions.py` records the delivery ids of `arrived` in the store.
 
-        `arrived` came later, so its commits count as the newer ones. But deliveries may overtake
-        each other: if `arrived` ends where this range begins, its commits count as the older ones.
-        With `may_be_older=False`, the commits of `arrived` always count as the newer ones. They do
-        so too if each range begins where the other one ends, because a push then reset the ref.
+        `arrived` came later, so its commits normally count as the newer ones. But deliveries may
+        overtake each other: if `arrived` ends where this range begins, its commits count as the
+        older ones. This rule has two exceptions:
+
+        - With `may_be_older=False`, the commits of `arrived` always count as the newer ones.
+        - If each range begins where the other one ends, a push has reset the ref. The commits of
+          `arrived` then count as the newer ones.
         """
         first, last = self, arrived
         if may_be_older and self.follows(arrived) and not arrived.follows(self):
@@ -83,10 +87,10 @@ class JobSpec(_Record):
     revisions: RevisionRange | None = None
     """The commits that the job answers for. None if no commit led to the job."""
     dedupe_key: str | None = None
-    """A submission with the same key as an earlier job returns that job instead of a new one,
-    unless that job failed or was cancelled. For a pipeline, only one earlier job is compared: the
-    pending job that pushes created, or else the newest job. A submission without a key is compared
-    with no job."""
+    """If an earlier job has the same key, and did not fail and was not cancelled, a submission
+    returns the earlier job and creates no new one. For a pipeline, only one earlier job is
+    compared: the pending job that pushes created or, if there is none, the newest job. A submission
+    without a key is compared with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
     """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
@@ -97,8 +101,8 @@ class JobSpec(_Record):
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """A pending job may start at the latest this long after its first commit, even if newer commits
-    keep arriving."""
+    """This long after its first commit, a pending job may start even if newer commits keep
+    arriving."""
     labels: dict[str, str] = {}
     """Names and values for people, such as the webhook that the job was started for. The job store
     does not interpret them."""

@@ -98,7 +98,8 @@ class JobStore(JobReader):
         by_hand: bool = False,
     ) -> Submission:
         """Submit `spec` and record `delivery`; the store does both or neither. Returns the job that
-        now answers for the submission. The first of these rules that applies decides:
+        now answers for the submission. The store goes through these rules in order, and the first
+        rule that applies decides:
 
         1. If the store has recorded a job for `delivery`, return that job. If that job failed or
            was cancelled, return the newest later push job of the pipeline that did not fail and was
@@ -107,10 +108,10 @@ class JobStore(JobReader):
            job is pending, with the pipeline's newest job. If the earlier job has the same
            `dedupe_key`, and did not fail and was not cancelled, return it. A plain command is
            compared with the newest plain command that has the same `dedupe_key`.
-        3. If the pipeline has a pending push job, this job absorbs `spec`; return it. It takes the
-           command, settings and payload of `spec`, and its range of commits then covers both. But
-           if the commits of `spec` are older, the pending job keeps its command, settings and
-           payload.
+        3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. It
+           takes the command, settings and payload of `spec`, and its range of commits then also
+           covers the commits of `spec`. But if the commits of `spec` are older, the pending job
+           keeps its command, settings and payload.
         4. Otherwise create a pending job, and return it.
 
         For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
@@ -180,7 +181,8 @@ class JobStore(JobReader):
             return job.cancel_requested
 
     def finish(self, job_id: str, owner: str, outcome: JobOutcome | None) -> Job:
-        """End the job. An `outcome` of None means a plain command that exited with 0.
+        """End the job. An `outcome` of None means that the command exited with 0 and wrote no
+        outcome.
 
         If a push job failed, the pipeline's pending push job takes over its commits. Raises
         LeaseLost.
@@ -205,7 +207,7 @@ class JobStore(JobReader):
                 return ended
             if job.num_lost >= job.spec.max_attempts:
                 last = f"That was attempt {job.num_lost} of {job.spec.max_attempts}."
-                return end_job(connection, job, _because(failed, last), now)
+                return end_job(connection, job, _final_failure(failed, last), now)
             return update_job(
                 connection,
                 job_id,
@@ -215,9 +217,9 @@ class JobStore(JobReader):
             )
 
     def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
-        """End a job that waits for its next attempt, if a pending push job can take over its
-        commits. Its outcome is then `failed`, the outcome of its last attempt. Returns the job,
-        which is RUNNING or has ended. Raises LeaseLost."""
+        """If a pending push job can take over the commits of this job, end this job instead of
+        starting its next attempt. `failed` is the outcome of its last attempt, and becomes the
+        outcome of the job. Returns the job, which is RUNNING or has ended. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             return _give_way(connection, job, failed, self._now(connection)) or job
@@ -256,8 +258,8 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
-                    # The job had no runner since its lease ran out. Move its start time by the same
-                    # number of seconds, so that they do not count against the job's time limit.
+                    # The job has had no runner since its lease ran out. Move its start time later
+                    # by this span, so that the span does not count against the job's time limit.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
@@ -269,17 +271,18 @@ class JobStore(JobReader):
         """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
         ids of the deleted jobs.
 
-        The jobs in `kept` stay, and so do the `newest` jobs of each pipeline and the `newest` plain
-        commands. This method also deletes the deliveries that led to no job and were received
-        before `before`. A deleted delivery that is repeated counts as a new delivery.
+        Three groups of jobs are not deleted: the jobs in `kept`, the `newest` jobs of each
+        pipeline, and the `newest` plain commands. This method also deletes the deliveries that led
+        to no job and were received before `before`. If a deleted delivery is repeated, it counts as
+        a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
-        """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must
-        be deleted everywhere, because a reason may quote rows. An outcome without a reason stays as
-        it is, and an unknown id is skipped."""
+        """Replace the reasons in the outcomes of these jobs. This is for rows of a dataset that
+        must be deleted everywhere, because a reason may quote such rows. An outcome without a
+        reason does not change, and an unknown job id is skipped."""
         for job_id in job_ids:
             with writing(self._engine) as connection:
                 try:
@@ -320,11 +323,11 @@ def _give_way(connection: Connection, job: Job, failed: JobOutcome, now: float) 
     if successor is None:
         return None
     return end_job(
-        connection, job, _because(failed, f"{successor.id} takes over its commits."), now
+        connection, job, _final_failure(failed, f"{successor.id} takes over its commits."), now
     )
 
 
-def _because(failed: JobOutcome, why_no_more: str) -> JobOutcome:
+def _final_failure(failed: JobOutcome, why_no_more: str) -> JobOutcome:
     """The outcome of a job, made from the outcome of its last attempt. `why_no_more` says why there
     is no further attempt."""
     reason = " ".join(filter(None, (failed.reason, why_no_more)))

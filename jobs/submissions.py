@@ -1,7 +1,8 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
 A *push job* is a job of a pipeline that was not submitted by hand. A pending push job may absorb
-many submissions of one transaction. To save time, its row is written only once, at the end.
+many submissions of one transaction. To save time, the job's row is written only once, at the end of
+the transaction.
 """
 
 import json
@@ -34,16 +35,15 @@ DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
 _FAILED_OR_CANCELLED: tuple[JobState, ...] = ("ERROR", "CANCELED")
-"""A job in one of these states has not done its work. So if its delivery is repeated, the repeat
-may lead to another job."""
+"""A job in one of these states has not done its work. So if one of its deliveries is repeated, the
+repeated delivery may lead to another job."""
 
 
 def submit_all(
     connection: Connection, requests: Sequence[JobRequest], now: float
 ) -> list[Submission]:
-    """Submit the requests in order, each as `JobStore.submit` describes. Like `JobStore.submit`,
-    raises PendingJob if a request by hand finds that its pipeline already has a pending job by
-    hand."""
+    """Submit the requests in order, by the rules of `JobStore.submit`. Raises PendingJob, as
+    `JobStore.submit` does."""
     batch = _Batch(connection, now)
     known = _known_deliveries(connection, requests)
     answered: dict[DeliveryKey, tuple[Delivery, int]] = {}
@@ -116,11 +116,12 @@ def _write_answers(
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """The job with which the next submission is compared. The submission is a duplicate of this
-    job, or this job absorbs the submission, or the submission gets a new job.
+    """The job with which the next submission is compared. There are three possible results: the
+    submission is a duplicate of this job, this job absorbs the submission, or the submission gets a
+    new job.
 
-    For a pipeline, this is the pending push job or, if no push job is pending, the newest job. For
-    a plain command, it is the newest plain command with the same dedupe key.
+    For a pipeline, the candidate is the pending push job or, if no push job is pending, the newest
+    job. For a plain command, it is the newest plain command with the same dedupe key.
     """
 
     job: Job
@@ -164,9 +165,9 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # The pipeline's jobs before the candidate are not compared. After pushes of the commits
-            # A, B and A again, the third push must lead to another training, although the job of
-            # the first push has the same key.
+            # Jobs that are older than the candidate are not compared. If somebody pushes the
+            # commits A, B and A again, the third push must lead to another training, although the
+            # job of the first push has the same key.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
@@ -206,10 +207,11 @@ class _Batch:
         delivery must be submitted like a new one.
 
         Returns the job `number`, unless this job failed or was cancelled. In that case, returns the
-        newest later push job of the pipeline that did not fail and was not cancelled. This later
-        job trains on a newer commit, so a new training on the commit of the repeated delivery would
-        replace the newer weights by older ones. For a plain command that failed or was cancelled,
-        returns None, because no other job does the work of the command.
+        newest later push job of the pipeline that did not fail and was not cancelled. That job
+        trains on a newer commit than the repeated delivery. So the commit of the repeated delivery
+        is not trained on again, because such a training would replace newer weights by older ones.
+        For a plain command that failed or was cancelled, returns None, because no other job does
+        the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -281,7 +283,8 @@ class _Batch:
         self, pending: _Candidate, spec: JobSpec, payload: dict[str, Any] | None
     ) -> _Candidate:
         merged = merge_specs(pending.job.spec, spec)
-        if newest_commit(merged) != newest_commit(spec) and self._repeats_an_event(pending.job):
+        arrived_late = newest_commit(merged) != newest_commit(spec)
+        if arrived_late and self._answers_for_an_old_delivery(pending.job):
             merged = merge_specs(pending.job.spec, spec, may_be_older=False)
         run_after = due_at(merged, pending.job.created_at, self._now)
         job = replace(pending.job, spec=merged, run_after=run_after)
@@ -291,20 +294,20 @@ class _Batch:
             return replace(pending, job=job)
         return _Candidate(job=replace(job, payload=payload), dedupe_key=spec.dedupe_key)
 
-    def _repeats_an_event(self, pending: Job) -> bool:
-        """Whether the pending job answers for an old delivery: one that an earlier job of the
-        pipeline already answered for, because the delivery was repeated, or because the pending job
-        took it over from a failed job.
+    def _answers_for_an_old_delivery(self, pending: Job) -> bool:
+        """Whether the pending job answers for an old delivery. A delivery is old if an earlier job
+        of the pipeline has answered for it too: the sender repeated the delivery, or the pending
+        job took it over from a failed job.
 
-        A push that arrives now is newer than an old delivery. If the commit of this push is the
-        commit before the old delivery, somebody has force-pushed the branch back.
+        A push that arrives now is newer than an old delivery. If the push ends at the commit at
+        which the old delivery begins, somebody has force-pushed the branch back to this commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
         own = select(links.delivery_id).where(links.job_number == number)
         not_written = [link.delivery_id for link in self._links if link.job_number == number]
-        # Compare only jobs of this pipeline, because another pipeline that follows the same dataset
-        # answers for the same deliveries.
+        # Compare only jobs of this pipeline. If another pipeline follows the same dataset, its jobs
+        # answer for the same deliveries.
         same_pipeline = JOBS.c.pipeline == pending.spec.pipeline
         earlier_jobs = JOB_DELIVERIES.join(JOBS, JOBS.c.number == links.job_number)
         earlier = select(links.job_number).select_from(earlier_jobs)
@@ -346,9 +349,9 @@ class _Batch:
 
 
 def _failed_or_cancelled(job: Job) -> bool:
-    """Whether the job failed, was cancelled, or still runs but will be cancelled. If its delivery
-    is repeated, the repeat may then lead to another job. A job that completed before it could be
-    cancelled does not count as cancelled, because it has done its work."""
+    """Whether the job failed, was cancelled, or still runs but will be cancelled. If a delivery of
+    such a job is repeated, the repeated delivery may lead to another job. A job that completed
+    before it could be cancelled does not count as cancelled, because it has done its work."""
     return job.state in _FAILED_OR_CANCELLED or (job.cancel_requested and not job.has_ended)
 
 

@@ -1,8 +1,8 @@
 """Does the work that follows the end of a job, in threads of the runner's process.
 
 When a job ends, one thread counts the outcome in the metrics, removes files that only a running job
-needs, and sends the outcome to `on_outcome`. Once an hour, another thread removes the folders of
-old jobs, and deletes very old jobs from the job store.
+needs, and reports the outcome as the setting `on_outcome` says. Once an hour, another thread
+removes the folders of old jobs, and deletes very old jobs from the job store.
 """
 
 import logging
@@ -29,11 +29,11 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Handle the outcome of every job that ends before the `with` block ends, including a job that
-    ends just before.
+    """Run the two threads that the module's docstring describes, until the `with` block ends. The
+    first thread then also handles the jobs that ended last, so that no outcome is missed.
 
-    With `serves_metrics`, also serve the runner's metrics, unless `metrics_port` is 0. Raises
-    StoreError.
+    With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
+    Raises StoreError.
     """
     stop = threading.Event()
     with open_job_store(settings, home) as store:
@@ -42,10 +42,10 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             try:
                 metrics.serve(settings.jobs.metrics_port)
             except OSError as error:
-                # Jobs can run without metrics.
+                # Continue, because jobs can run without metrics.
                 logger.warning(
-                    "metrics cannot use port %d (%s): free the port, or set metrics_port under "
-                    "[jobs]",
+                    "metrics cannot use port %d (%s): free the port, or set another metrics_port "
+                    "under [jobs]",
                     settings.jobs.metrics_port,
                     error.strerror,
                 )
@@ -93,7 +93,7 @@ def _prune_hourly(settings: Settings, home: Home, store: JobStore, stop: threadi
         try:
             prune(settings, home, store)
         except (StoreError, HubError, OSError) as error:
-            logger.error("old jobs and their folders are kept for another hour: %s", error)
+            logger.error("old jobs cannot be removed now; trying again in an hour: %s", error)
         if stop.wait(PRUNE_SECONDS):
             return
 

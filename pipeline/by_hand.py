@@ -1,5 +1,6 @@
-"""Runs the runner of a stack (`run_jobs`). Also provides a hub and a runner for a job that a person
-submits (`with_runner`): those of the stack if a stack is up, and otherwise new ones."""
+"""Runs the job runner (`run_jobs`). Also provides a hub and a runner for a job that a person
+submits (`with_runner`). If a stack is up, these are the hub and the runner of the stack. Otherwise
+new ones are started."""
 
 import os
 import signal
@@ -43,14 +44,15 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     """Provide a hub and a runner for one job; yields the hub's URL.
 
     If a stack is up, its hub and runner are used. Otherwise this starts a hub on a free port and a
-    runner, and stops both when the `with` block ends.
+    runner. When the `with` block ends, this waits until no job is left, and then stops both.
 
-    With `detach`, this starts only the hub. When the `with` block ends, this stops the hub again
-    and starts a detached runner, which runs a hub of its own. The detached runner ends when no job
-    is left.
+    With `detach`, and if no stack is up, this starts only the hub. When the `with` block ends, this
+    stops the hub and starts a detached runner, which runs its own hub. The detached runner ends
+    when no job is left.
     """
     if read_stack(home) is not None:
-        # The stack may be a detached runner, whose hub uses another port than the settings say.
+        # Read the hub's URL from the record of the stack. The stack may be a detached runner, and
+        # the port of its hub is then not the port in the settings.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
@@ -69,8 +71,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
     finally:
         stack.stop()
     if detach:
-        # Start the detached runner only now, after the job was submitted, because the runner ends
-        # as soon as it finds no job.
+        # Start the detached runner only now. The job was submitted in the `with` block, and a
+        # runner that is started earlier might find no job and end.
         subprocess.Popen(
             [sys.executable, "-m", "pipeline", "jobs", "runner", "--with-hub", "--until-idle"],
             stdin=subprocess.DEVNULL,
@@ -81,8 +83,8 @@ def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str
 
 
 def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
-    """Run the jobs of this state folder until this process gets SIGTERM or SIGINT. With
-    `until_idle`, stop as soon as no job is left. With `with_hub`, also run a hub."""
+    """Run the jobs of the state folder until this process gets SIGTERM or SIGINT. With
+    `until_idle`, stop earlier: as soon as no job is left. With `with_hub`, also run a hub."""
     from jobs.runner import Runner
 
     settings = load_settings()
@@ -105,12 +107,12 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
                 _with_preload(settings.jobs),
                 {
                     **{name: each for name, each in os.environ.items() if name != "WEBHOOK_SECRET"},
-                    **_own_token(tokens),
+                    **_user_token_variable(tokens),
                     "HF_ENDPOINT": settings.hub_url,
                     "PIPELINE_HOME": str(home.root),
                     "PIPELINE_SETTINGS": str(settings_file()),
                 },
-                of_attempt=lambda job: _of_attempt(job, tokens),
+                of_attempt=lambda job: _attempt_variables(job, tokens),
                 secret_key=tokens.key.encode(),
                 alive_file=home.runner_alive,
             )
@@ -123,25 +125,26 @@ def run_jobs(home: Home, *, until_idle: bool, with_hub: bool) -> None:
             stack.stop()
 
 
-def _of_attempt(job: Job, tokens: Tokens) -> dict[str, str]:
+def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
     """The environment variables that are set for one attempt of a job.
 
     The hub and the completion server both accept the attempt's token, which becomes invalid when
-    the attempt ends. If the stack's own webhook triggered the job, the job also gets the secret of
-    this webhook.
+    the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
+    secret that proved this delivery. A job that a person submitted, or that the hub started as a
+    copy for another webhook, does not get this secret.
     """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
-    is_of_other_webhook = "webhook" in job.spec.labels
-    if job.payload is not None and not job.by_hand and not is_of_other_webhook:
+    is_copy_for_webhook = "webhook" in job.spec.labels
+    if job.payload is not None and not job.by_hand and not is_copy_for_webhook:
         variables["WEBHOOK_SECRET"] = tokens.webhook
     return variables
 
 
-def _own_token(tokens: Tokens) -> dict[str, str]:
-    """The variable with the user's token for other hubs, whose value is `HF_TOKEN` of the shell
-    that started this process. Empty if `HF_TOKEN` is not set, or is the token of the stack's own
-    hub."""
+def _user_token_variable(tokens: Tokens) -> dict[str, str]:
+    """The environment variable that passes the user's own token on to the jobs, which need it for
+    other hubs. The token is `HF_TOKEN` of the shell that started this process. Empty if `HF_TOKEN`
+    is not set, or if it is the token of the stack's own hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 
@@ -153,8 +156,8 @@ def _with_preload(settings: JobsSettings) -> JobsSettings:
 
 
 def _wait_until_idle(home: Home, settings: Settings) -> None:
-    """Wait until every job has ended, not only the job that was submitted here. Another `pipeline
-    jobs run` may have found this runner and submitted a second job."""
+    """Wait until every job has ended, not only the job that was submitted in the `with` block.
+    Meanwhile, another `pipeline jobs run` may have found this runner and submitted a second job."""
     with open_job_store(settings, home) as store:
         while any(not job.has_ended for job in store.list(limit=NUM_WATCHED)):
             time.sleep(0.1)

@@ -28,32 +28,36 @@ from pipeline.retrain.snapshot import DatasetHub, DatasetSource
 from pipeline.settings import PipelineSettings
 from pipeline.tokens import load_tokens
 
-WHOLE = 1 << 30
-"""More tokens than any row has. With this as the length of a sequence, no row is cut, so all its
-tokens are counted."""
+UNCUT_LENGTH = 1 << 30
+"""A length that is greater than the number of tokens in any row. `sequences` cuts no row at this
+length, so all tokens of a row are counted."""
 
 
 def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
     """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
-    If `folder` is None, this reads the git clone of the pipeline's dataset that contains the
-    working folder. If there is no such clone, it reads the newest commit of the dataset.
+    If `folder` is None and the working folder is in a git clone of the pipeline's dataset, this
+    reads the files of the clone. Otherwise this reads the newest commit of the branch that the
+    pipeline follows.
     """
     settings = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []
     with _files(folder, home, pipeline) as (root, files):
         dataset = read_dataset(root, files, settings, bad.append)
-    # If there are bad rows, do not report that no row is left: the bad rows may be the only cause,
-    # and they are reported already.
+    # If rows are bad, do not also report that the dataset has no rows. The bad rows may be the only
+    # cause of that, and they are reported already.
     if not bad:
         try:
             check_not_empty(dataset)
         except DataError as error:
             bad.append(error)
     bases_dir = home.bases_dir / pipeline.name if pipeline is not None else None
-    share = held_out_now(bases_dir, dataset, settings)
-    rows = [row for row in dataset.train if row.digest not in share]
-    held_out = [*dataset.held_out, *(row for row in dataset.train if row.digest in share)]
+    held_out_digests = held_out_now(bases_dir, dataset, settings)
+    rows = [row for row in dataset.train if row.digest not in held_out_digests]
+    held_out = [
+        *dataset.held_out,
+        *(row for row in dataset.train if row.digest in held_out_digests),
+    ]
     tokens = _count_tokens(rows, home, pipeline) if pipeline is not None else None
     if tokens is None:
         return report_on(dataset, rows, held_out, bad=map(str, bad))
@@ -72,13 +76,13 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 def _files(
     folder: Path | None, home: Home, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yields a folder, and the files in it that belong to the dataset. In a folder of the user,
-    these are the files that a commit of the complete folder would contain."""
+    """Yields a folder, and the files in it that belong to the dataset. If the folder is the user's
+    own, these are the files that a commit of the complete folder would contain."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
     if folder is not None:
         if not folder.is_dir():
-            raise PipelineError(f"there is no folder {folder}; name one that holds data files")
+            raise PipelineError(f"there is no folder {folder}; name a folder with data files")
         yield folder, _tracked(folder)
         return
     if pipeline is None:
@@ -122,8 +126,8 @@ def _address(home: Home, pipeline: PipelineSettings) -> str:
 
 
 def _clone_of(dataset: str) -> Path | None:
-    """The top folder of the clone of `dataset` that contains the working folder. None if the
-    working folder is in no git clone, or in a clone of another repository."""
+    """The top folder of the git clone that contains the working folder, if this is a clone of
+    `dataset`. None if it is a clone of another repository, or if there is no clone."""
     top, remotes = _git("rev-parse", "--show-toplevel"), _git("remote", "-v")
     if not top or not remotes:
         return None
@@ -134,8 +138,8 @@ def _clone_of(dataset: str) -> Path | None:
 
 
 def _tracked(folder: Path) -> Sequence[str]:
-    """The files that a commit of this folder would contain: in a git clone all files that git does
-    not ignore, in any other folder all files."""
+    """The files that a commit of this folder would contain. In a git clone, these are all files
+    that git does not ignore. In any other folder, these are all files."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "-z", folder=folder)
     if listed is not None:
         return [file for file in listed.split("\0") if file and (folder / file).is_file()]
@@ -151,21 +155,22 @@ def _git(*arguments: str, folder: Path = Path()) -> str | None:
 
 
 @dataclass
-class _Tokens:
+class _TokenCounts:
     max_length: int
     """Training uses at most this many tokens of a row."""
     count: int | None = 0
     """The number of tokens in all rows; None if the tokenizer cannot encode rows of this kind."""
     cut: list[Row] = field(default_factory=list)
-    """The rows with an answer that have more than `max_length` tokens, so that training cuts
-    them."""
+    """The rows with an answer that have more than `max_length` tokens. Training cuts these rows."""
     refused: list[PipelineError] = field(default_factory=list)
-    """An error for each row that the tokenizer refuses."""
+    """One error for each row that the tokenizer refuses. If `count` is None, one error for all
+    rows."""
 
 
-def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -> _Tokens | None:
-    """Counts the tokens of the rows. Returns None if no tokenizer for this pipeline is on this
-    disk."""
+def _count_tokens(
+    rows: Sequence[Row], home: Home, pipeline: PipelineSettings
+) -> _TokenCounts | None:
+    """Counts the tokens of the rows. Returns None if `_tokenizer` finds no tokenizer."""
     found = _tokenizer(home, pipeline)
     if found is None:
         return None
@@ -174,7 +179,7 @@ def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -
 
     config = folder / "config.json"
     context = json.loads(config.read_bytes()) if config.is_file() else {}
-    tokens = _Tokens(
+    tokens = _TokenCounts(
         longest_sequence(
             pipeline.train.max_length, pipeline.base_model, context.get("max_position_embeddings")
         )
@@ -182,7 +187,7 @@ def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -
     count = 0
     for row in rows:
         try:
-            sizes = [len(each.token_ids) for each in sequences([row], tokenizer, WHOLE)]
+            sizes = [len(each.token_ids) for each in sequences([row], tokenizer, UNCUT_LENGTH)]
         except DataError as error:
             tokens.refused.append(error)
             continue
@@ -197,9 +202,9 @@ def _count_tokens(rows: Sequence[Row], home: Home, pipeline: PipelineSettings) -
 
 
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
-    """A tokenizer, and the folder that it was read from: the tokenizer of the release that a job
-    would start from or, if there is no such release, of the base model. None if neither is on this
-    disk, or if `transformers` is not installed."""
+    """The tokenizer of the release that a job would start from, and the folder that it was read
+    from. If there is no such release, the tokenizer of the base model. None if neither of the two
+    is on this disk, or if `transformers` is not installed."""
     folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])

@@ -1,4 +1,4 @@
-"""Checks a stack and its state folder. Reports what is wrong and what to do about it. Repairs
+"""Checks a stack and its state folder. Reports what is wrong and what to do about it, but repairs
 nothing."""
 
 import shutil
@@ -10,15 +10,15 @@ from contextlib import closing
 from jobs.errors import JobError
 from jobs.launchers.process import is_alive
 from jobs.migrations import HEAD as JOBS_SCHEMA
-from pipeline.doctor_jobs import base_models, metrics_port, trainers
+from pipeline.doctor_jobs import check_base_models, check_metrics_port, check_trainers
 from pipeline.errors import PipelineError
 from pipeline.findings import Finding, ok, wrong
 from pipeline.hub.database import SCHEMA_REVISION as HUB_SCHEMA
 from pipeline.hub.database import check_schema
 from pipeline.hub.errors import HubError
 from pipeline.job_store import jobs_schema, reading_jobs
-from pipeline.moved_datasets import fault, moved_datasets, next_step
-from pipeline.other_hubs import webhooks_at_other_hubs
+from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
+from pipeline.other_hubs import check_webhooks_at_other_hubs
 from pipeline.paths import Home
 from pipeline.probes import health, liveness, port_fault
 from pipeline.sealed_secrets import lost_secrets
@@ -42,12 +42,12 @@ Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
-    """Run every check, in the order of `CHECKS`. If a fault that one check finds may be the cause
-    of faults that other checks find, that check comes first."""
+    """Run every check, in the order of `CHECKS`. A check whose faults can cause faults in other
+    checks comes before those checks."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
-def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_programs(home: Home, settings: Settings) -> Iterator[Finding]:
     found = installed_versions()
     yield ok("python", str(found["python"]))
     engine = choose_engine(settings.serving.engine)
@@ -70,7 +70,7 @@ def _programs(home: Home, settings: Settings) -> Iterator[Finding]:
         yield ok("git", number)
 
 
-def _state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
     if not home.root.exists():
         yield wrong("state", f"{home.root} does not exist", "start the stack: pipeline up")
         return
@@ -102,13 +102,13 @@ def _state_folder(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok("tokens", f"only its owner can read {file}")
 
 
-def _secrets(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_secrets(home: Home, settings: Settings) -> Iterator[Finding]:
     if not home.tokens_file.exists():
         return
     try:
         key = load_tokens(home.tokens_file).key
     except PipelineError:
-        return  # `_state_folder` has already reported this error
+        return  # `_check_state_folder` has already reported this error
     lost = list(lost_secrets(home, settings, key))
     for each in lost:
         yield wrong("secrets", each.message, f"{each.next_step}; or restore the old tokens.json")
@@ -116,36 +116,36 @@ def _secrets(home: Home, settings: Settings) -> Iterator[Finding]:
         yield ok("secrets", "the key in tokens.json decrypts the secrets of webhooks and jobs")
 
 
-def _schemas(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_schemas(home: Home, settings: Settings) -> Iterator[Finding]:
     hub = home.hub_dir / "hub.sqlite"
     try:
         found = check_schema(hub)
     except HubError as error:
         yield wrong("hub database", str(error), "upgrade hotpush, or restore a backup")
     else:
-        yield ok("hub database", _schema_words(found, HUB_SCHEMA))
+        yield ok("hub database", _describe_schema(found, HUB_SCHEMA))
     try:
         found = jobs_schema(settings, home)
     except JobError as error:
         yield wrong("job database", str(error), "upgrade hotpush, or restore a backup")
     else:
-        yield ok("job database", _schema_words(found, JOBS_SCHEMA))
+        yield ok("job database", _describe_schema(found, JOBS_SCHEMA))
 
 
-def _schema_words(found: str | None, head: str) -> str:
+def _describe_schema(found: str | None, head: str) -> str:
     if found is None:
         return "does not exist yet; the first start creates it"
     return f"schema {found}" + ("" if found == head else f"; the next start upgrades it to {head}")
 
 
-def _services(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_services(home: Home, settings: Settings) -> Iterator[Finding]:
     record = read_stack(home)
     if record is None:
         if home.stack_file.exists():
             yield wrong(
                 "stack",
                 "the stack was killed, and the services that it started may still run",
-                "start the stack again; it first ends these services: pipeline up",
+                "start the stack again: pipeline up (this first ends the services that still run)",
             )
         try:
             services = services_of(settings)
@@ -172,17 +172,17 @@ def _services(home: Home, settings: Settings) -> Iterator[Finding]:
             where = "" if child.url is None else f" on {child.url}"
             yield wrong(
                 child.name,
-                f"it does not answer{where}; if it goes on like that, the stack kills it and "
-                "starts it again",
+                f"it does not answer{where}; if it stays silent, the stack kills it and starts it "
+                "again",
                 f"read {log}",
             )
         else:
             yield ok(child.name, f"up, process {child.process.pid}")
 
 
-def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks the webhooks of the stack's own hub. Yields nothing if the hub does not answer,
-    because `_services` has already reported this."""
+def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
+    """Checks the webhooks of the stack's own hub. Yields nothing if no stack is up or the hub does
+    not answer, because `_check_services` has already reported this."""
     if read_stack(home) is None or health(settings.hub_url) is None:
         return
     from receiver.webhooks import list_webhooks
@@ -219,7 +219,8 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "webhook",
                 f"{webhook.id} is suspended, because {webhook.url or 'its job'} failed again and "
-                "again; its deliveries wait until a trial delivery succeeds or you enable it",
+                "again. Its deliveries wait until one that the hub sends as a trial succeeds, or "
+                "until you enable the webhook",
                 f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:
@@ -236,7 +237,7 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
         watched = {item.name for item in ours.watched}
         moved = moved_datasets(settings, load_tokens(home.tokens_file))
         for dataset, present in moved.items():
-            yield wrong("webhook", fault(dataset, present), next_step(present))
+            yield wrong("webhook", moved_message(dataset, present), moved_next_step(present))
         missing = set(settings.datasets_on_hub) - watched - set(moved)
         if missing:
             yield wrong(
@@ -248,7 +249,7 @@ def _webhook(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok("webhook", f"{ours.id} delivers to {url}")
 
 
-def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
     database = home.hub_dir / "hub.sqlite"
     if not database.exists():
         return
@@ -264,7 +265,7 @@ def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
     if dead := counts.get("dead", 0):
         yield wrong(
             "deliveries",
-            f"{dead} were given up, because no attempt to deliver them succeeded",
+            f"{dead} were given up, because every attempt to deliver them failed",
             "to see why: pipeline webhooks deliveries; to send a delivery again: pipeline webhooks "
             "replay",
         )
@@ -272,7 +273,7 @@ def _deliveries(home: Home, settings: Settings) -> Iterator[Finding]:
         yield ok("deliveries", f"{counts.get('pending', 0)} pending, none given up")
 
 
-def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_last_jobs(home: Home, settings: Settings) -> Iterator[Finding]:
     try:
         with reading_jobs(settings, home) as store:
             if store is None:
@@ -290,8 +291,8 @@ def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
                         f"{pipeline.name}: {last.id} {last.outcome.result}: {last.outcome.reason}",
                         f"pipeline jobs logs {last.id}; then "
                         + (
-                            "push better rows, or accept these: pipeline jobs run --force --reason "
-                            '"…"'
+                            "push better rows, or accept the refused rows: pipeline jobs run "
+                            '--force --reason "…"'
                             if last.outcome.result == "rejected"
                             else "push again, or: pipeline jobs run"
                         ),
@@ -299,10 +300,10 @@ def _jobs(home: Home, settings: Settings) -> Iterator[Finding]:
                 else:
                     yield ok("jobs", f"{pipeline.name}: {last.id} {last.outcome.result}")
     except JobError:
-        return  # `_schemas` has already reported this error
+        return  # `_check_schemas` has already reported this error
 
 
-def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
+def _check_releases(home: Home, settings: Settings) -> Iterator[Finding]:
     from serving.weights.release_store import (
         UNFINISHED,
         release_ids,
@@ -331,7 +332,7 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
         if (damaged := stood_in_for(folder)) is not None and served is not None:
             yield wrong(
                 "releases",
-                f"{served.name} stands in for {damaged}, which could not be served",
+                f"{served.name} is served as a substitute for {damaged}, which could not be served",
                 f"train again on the rows of {damaged}: pipeline jobs run; or restore its files, "
                 "then: pipeline releases repair",
             )
@@ -344,21 +345,21 @@ def _releases(home: Home, settings: Settings) -> Iterator[Finding]:
         if read_stack(home) is None and list(folder.glob(f"{UNFINISHED}*")):
             yield wrong("releases", f"unfinished folders in {folder}", "pipeline up removes them")
         if not broken:
-            yield ok("releases", f"{pipeline.name}: {len(ids)} releases, all complete")
+            yield ok("releases", f"{pipeline.name}: {len(ids)} releases, all undamaged")
 
 
 CHECKS: tuple[Check, ...] = (
-    _programs,
-    _state_folder,
-    _schemas,
-    _secrets,
-    base_models,
-    trainers,
-    metrics_port,
-    _services,
-    _webhook,
-    webhooks_at_other_hubs,
-    _deliveries,
-    _jobs,
-    _releases,
+    _check_programs,
+    _check_state_folder,
+    _check_schemas,
+    _check_secrets,
+    check_base_models,
+    check_trainers,
+    check_metrics_port,
+    _check_services,
+    _check_webhooks,
+    check_webhooks_at_other_hubs,
+    _check_deliveries,
+    _check_last_jobs,
+    _check_releases,
 )

@@ -12,14 +12,14 @@ from pipeline.findings import Finding, ok, wrong
 from pipeline.paths import Home
 from pipeline.probes import port_fault
 from pipeline.retrain.reporters import check_reporters
-from pipeline.rules import program_of
+from pipeline.rules import absolute_command
 from pipeline.settings import PipelineSettings, Settings, settings_file
 from pipeline.stack_record import read_stack
 
 NEEDED_TO_TRAIN = ("torch", "transformers", "datasets", "safetensors")
 
 
-def base_models(home: Home, settings: Settings) -> Iterator[Finding]:
+def check_base_models(home: Home, settings: Settings) -> Iterator[Finding]:
     for pipeline in settings.pipelines:
         missing = pipeline.missing_base()
         if missing is not None:
@@ -28,20 +28,21 @@ def base_models(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok("base model", f"{pipeline.name}: {pipeline.base_model}")
 
 
-def trainers(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks for each pipeline whether its jobs can start: whether the program of `command` exists
-    or, without `command`, whether the modules of the built-in training are installed."""
+def check_trainers(home: Home, settings: Settings) -> Iterator[Finding]:
+    """Checks for each pipeline whether its jobs can start. With a `command`, the program of this
+    command must exist. Without a `command`, the modules that the built-in training imports must be
+    installed."""
     for pipeline in settings.pipelines:
-        faults = list(_command(pipeline) if pipeline.command else _training(pipeline))
+        faults = list(_check_command(pipeline) if pipeline.command else _check_training(pipeline))
         yield from faults
         if not faults:
             what = pipeline.command[0] if pipeline.command else "the built-in training"
             yield ok("trainer", f"{pipeline.name}: {what}")
 
 
-def _command(pipeline: PipelineSettings) -> Iterator[Finding]:
+def _check_command(pipeline: PipelineSettings) -> Iterator[Finding]:
     assert pipeline.command is not None
-    program = program_of(*pipeline.command)[0]
+    program = absolute_command(*pipeline.command)[0]
     if shutil.which(program) is None:
         what = "is not an executable program" if "/" in program else "is not a program on PATH"
         yield wrong(
@@ -51,12 +52,12 @@ def _command(pipeline: PipelineSettings) -> Iterator[Finding]:
         )
 
 
-def _training(pipeline: PipelineSettings) -> Iterator[Finding]:
+def _check_training(pipeline: PipelineSettings) -> Iterator[Finding]:
     missing = [name for name in NEEDED_TO_TRAIN if find_spec(name) is None]
     if missing:
         needs = "the built-in training needs " + ("them" if len(missing) > 1 else "it")
         if pipeline.train.lora_rank is not None:
-            needs = f"{needs}, also for `lora_rank`"
+            needs = f"{needs}, even if `lora_rank` is set"
         yield wrong(
             "trainer",
             f"{pipeline.name}: {', '.join(missing)} not installed; {needs}",
@@ -69,11 +70,11 @@ def _training(pipeline: PipelineSettings) -> Iterator[Finding]:
             yield wrong("trainer", f"{pipeline.name}: {error}", "do what the message says")
 
 
-def metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks whether the runner serves its metrics. If no stack is up, checks whether the port for
-    the metrics is free."""
+def check_metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
+    """Checks whether the runner serves its metrics. If no stack is up, checks instead whether the
+    port for the metrics is free."""
     port = settings.jobs.metrics_port
-    step = "free the port, or set metrics_port under [jobs] to another one; 0 turns the metrics off"
+    step = "free the port, or set another metrics_port under [jobs]; 0 turns the metrics off"
     record = read_stack(home)
     if record is None:
         if port and port_fault(f"http://127.0.0.1:{port}") is not None:
@@ -84,7 +85,9 @@ def metrics_port(home: Home, settings: Settings) -> Iterator[Finding]:
     if runner is None or runner.process is None or not is_alive(runner.process):
         return
     if not _serves_our_metrics(port):
-        message = f"port {port} does not serve the runner's metrics; does another program use it?"
+        message = (
+            f"port {port} does not serve the runner's metrics; does another program use this port?"
+        )
         yield wrong("ports", message, f"{step}; then restart the stack")
     else:
         yield ok("metrics", f"the runner serves its metrics on port {port}")

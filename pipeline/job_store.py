@@ -14,8 +14,9 @@ from pipeline.tokens import Tokens
 
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
-    """Open the store at `database_url` under `[jobs]`. If this setting is missing, open the store
-    in the state folder, and create it if it does not exist. Raises StoreError."""
+    """Open the store at `database_url` under `[jobs]` or, if this setting is missing, the store in
+    the state folder. Creates or upgrades the tables of the store if necessary. Raises StoreError.
+    """
     if settings.jobs.database_url is not None:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)
@@ -24,8 +25,8 @@ def open_job_store(settings: Settings, home: Home) -> JobStore:
 
 @contextmanager
 def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
-    """Open the store that `open_job_store` opens, but only for reading. Yields None if the store
-    does not exist yet. Raises StoreError."""
+    """Open the same store as `open_job_store`, but only for reading: nothing is created or
+    upgraded. Yields None if the store does not exist yet. Raises StoreError."""
     if settings.jobs.database_url is None and not home.jobs_database.exists():
         yield None
         return
@@ -50,7 +51,7 @@ def is_token_of_running_job(
 
 
 def jobs_schema(settings: Settings, home: Home) -> str | None:
-    """The schema revision of the job store; None if there is no store yet. Changes nothing.
+    """The schema revision of the job store; None if there is no store yet. Upgrades nothing.
 
     Raises StoreError.
     """
@@ -67,8 +68,8 @@ def check_schemas(settings: Settings, home: Home) -> None:
     """Raise HubError or StoreError if a newer version of hotpush wrote the hub's database or the
     job store.
 
-    Call this before any service starts, because a service upgrades its database when it starts. If
-    one database is too new for this version, the other must not be upgraded either.
+    Call this before any service starts. A service upgrades its database when it starts. Without
+    this check, the stack might upgrade one database, and only then find that the other is too new.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

@@ -4,7 +4,8 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""Only this many of the newest jobs are looked at. Between two looks, far fewer jobs change."""
+"""How many of the newest jobs `news` looks at. Far fewer jobs than this change between two calls of
+`news`."""
 
 
 class Journal:
@@ -16,7 +17,7 @@ class Journal:
         self._seen = {job.id: job.state for job in store.list(limit=NUM_WATCHED)}
 
     def news(self) -> list[str]:
-        """A line for each job whose state changed, oldest first."""
+        """One line for each job whose state has changed. The line of the oldest job comes first."""
         if not self._store.changed():
             return []
         lines = []
@@ -28,8 +29,8 @@ class Journal:
 
 
 def subject(job: Job) -> str:
-    """What the job is about: the dataset and the commit of a retraining, or else the job's
-    command."""
+    """What the job is about: if the job is for a commit, the dataset and this commit; otherwise the
+    job's command."""
     revisions = job.spec.revisions
     if revisions is None:
         return " ".join(job.spec.command)

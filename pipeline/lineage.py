@@ -28,13 +28,13 @@ class JobContext:
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit,
-    because this commit then counts."""
+    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit:
+    the lineage then names this commit, and the payload is not needed."""
 
-    def following(self, ref: str) -> "JobContext":
-        """The same context, with `ref` and its new commit if the push moved `ref` (such as
-        `refs/heads/main`). Otherwise with the first ref that the push moved. Unchanged if
-        `updated_refs` is empty."""
+    def for_ref(self, ref: str) -> "JobContext":
+        """The same context, but with `ref` (such as `refs/heads/main`) and the new commit that the
+        push gave to `ref`. If the push did not move `ref`, the context gets the first ref that the
+        push moved, and the new commit of that ref. Unchanged if `updated_refs` is empty."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]
@@ -43,7 +43,7 @@ class JobContext:
 
 
 def job_context(environment: Mapping[str, str]) -> JobContext:
-    """The context of the job whose environment variables these are.
+    """The context of the job that has these environment variables.
 
     The commit comes from the job's spec. If the job is a plain command, its spec names no commit,
     and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR` contains no
@@ -83,9 +83,9 @@ def lineage(
 ) -> Lineage:
     """The lineage of a release that is published now.
 
-    `parent` and `revision` are the options of `pipeline releases publish`; None if the trainer gave
-    no such option. In a job, `served` then takes the place of `parent`, and the job's commit takes
-    the place of `revision`. `served` is the id of the served release.
+    `parent` and `revision` are options of `pipeline releases publish`, and None if the trainer did
+    not use them. `served` is the id of the served release, or None if no release is served. In a
+    job, `served` replaces a missing `parent`, and the job's commit replaces a missing `revision`.
     """
     return Lineage(
         parent=parent or (served if context.job_id is not None else None),

@@ -1,5 +1,5 @@
 """Finds out whether a child process of the stack works or hangs. For each child, a thread asks
-again and again whether the child works. One such question is called a probe."""
+again and again whether the child works. Each of these questions is called a probe."""
 
 import threading
 import time
@@ -12,43 +12,49 @@ from pipeline.probes import liveness
 Answer = Literal["works", "silent", "dead"]
 """`silent`: the child gave no answer. `dead`: the child answered that it cannot work any more and
 must be restarted."""
-Probe = Callable[[float], Answer]
-"""Asks the child once, and waits for its answer for at most the given number of seconds."""
+LivenessProbe = Callable[[float], Answer]
+"""A function that asks the child once. It waits for the child's answer for at most the given number
+of seconds."""
 
-PROBE_SECONDS = 5.0
-PROBES_OF_A_HANG = 6
-"""A child counts as hung after `hang_seconds` without an answer. The interval between two probes is
-PROBE_SECONDS, or shorter, so that the child gets at least this many probes in `hang_seconds`."""
+PROBE_INTERVAL_SECONDS = 5.0
+"""The longest time from one probe to the next, and the longest time that a probe waits for its
+answer."""
+MIN_PROBES_PER_HANG = 6
+"""A child counts as hung after `hang_seconds` without an answer. If `hang_seconds` is short, the
+interval between probes gets shorter, so that the child gets at least this many probes in that time.
+"""
 
 
-class Pulse:
+class ChildWatch:
     """Watches one child process until `stop` is called.
 
-    Before its first answer, the child may be silent for `start_seconds`; after it, for
-    `hang_seconds`. To measure the silence, each probe without an answer adds the time until the
-    next probe, but at most two intervals. This limit is needed because this process itself may not
-    run for a while, for example while the machine sleeps, and the child must not count as hung for
-    that reason.
+    Until its first answer, the child may be silent for `start_seconds`. After its first answer, it
+    may be silent for `hang_seconds`.
+
+    Each probe without an answer adds the time until the next probe to the child's silent time, but
+    never more than two intervals. Without this limit, a pause of our own process (for example, when
+    the machine sleeps) would count as silence of the child, and the child would be killed as hung.
     """
 
-    def __init__(self, probe: Probe, *, start_seconds: float, hang_seconds: float) -> None:
+    def __init__(self, probe: LivenessProbe, *, start_seconds: float, hang_seconds: float) -> None:
         self._probe = probe
         self._start_seconds = start_seconds
         self._hang_seconds = hang_seconds
-        self._interval = min(PROBE_SECONDS, hang_seconds / PROBES_OF_A_HANG)
+        self._interval = min(PROBE_INTERVAL_SECONDS, hang_seconds / MIN_PROBES_PER_HANG)
         self._has_answered = False
         self._is_dead = False
         self._silent_seconds = 0.0
         self._stop = threading.Event()
-        threading.Thread(target=self._watch, name="pulse", daemon=True).start()
+        threading.Thread(target=self._watch, name="child-watch", daemon=True).start()
 
     @property
-    def is_silent(self) -> bool:
-        """Whether the child has answered before, but has now been silent for two intervals."""
+    def has_stopped_answering(self) -> bool:
+        """True if the child has answered in the past, but has now been silent for two intervals or
+        longer."""
         return self._has_answered and self._silent_seconds >= 2 * self._interval
 
     @property
-    def verdict(self) -> str | None:
+    def kill_reason(self) -> str | None:
         """Why the child must be killed; None if it need not be killed."""
         if self._is_dead:
             return "it answered that it must be restarted"
@@ -71,7 +77,7 @@ class Pulse:
                 self._silent_seconds += min(time.monotonic() - began, 2 * self._interval)
 
 
-def http_probe(url: str) -> Probe:
+def http_probe(url: str) -> LivenessProbe:
     """The probe for a service that has a port. It sends `GET /live`. The status 503 means `dead`,
     and any other status means `works`."""
 
@@ -84,9 +90,10 @@ def http_probe(url: str) -> Probe:
     return probe
 
 
-def file_probe(file: Path) -> Probe:
+def file_probe(file: Path) -> LivenessProbe:
     """The probe for a service that has no port, but touches `file` again and again while it works.
-    The answer is `silent` if the file's time has not changed since the last probe."""
+    The answer is `silent` if the file does not exist, or if its time has not changed since the last
+    probe."""
 
     def touched_at() -> int | None:
         try:

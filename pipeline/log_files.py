@@ -8,8 +8,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 NUM_KEPT = 3
-"""How many older parts of a log are kept, in the same folder as the log. The newest older part of
-`hub.log` is `hub.log.1`."""
+"""How many older parts of a log are kept. They are in the same folder as the log. Of the older
+parts of `hub.log`, the newest is `hub.log.1`."""
 
 
 def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
@@ -17,10 +17,10 @@ def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
     Before that, rename the older parts: `.1` becomes `.2`, and so on. The oldest part is
     overwritten.
 
-    The service keeps the log open, so renaming the log would not stop the service from writing to
-    the same file. Instead, the content is copied, and then the log is emptied. The service must
-    have opened the log for appending, so that it continues at the start of the empty file. Lines
-    that the service writes after the copying and before the emptying are lost.
+    This function does not rename the log itself: the service keeps the log open, and would continue
+    to write to the renamed file. Instead, this copies the content, and then empties the log. The
+    service must have opened the log for appending, because it then continues at the start of the
+    empty file. Lines that the service writes between the two steps are lost.
     """
     try:
         if log.stat().st_size <= max_bytes:

@@ -1,7 +1,7 @@
 """Sets up the logging of a service: as text for people, or as JSON for programs.
 
-A line of JSON also contains the ids of what the line is about, such as the job and the delivery. To
-add an id, pass it to the log call: `logger.info(…, extra={"job_id": job.id})`.
+A line of JSON also contains ids, for example the id of the job that the line is about. To add an
+id, pass it to the log call: `logger.info(…, extra={"job_id": job.id})`.
 """
 
 import json

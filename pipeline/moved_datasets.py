@@ -1,5 +1,5 @@
-"""Finds datasets of the stack's own hub that were renamed or given to another owner (moved), while
-`pipeline.toml` still has the old name. A pipeline then gets no pushes."""
+"""Finds datasets of the stack's own hub that were moved (renamed, or given to another owner) while
+`pipeline.toml` still has their old names. Pushes to such a dataset start no jobs."""
 
 from http import HTTPStatus
 
@@ -12,7 +12,7 @@ _ROUTE = "/api/datasets/"
 
 
 def moved_datasets(settings: Settings, tokens: Tokens) -> dict[str, str]:
-    """Name in the settings → present name, for each followed dataset that was moved. Empty if the
+    """The moved datasets that pipelines follow: name in the settings → present name. Empty if the
     hub does not answer."""
     moved = {}
     for dataset in settings.datasets_on_hub:
@@ -30,11 +30,11 @@ def moved_datasets(settings: Settings, tokens: Tokens) -> dict[str, str]:
     return moved
 
 
-def fault(dataset: str, present: str) -> str:
-    return f"the dataset {dataset} was moved to {present}, so pushes to it start no jobs"
+def moved_message(dataset: str, present: str) -> str:
+    return f"the dataset {dataset} was moved to {present}, so pushes to {present} start no jobs"
 
 
-def next_step(present: str) -> str:
+def moved_next_step(present: str) -> str:
     return (
         f'write dataset = "{present}" under [[pipelines]] in pipeline.toml, then: pipeline down && '
         "pipeline up --detach; then: pipeline jobs run"

@@ -18,14 +18,16 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0
 WAITS_SECONDS = (0.0, 1.0, 5.0)
-"""The seconds to wait before each attempt to send to a URL. A command is run only once."""
+"""The seconds to wait before each attempt to post the outcome to a URL. A command is run only once.
+"""
 
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
-    """Send the job's outcome. Returns whether the URL or the command accepted it; also False if
-    there is nothing to send, because `on_outcome` is not set or the job has no outcome.
+    """Report the job's outcome. Returns whether the URL or the command accepted the outcome. Also
+    returns False if there is nothing to report, because `on_outcome` is not set or the job has no
+    outcome.
 
-    An error is logged and not raised, because it cannot change the outcome of the job.
+    Logs an error instead of raising it, because the error must not affect the job.
     """
     if pipeline.on_outcome is None or job.outcome is None:
         return False
@@ -79,5 +81,5 @@ def _run(command: Sequence[str], body: str, job: Job, job_dir: Path) -> None:
     if done.returncode != 0:
         words = done.stderr.decode(errors="replace").strip().splitlines()
         raise OSError(
-            f"{command[0]} ended with {done.returncode}" + (f": {words[-1]}" if words else "")
+            f"{command[0]} exited with {done.returncode}" + (f": {words[-1]}" if words else "")
         )

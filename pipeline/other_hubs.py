@@ -27,24 +27,25 @@ from receiver.webhooks import (
 )
 
 _CHECK = "another hub"
-_ASK_AGAIN = "pipeline down, then pipeline up"
+_RESTART = "pipeline down, then pipeline up"
 
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
-    """The other hubs on which the receiver must correct its webhooks when its public URL changes,
-    each with the user's token. Empty if the user has no token."""
+    """Each other hub with a dataset that a pipeline follows, and the user's token for this hub.
+    With these tokens, the receiver corrects its webhooks there when its public URL changes. Empty
+    if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
-    return [HubCredentials(endpoint=hub, token=token) for hub in _followed(settings)]
+    return [HubCredentials(endpoint=hub, token=token) for hub in _datasets_by_hub(settings)]
 
 
 def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> Iterator[str]:
-    """Create or correct the webhook on each other hub. Yields one line for each hub, which says
-    what the hub does now or what the user must do. If a hub cannot be reached, this raises no
-    error, because the stack must start without this hub."""
+    """Create or correct the webhook on each other hub. Yields one line of text for each hub: what
+    the hub does now, or what the user must do. If a hub cannot be reached, this raises no error,
+    because the stack can also run without this hub."""
     token = own_token(os.environ, tokens.hub)
-    for hub, datasets in _followed(settings).items():
+    for hub, datasets in _datasets_by_hub(settings).items():
         names = ", ".join(datasets)
         receiver = _receiver_seen_from(hub, settings, home)
         if receiver is None:
@@ -63,24 +64,28 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
         if token is None:
             yield (
                 f"no token for {hub}: run `hf auth login`, or set HF_TOKEN to a token that may "
-                f"manage webhooks there, and start the stack again; or by hand: {by_hand}"
+                "manage webhooks there, and start the stack again; or create the webhook by hand: "
+                f"{by_hand}"
             )
             continue
         try:
             webhook_id = _subscribe(hub, token, url, datasets, tokens.webhook)
         except ReceiverError as error:
-            yield f"no webhook at {hub} for {names}: {error} By hand: {by_hand}"
+            yield (
+                f"could not create or correct the webhook at {hub} for {names}: {error} To do this "
+                f"by hand: {by_hand}"
+            )
         else:
             yield f"{hub} reports pushes to {names}: its webhook {webhook_id} posts to {url}"
 
 
-def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
+def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
     """For `pipeline doctor`: checks whether each other hub still has its webhook. Yields nothing if
     no stack is up."""
-    if not _followed(settings) or read_stack(home) is None:
+    if not _datasets_by_hub(settings) or read_stack(home) is None:
         return
     token = own_token(os.environ, load_tokens(home.tokens_file).hub)
-    for hub, datasets in _followed(settings).items():
+    for hub, datasets in _datasets_by_hub(settings).items():
         receiver = _receiver_seen_from(hub, settings, home)
         if receiver is None:
             yield wrong(
@@ -90,16 +95,16 @@ def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
             )
             continue
         if token is None:
-            yield wrong(_CHECK, f"there is no token for {hub}", f"hf auth login, then {_ASK_AGAIN}")
+            yield wrong(_CHECK, f"there is no token for {hub}", f"hf auth login, then {_RESTART}")
             continue
         try:
-            ours = _ours(hub, token, receiver + ROUTE)
+            ours = _find_webhook(hub, token, receiver + ROUTE)
         except ReceiverError as error:
-            yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _ASK_AGAIN)
+            yield wrong(_CHECK, f"{hub} does not list its webhooks: {error}", _RESTART)
             continue
         if ours is None or set(datasets) - {item.name for item in ours.watched}:
             names = ", ".join(datasets)
-            yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _ASK_AGAIN)
+            yield wrong(_CHECK, f"no webhook at {hub} reports pushes to {names}", _RESTART)
         elif ours.status != "enabled":
             yield wrong(
                 _CHECK,
@@ -110,7 +115,7 @@ def webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Finding]:
             yield ok(_CHECK, f"{ours.id} at {hub} posts to {receiver + ROUTE}")
 
 
-def _followed(settings: Settings) -> dict[str, list[str]]:
+def _datasets_by_hub(settings: Settings) -> dict[str, list[str]]:
     """Other hub → the datasets there that pipelines follow."""
     followed: dict[str, list[str]] = {}
     for pipeline in settings.pipelines:
@@ -124,7 +129,7 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
     """Create or correct the webhook that posts to `url`; returns its id. The user's other webhooks
     do not change."""
     watched = [WatchedItem(type="dataset", name=name) for name in datasets]
-    ours = _ours(hub, token, url)
+    ours = _find_webhook(hub, token, url)
     if ours is None:
         created = create_webhook(
             url=url, watched=watched, domains=["repo"], secret=secret, endpoint=hub, token=token
@@ -134,20 +139,24 @@ def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str)
     return ours.id
 
 
-def _ours(hub: str, token: str, url: str) -> WebhookRecord | None:
+def _find_webhook(hub: str, token: str, url: str) -> WebhookRecord | None:
+    """The webhook on this hub that posts to `url`; None if there is none."""
     found = list_webhooks(endpoint=hub, token=token)
     return next((each for each in found if each.url == url), None)
 
 
 def _receiver_seen_from(hub: str, settings: Settings, home: Home) -> str | None:
-    """A URL of the receiver to which the hub can post; None if the receiver has no such URL."""
-    own = settings.receiver.model_copy(update={"deliveries_path": deliveries_path(settings, home)})
-    if own.public_url is not None:
-        return own.public_url.rstrip("/")
-    if own.tunnel is not None:
-        # The receiver writes the URL of its tunnel to this file before it answers requests.
+    """The URL at which this hub can reach the receiver. None if the receiver has no such URL, or if
+    its tunnel has no URL yet."""
+    changes = {"deliveries_path": deliveries_path(settings, home)}
+    receiver = settings.receiver.model_copy(update=changes)
+    if receiver.public_url is not None:
+        return receiver.public_url.rstrip("/")
+    if receiver.tunnel is not None:
+        # The receiver writes the URL of its tunnel to this file before it answers any request, so
+        # the file exists when the stack is up.
         try:
-            urls = json.loads(remembered_urls(own, own.port).read_text())
+            urls = json.loads(remembered_urls(receiver, receiver.port).read_text())
         except (OSError, ValueError):
             return None
         return str(urls[0]) if urls else None

@@ -1,8 +1,8 @@
 """Calls handlers for each job that has ended.
 
-This runs in its own thread with its own connection to the job store, so that a handler can neither
-delay nor lose a job. A file, called the progress file, records which outcomes were handled. Every
-outcome is handled at least once. If the process is killed, an outcome may be handled twice.
+The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
+runner. A file, called the progress file, records which outcomes were handled. Every outcome is
+handled at least once. If the process is killed, an outcome may be handled twice.
 """
 
 import logging
@@ -20,7 +20,8 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""Only this many of the newest jobs are searched for jobs that have ended."""
+"""Only this many of the newest jobs are searched for jobs that have ended. If a job ends when this
+many newer jobs exist, its outcome is not handled."""
 POLL_SECONDS = 0.2
 
 
@@ -28,16 +29,16 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Id of a handled job → the job's end time (Unix time). The time is needed because a new
-    database begins with the same ids again."""
+    """Id of a handled job → the job's end time (Unix time). The time is needed because the jobs of
+    a new database get the same ids again."""
 
 
 class Outcomes:
     """Calls every handler for each job that ends.
 
-    Records the id of each handled job. It would not be enough to record only the end time of the
-    last handled job, for two reasons: a clock may be set back, and a job may become visible in the
-    store after another job with a later end time.
+    The progress file lists each handled job. The end time of the last handled job would not be
+    enough, for two reasons. A clock may be set back. And a job may become visible in the store only
+    after another job with a later end time.
     """
 
     def __init__(
@@ -48,20 +49,20 @@ class Outcomes:
         self._handlers = handlers
 
     def start(self) -> None:
-        """If there is no progress file, mark all jobs that have ended so far as handled.
+        """If there is no readable progress file, mark all jobs that have ended so far as handled.
 
         Raises StoreError.
         """
-        self._handled()
+        self._read_handled()
 
     def poll(self) -> int:
         """Handle each ended job that the progress file does not list; returns the number of these
         jobs.
 
-        If a handler raises an exception, this method logs the exception and counts the outcome as
-        handled. Raises StoreError.
+        If a handler raises an exception, this method logs the exception. The outcome counts as
+        handled, so the handler is not called again. Raises StoreError.
         """
-        handled = self._handled()
+        handled = self._read_handled()
         ended = self._store.when_ended(among=NUM_WATCHED)
         new = [job_id for job_id, at in ended.items() if handled.get(job_id) != at]
         for job_id in new:
@@ -79,7 +80,8 @@ class Outcomes:
         return len(new)
 
     def follow(self, stop: threading.Event) -> None:
-        """Call `poll` whenever the store has changed, and one last time when `stop` is set."""
+        """Call `poll` whenever the store has changed. When `stop` is set, call `poll` one last time
+        and return."""
         while True:
             is_last = stop.wait(POLL_SECONDS)
             try:
@@ -91,7 +93,7 @@ class Outcomes:
             if is_last:
                 return
 
-    def _handled(self) -> dict[str, float]:
+    def _read_handled(self) -> dict[str, float]:
         try:
             return _Progress.model_validate_json(self._file.read_bytes()).ended
         except (FileNotFoundError, ValidationError):

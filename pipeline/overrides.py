@@ -8,15 +8,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import PipelineError
-from pipeline.settings import PipelineSettings, explain
+from pipeline.settings import PipelineSettings, fault_text
 
 
 def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> PipelineSettings:
     """The pipeline's settings, changed by these assignments.
 
     An assignment `TABLE.KEY=VALUE` sets one key in one table of the pipeline's settings. The value
-    is written as in TOML, but a text may be written without quotes. Raises PipelineError; its
-    message names the wrong key.
+    is written as in TOML, except that a text needs no quotes. Raises PipelineError with a message
+    that names the wrong key.
     """
     values = pipeline.model_dump(exclude_unset=True)
     for assignment in assignments:
@@ -35,7 +35,7 @@ def override(pipeline: PipelineSettings, assignments: Sequence[str]) -> Pipeline
         return PipelineSettings.model_validate(values)
     except ValidationError as error:
         faults = (
-            explain(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
+            fault_text(("pipelines", *fault["loc"]), fault["type"], fault["msg"], fault["input"])
             for fault in error.errors()
         )
         raise PipelineError(f"--set: {'; '.join(faults)}") from None

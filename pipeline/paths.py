@@ -1,4 +1,4 @@
-"""Every path in the state folder. Asking for a path creates no file and no folder."""
+"""Names every path in the state folder. This module creates no file and no folder."""
 
 import os
 from dataclasses import dataclass
@@ -26,21 +26,22 @@ class Home:
 
     @property
     def jobs_database(self) -> Path:
-        """The database of the job store, unless `database_url` under `[jobs]` names another one. It
-        also stores the deliveries that the receiver has turned into jobs, so that one transaction
-        stores a delivery and its job."""
+        """The database of the job store, unless `database_url` under `[jobs]` names another
+        database. The job store also records deliveries, so that one transaction stores a delivery
+        and the job that it leads to."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property
     def releases_dir(self) -> Path:
-        """Holds one folder per pipeline, which holds one folder per release."""
+        """Holds one folder per pipeline. Each of these folders holds one folder per release."""
         return self.root / "releases"
 
     @property
     def bases_dir(self) -> Path:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
         pipeline's name. A model from a hub is downloaded once for all pipelines, into the folder
-        `hub`. The folder `answers` holds the base models' own answers to everyday prompts."""
+        `hub`. The folder `answers` holds the answers that the base models gave to everyday prompts.
+        """
         return self.root / "bases"
 
     @property
@@ -66,7 +67,7 @@ class Home:
 
     @property
     def stack_lock(self) -> Path:
-        """A running stack holds the lock on this file."""
+        """A running stack holds a lock on this file, so that no second stack uses the folder."""
         return self.root / "stack.lock"
 
     def log_file(self, service: str) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 OID = re.compile(r"[0-9a-f]{64}")
 """The id of a large file: the sha256 of its content, in lower case."""
 MAX_POINTER_BYTES = 1024
-"""Git LFS does not read a larger file as a pointer."""
+"""Git LFS does not treat a larger file as a pointer."""
 MIN_POINTER_BYTES = 126
 """The size of the shortest pointer, with the newline at its end."""
 
@@ -36,14 +36,14 @@ class Pointer:
         return None if found is None else cls(oid=found[1].decode(), size=int(found[2]))
 
     def render(self) -> bytes:
-        """The content of the pointer file, in exactly the form that `git lfs` writes. So git stores
-        the same blob for a large file, whether it came by the API or by `git push`."""
+        """The content of the pointer file, in exactly the form that `git lfs` writes. So a large
+        file has the same blob in git, whether it was uploaded by the API or by `git push`."""
         return (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.oid}\nsize {self.size}\n"
         ).encode()
 
 
 def may_be_pointer(num_bytes: int) -> bool:
-    """Whether a file of this size can be a pointer, so that it is worth reading."""
-    # Subtract one, because the last line may lack its newline.
+    """Whether a file of this size can be a pointer. If not, the caller need not read the file."""
+    # Subtract one, because a pointer may have no newline at its end.
     return MIN_POINTER_BYTES - 1 <= num_bytes <= MAX_POINTER_BYTES

@@ -7,7 +7,7 @@ import httpx
 
 
 def port_fault(url: str) -> str | None:
-    """Why a service cannot listen on the host and port of `url`; None if it can."""
+    """Why no service can listen on the host and port of `url`; None if a service can."""
     address = httpx.URL(url)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -19,8 +19,8 @@ def port_fault(url: str) -> str | None:
 
 
 def server_state(url: str) -> dict[str, Any]:
-    """The completion server's answer to `GET /health`; empty if no completion server answers at
-    `url`."""
+    """The completion server's answer to `GET /health`, as a dict. Empty if no completion server
+    answers at `url`."""
     response = health(url)
     try:
         answer = None if response is None else response.json()
@@ -32,8 +32,8 @@ def server_state(url: str) -> dict[str, Any]:
 def health(url: str) -> httpx.Response | None:
     """The service's answer to `GET /health`, whatever its status; None if no answer comes in 5 s.
 
-    The status does not matter, because a completion server without a release answers 503, but is
-    up.
+    The status does not matter here: a completion server that serves no release answers 503,
+    although the service is up.
     """
     return _get(f"{url}/health", 5)
 

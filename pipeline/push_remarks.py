@@ -15,7 +15,7 @@ from pipeline.hub.git_process import PULL_REQUEST_PREFIX
 from pipeline.hub.large_files import LargeFiles
 from pipeline.hub.payloads import RefChange
 from pipeline.hub.repositories import Repository
-from pipeline.moved_datasets import fault, next_step
+from pipeline.moved_datasets import moved_message, moved_next_step
 from pipeline.pointers import Pointer
 from pipeline.retrain.data_files import CARD, DataFiles, sort_files, why_no_data
 from pipeline.retrain.dataset import read_dataset
@@ -26,13 +26,14 @@ from pipeline.settings import PipelineSettings
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 4 * 1024 * 1024
-"""If the changed files are larger than this together, their rows are not checked, because the
-client waits for its answer during the check."""
-PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
-"""Only rows of files with these suffixes are checked. The hub opens no compressed file, because a
-small one may fill the hub's memory."""
+"""If the changed files have more bytes than this in total, their rows are not checked. The limit is
+needed because the client waits for the hub's answer during the check."""
+CHECKED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+"""Only rows of files with these suffixes are checked. The hub does not open compressed files,
+because a small compressed file may have so much content that it fills the hub's memory."""
 MAX_NAMED = 5
-"""At most this many bad rows, and this many missing files, are named."""
+"""The remarks name at most this many bad rows, this many missing files, and this many files that
+the pipeline does not read."""
 
 
 class PushRemarks:
@@ -44,14 +45,16 @@ class PushRemarks:
     def __call__(
         self, repository: Repository, former: Sequence[str], changes: Sequence[RefChange]
     ) -> list[str]:
-        """The remarks on a push that made these changes, one line each. `former` are the names that
-        the repository had before it was moved, in lower case. Empty if there is nothing to
-        remark, or if the push could not be checked."""
+        """The remarks on a push that made these changes, one line each. Empty if there is nothing
+        to remark, or if the push could not be checked.
+
+        `former` has the names, in lower case, that the repository had before it was moved.
+        """
         try:
             return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
-            # Send no remarks. The push is already stored, so an error here must not make it look
-            # refused.
+            # Send no remarks instead of an error. The push is already stored, and an error would
+            # tell the client that the hub refused the push.
             logger.warning("a push to %s was not checked: %s", repository.name, error)
             return []
 
@@ -62,40 +65,43 @@ class PushRemarks:
             return
         present = repository.name.id
         # Compare in lower case, because the hub and the receiver accept a name in any case.
-        following = [one for one in self._pipelines if one.dataset.lower() == present.lower()]
+        followers = [one for one in self._pipelines if one.dataset.lower() == present.lower()]
         for pipeline in self._pipelines:
             if pipeline.dataset.lower() in former:
-                yield f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}."
+                message = moved_message(pipeline.dataset, present)
+                yield f"{pipeline.name}: {message}: {moved_next_step(present)}."
         for change in changes:
-            if change.new_sha is None or not following:
+            if change.new_sha is None or not followers:
                 continue
             if change.ref.startswith(PULL_REQUEST_PREFIX):
-                # Nobody trains on a pull request before its merge. But warn of unreadable rows now.
-                yield from _unreadable(repository, change, following[0])
+                # No job trains on a pull request before its merge. But name unreadable rows now, so
+                # that they can be corrected before the merge.
+                yield from _unreadable_rows(repository, change, followers[0])
             if not change.ref.startswith("refs/heads/"):
                 continue
             name = change.ref.removeprefix("refs/heads/")
-            pipelines = [one for one in following if branch_ref(one) == change.ref]
+            pipelines = [one for one in followers if branch_ref(one) == change.ref]
             if not pipelines:
-                refs = sorted({branch_ref(one).removeprefix("refs/heads/") for one in following})
-                yield f"No pipeline follows the branch {name!r}, only {', '.join(refs)}."
+                refs = {branch_ref(one).removeprefix("refs/heads/") for one in followers}
+                followed = ", ".join(sorted(refs))
+                yield f"No pipeline follows the branch {name!r}; pipelines follow {followed}."
             for pipeline in pipelines[:1]:
-                yield from _left_out(repository, change, pipeline)
-                yield from _unreadable(repository, change, pipeline)
+                yield from _ignored_data_files(repository, change, pipeline)
+                yield from _unreadable_rows(repository, change, pipeline)
 
 
-def _left_out(
+def _ignored_data_files(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
-    """A remark on files that look like data, but that the pipeline does not read. For example,
-    `Dataset.push_to_hub` writes a README that lists the files of the dataset; the pipeline then
-    reads no other files."""
+    """A remark on files that look like data, but that the pipeline does not read. For example, if
+    `Dataset.push_to_hub` wrote a README that lists the files of the dataset, the pipeline reads
+    only the listed files."""
     assert change.new_sha is not None
     changed = {file.path for file in changed_files(repository, change.old_sha, change.new_sha)}
-    now = _sorted(repository, change.new_sha, pipeline)
+    now = _data_files(repository, change.new_sha, pipeline)
     left_out = {path for path in changed if path in now.ignored and why_no_data(path) is None}
     if change.old_sha is not None and CARD in changed:
-        before = _sorted(repository, change.old_sha, pipeline)
+        before = _data_files(repository, change.old_sha, pipeline)
         left_out |= set(now.ignored) & set(chain.from_iterable(before.splits.values()))
     if left_out:
         named = sorted(left_out)
@@ -103,11 +109,11 @@ def _left_out(
         reason = now.ignored[named[0]]
         yield (
             f"{pipeline.name} reads no rows of {', '.join(named[:MAX_NAMED])}{more}: {reason}. "
-            "`pipeline data check` lists what it reads."
+            "`pipeline data check` lists the files that it reads."
         )
 
 
-def _sorted(repository: Repository, commit: str, pipeline: PipelineSettings) -> DataFiles:
+def _data_files(repository: Repository, commit: str, pipeline: PipelineSettings) -> DataFiles:
     card = "".join(
         read_file(repository, entry).decode(errors="replace")
         for entry in find_paths(repository, commit, [CARD])
@@ -116,14 +122,14 @@ def _sorted(repository: Repository, commit: str, pipeline: PipelineSettings) -> 
     return sort_files(list_paths(repository, commit), pipeline.data, card)
 
 
-def _unreadable(
+def _unreadable_rows(
     repository: Repository, change: RefChange, pipeline: PipelineSettings
 ) -> Iterator[str]:
     """Remarks on the changed files: rows that a job of the pipeline could not read, and large files
-    whose content is missing. None if the changed files are larger than MAX_BYTES together."""
+    whose content is missing. No remarks if the changed files have more than MAX_BYTES in total."""
     assert change.new_sha is not None
     files = changed_files(repository, change.old_sha, change.new_sha)
-    wanted = [file for file in files if file.path.lower().endswith(PLAIN)]
+    wanted = [file for file in files if file.path.lower().endswith(CHECKED_SUFFIXES)]
     num_bytes = 0
     bad: list[DataError] = []
     missing = []

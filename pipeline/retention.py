@@ -1,5 +1,5 @@
-"""Cleans up after jobs that have ended. Removes the checkpoints of a job at once, its folder after
-`keep_days`, and its row in the job store after at least KEEP_JOBS_DAYS."""
+"""Cleans up after jobs that have ended. Removes the checkpoints of a retraining at once, the folder
+of a job after `keep_days`, and the job's row in the job store after at least KEEP_JOBS_DAYS."""
 
 import logging
 import shutil
@@ -22,13 +22,14 @@ KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
 """This many of the newest jobs of each pipeline stay in the store, however old they are."""
 RETRAINING = "pipeline.retrain"
-"""The module that the command of the built-in retraining runs. Only such a job has checkpoints that
-may be removed."""
+"""The module that the command of the built-in retraining runs. Only jobs with this command have
+checkpoints that this module may remove."""
 
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
-    """Remove the checkpoints of a retraining that has ended, because only another attempt would
-    need them. Also remove temporary files that killed processes have left in the job's folder.
+    """Call this when the job has ended. If the job is a built-in retraining, its checkpoints are
+    removed, because only another attempt of the job would need them. Temporary files that killed
+    processes have left in the job's folder are removed too.
 
     If the user's own trainer wrote a folder `checkpoints`, this folder stays.
     """
@@ -44,10 +45,11 @@ def prune_job_folders(
     """Remove the folders of jobs that ended more than `keep_days` ago; returns the names of the
     removed folders.
 
-    The jobs and their outcomes stay in the store. The folders of jobs in `kept` (job ids) stay
-    too. After a database was lost, a new job may get the id of an old one. `prepare_job_folder`
+    The jobs and their outcomes stay in the store. `kept` has the ids of jobs whose folders stay.
+
+    After a database was lost, a new job may get the id of an old job. `prepare_job_folder`
     (`jobs/folder.py`) then renames the folder of the old job. This function also removes renamed
-    folders when they are old.
+    folders that have not changed for `keep_days`.
     """
     before = time.time() - 86400 * keep_days
     removed = []
@@ -88,10 +90,11 @@ def forget_jobs(
 
 
 def remembered_days(settings: Settings) -> float:
-    """How many days jobs and deliveries stay in the store.
+    """How many days jobs and deliveries stay in the store: at least KEEP_JOBS_DAYS, and at least
+    `keep_days`.
 
-    The receiver recognises a repeated delivery only while its first arrival is in the store. So
-    deliveries stay for as long as the hub may retry them or a person may replay them.
+    The store must also keep a delivery for as long as the hub may retry it or a person may replay
+    it. Otherwise the receiver would take the repeated delivery for a new one.
     """
     schedule = sum(settings.hub.delivery_schedule_seconds) * (1 + settings.hub.delivery_jitter)
     refused = settings.hub.refused_give_up_seconds

@@ -24,7 +24,8 @@ def retrain_rule(
 ) -> RetrainRule:
     """The rule of one pipeline. If the settings change later, this rule does not change.
 
-    A job by hand passes `force_reason` and `skip_if`, which `RetrainSettings` explains.
+    Pass `force_reason` and `skip_if` only for a job that a person submits by hand. Their meaning is
+    in `RetrainSettings`.
     """
     ref = branch_ref(pipeline)
     retrain = RetrainSettings(
@@ -38,14 +39,14 @@ def retrain_rule(
         bases_dir=home.bases_dir,
         keep=pipeline.keep,
         data=pipeline.data,
-        train=pipeline.train.model_copy(update={"anchors": _file(pipeline.train.anchors)}),
-        gate=pipeline.gate.model_copy(update={"golden": _file(pipeline.gate.golden)}),
+        train=pipeline.train.model_copy(update={"anchors": _absolute_path(pipeline.train.anchors)}),
+        gate=pipeline.gate.model_copy(update={"golden": _absolute_path(pipeline.gate.golden)}),
         force_reason=force_reason,
         skip_if=skip_if,
     )
-    own = {} if pipeline.command is None else {"command": program_of(*pipeline.command)}
+    trainer = {} if pipeline.command is None else {"command": absolute_command(*pipeline.command)}
     return RetrainRule(
-        **own,
+        **trainer,
         pipeline=pipeline.name,
         dataset=pipeline.dataset,
         endpoint=settings.other_hub(pipeline),
@@ -56,8 +57,8 @@ def retrain_rule(
         env={
             "PIPELINE_NAME": pipeline.name,
             "PIPELINE_SERVER_URL": settings.server_url(pipeline),
-            # The user's own trainer needs this variable, because HF_ENDPOINT is always the stack's
-            # own hub.
+            # The hub that has the dataset. The user's own trainer cannot use HF_ENDPOINT for this:
+            # HF_ENDPOINT is always the stack's own hub, and the dataset may be on another hub.
             "DATASET_ENDPOINT": settings.other_hub(pipeline) or settings.hub_url,
         },
         resources=Resources(
@@ -67,16 +68,18 @@ def retrain_rule(
 
 
 def branch_ref(pipeline: PipelineSettings) -> str:
-    """The full name of the branch that the pipeline follows, as in `refs/heads/main`."""
+    """The full name of the branch that the pipeline follows, such as `refs/heads/main`."""
     return pipeline.ref if pipeline.ref.startswith("refs/") else f"refs/heads/{pipeline.ref}"
 
 
-def _file(path: Path | None) -> Path | None:
-    """The absolute path. A relative path starts at the folder of the settings file."""
+def _absolute_path(path: Path | None) -> Path | None:
+    """`path` as an absolute path; None for None. A relative path starts at the folder of the
+    settings file."""
     return None if path is None else settings_file().parent / path.expanduser()
 
 
-def program_of(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command. If its program is a relative path, this path starts at the folder of the
-    settings file. It is made absolute here, because the job runs in another folder."""
+def absolute_command(name: str, *arguments: str) -> tuple[str, ...]:
+    """The command of the program `name` with these arguments. If `name` is a relative path, it
+    becomes absolute, because the job runs in another folder. The relative path starts at the folder
+    of the settings file. A name without a `/` does not change, because it is searched on PATH."""
     return (str(settings_file().parent / name) if "/" in name else name, *arguments)

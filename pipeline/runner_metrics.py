@@ -19,13 +19,13 @@ ROW_COUNTS = ("changed", "learned", "known", "kept", "deleted", "unlearned", "no
 
 
 class RunnerMetrics:
-    """The metrics, in their own registry. The counters begin at 0 each time a runner starts;
-    Prometheus recognises this."""
+    """The metrics, in a registry of their own. The counters begin at 0 each time a runner starts.
+    Prometheus detects that a counter was reset, and still computes the right rates."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
         self.registry = CollectorRegistry()
-        self.registry.register(_Queue(store))
+        self.registry.register(_QueueCollector(store))
         self._outcomes = Counter(
             "pipeline_outcomes",
             "Jobs that ended, by outcome",
@@ -49,14 +49,14 @@ class RunnerMetrics:
 
         self._rows = Gauge(
             "pipeline_rows",
-            "Rows of the last job that counted them: changed, learned, known, kept, …",
+            "Rows of the last job that counted them, by count: changed, learned, known, kept, …",
             ["pipeline", "count"],
             registry=self.registry,
         )
         self._base_agreement = Gauge(
             "pipeline_base_agreement",
             "Share of the tokens in the base model's own answers that are still the likeliest "
-            "under the last job's weights",
+            "tokens with the weights of the last job",
             ["pipeline"],
             registry=self.registry,
         )
@@ -85,9 +85,10 @@ class RunnerMetrics:
         start_http_server(port, addr="127.0.0.1", registry=self.registry)
 
 
-class _Queue(Collector):
-    """Counts the waiting and running jobs in the job store each time Prometheus asks for the
-    metrics. A count in the runner's memory would be wrong after the runner was killed."""
+class _QueueCollector(Collector):
+    """Counts the waiting and running jobs each time Prometheus asks for the metrics. The numbers
+    come from the job store, because a count in the runner's memory would be lost if the runner was
+    killed."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -98,7 +99,7 @@ class _Queue(Collector):
         )
         age = GaugeMetricFamily(
             "pipeline_queue_age_seconds",
-            "Seconds that the oldest commit has waited for its job to start",
+            "Seconds that the oldest waiting commit has waited for its job to start",
             labels=["pipeline"],
         )
         try:
@@ -107,8 +108,8 @@ class _Queue(Collector):
             running = self._store.list(state="RUNNING")
             since = [(job.spec.pipeline or "", self._store.waited_since(job)) for job in pending]
         except StoreError:
-            # Return no sample. A monitor then sees that the metrics are missing, which is better
-            # than wrong numbers.
+            # Return no sample, because missing metrics are better than wrong numbers. A monitor can
+            # notice that they are missing.
             return
         # Prometheus allows only one sample for each set of labels, so count all jobs of a pipeline
         # in one sample.

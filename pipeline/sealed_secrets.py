@@ -26,17 +26,17 @@ class LostSecret:
 
 
 def lost_secrets(home: Home, settings: Settings, key: str) -> Iterator[LostSecret]:
-    """The lost secrets in the hub's database and in the job store. Changes neither of the two. If
-    one of the two cannot be read, its secrets are left out."""
+    """The lost secrets in the hub's database and in the job store. Only reads these two databases.
+    If a database cannot be read, its secrets are left out."""
     try:
         fernet = Fernet(key)
     except ValueError:
         return
-    yield from _of_webhooks(home, fernet)
-    yield from _of_jobs(home, settings, fernet)
+    yield from _lost_webhook_secrets(home, fernet)
+    yield from _lost_job_secrets(home, settings, fernet)
 
 
-def _of_webhooks(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
+def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
     database = home.hub_dir / "hub.sqlite"
     if not database.exists():
         return
@@ -47,8 +47,8 @@ def _of_webhooks(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
     except sqlite3.Error:
         return
     for id, url, job_id, secret, variables in rows:
-        options = [] if _reads(fernet, secret) else ["--secret …"]
-        if not _reads(fernet, variables):
+        options = [] if _can_decrypt(fernet, secret) else ["--secret …"]
+        if not _can_decrypt(fernet, variables):
             options.append(f"--job-id {job_id} --secrets NAME=VALUE")
         if not options:
             continue
@@ -61,7 +61,7 @@ def _of_webhooks(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
         )
 
 
-def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSecret]:
+def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSecret]:
     try:
         with reading_jobs(settings, home) as store:
             waiting = [] if store is None else [*store.list(state="SCHEDULING")]
@@ -69,14 +69,15 @@ def _of_jobs(home: Home, settings: Settings, fernet: Fernet) -> Iterator[LostSec
         return
     for job in waiting:
         sealed = job.spec.sealed_env
-        if sealed is not None and not _reads(fernet, sealed.encode()):
+        if sealed is not None and not _can_decrypt(fernet, sealed.encode()):
             yield LostSecret(
                 f"{job.id} cannot start, because its secrets were {CAUSE}",
                 f"pipeline jobs cancel {job.id}, then submit the job again with its secrets",
             )
 
 
-def _reads(fernet: Fernet, sealed: bytes | None) -> bool:
+def _can_decrypt(fernet: Fernet, sealed: bytes | None) -> bool:
+    """Whether the key can decrypt this secret. True for None, because no secret is then stored."""
     if sealed is None:
         return True
     try:

@@ -1,6 +1,6 @@
 """Lists the services of a stack: the hub, the completion servers, the runner and the receiver. Each
-service is a process that runs a `pipeline` command. Each except the runner answers requests on a
-port of its own."""
+service is a process that runs a `pipeline` command. Each service except the runner answers requests
+on its own port."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,16 +23,18 @@ class Service:
     arguments: tuple[str, ...]
     """The arguments after `pipeline` on the command line."""
     url: str | None = None
-    """Where the service answers; None for the runner."""
+    """The address at which the service answers; None for the runner."""
     pipeline: str | None = None
-    """The pipeline that a completion server serves; None for any other service."""
+    """The pipeline whose releases a completion server serves; None for any other service."""
     metrics_port: int | None = None
-    """The port of the runner's metrics; None if it serves none, and for any other service."""
+    """The port on which the runner serves its metrics. None if the runner serves no metrics, and
+    for any other service."""
     port_setting: str | None = None
-    """Text for the user: where to set another port."""
+    """Where the user can set another port for the service, as a text for error messages."""
     start_seconds: float = START_SECONDS
-    """The service must answer within this time after its start. If it does not, `pipeline up` ends
-    with an error; a stack that is already up kills the service and starts it again."""
+    """How long the service may take from its start to its first answer. If the service takes longer
+    while `pipeline up` starts the stack, `pipeline up` ends with an error. If it takes longer after
+    a restart, the stack kills the service and starts it again."""
 
     @property
     def port(self) -> int | None:
@@ -42,11 +44,12 @@ class Service:
 def services_of(settings: Settings) -> tuple[Service, ...]:
     """Every service that `pipeline up` starts, in the order in which it starts them.
 
-    `pipeline down` stops them in reverse order. The receiver ends first, so that no new event comes
-    in. The hub ends last, so that a running job can still read from the hub.
+    `pipeline down` stops the services in reverse order. The receiver ends first, so that no new
+    event starts a job. The hub ends last, so that a running job can still read from the hub.
 
-    Raises PipelineError if two services have the same port. Also raises it if a port is 0, which
-    would let the operating system choose a port: the services could then not find each other.
+    Raises PipelineError if two services have the same port, or if the port of the completion server
+    or of the receiver is 0. With port 0, the operating system would choose the port, and the other
+    services could not find it.
     """
     for table, port in (("serving", settings.serving.port), ("receiver", settings.receiver.port)):
         if port == 0:
@@ -60,7 +63,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
             arguments=("serve", "--pipeline", pipeline.name),
             url=settings.server_url(pipeline),
             pipeline=pipeline.name,
-            port_setting=_setting("serving")
+            port_setting=_port_setting("serving")
             if pipeline.port is None
             else f"`port` of {pipeline.name} under [[pipelines]]",
             start_seconds=START_SECONDS + settings.serving.start_seconds,
@@ -75,7 +78,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
             name="receiver",
             arguments=("receiver",),
             url=settings.receiver_url,
-            port_setting=_setting("receiver"),
+            port_setting=_port_setting("receiver"),
         ),
     )
     _check_ports_differ(services, settings.jobs.metrics_port)
@@ -84,7 +87,7 @@ def services_of(settings: Settings) -> tuple[Service, ...]:
 
 def hub_service(settings: Settings) -> Service:
     return Service(
-        name="hub", arguments=("hub",), url=settings.hub_url, port_setting=_setting("hub")
+        name="hub", arguments=("hub",), url=settings.hub_url, port_setting=_port_setting("hub")
     )
 
 
@@ -92,24 +95,24 @@ RUNNER = Service(name="runner", arguments=("jobs", "runner"))
 
 
 def _check_ports_differ(services: Sequence[Service], metrics_port: int) -> None:
-    takers: dict[int, str] = {metrics_port: "metrics_port under [jobs]"} if metrics_port else {}
+    users: dict[int, str] = {metrics_port: "metrics_port under [jobs]"} if metrics_port else {}
     for service in services:
         if service.port is None:
             continue
-        if service.port in takers:
+        if service.port in users:
             raise PipelineError(
-                f"port {service.port} is set for both {takers[service.port]} and the "
-                f"{_in_words(service)}; change one of the two, for example with "
+                f"port {service.port} is set for both {users[service.port]} and the "
+                f"{_describe(service)}; change one of the two, for example with "
                 f"{service.port_setting}"
             )
-        takers[service.port] = f"the {_in_words(service)}"
+        users[service.port] = f"the {_describe(service)}"
 
 
-def _in_words(service: Service) -> str:
+def _describe(service: Service) -> str:
     return "completion server" if service.arguments[0] == "serve" else service.name
 
 
-def _setting(table: str) -> str:
+def _port_setting(table: str) -> str:
     return f"PIPELINE_{table.upper()}__PORT=…, or `port` under [{table}]"
 
 
@@ -117,14 +120,15 @@ def check_port(service: Service) -> None:
     """Raise PipelineError if another program uses the service's port."""
     if service.url is not None and (fault := port_fault(service.url)) is not None:
         raise PipelineError(
-            f"port {service.port} for the {_in_words(service)} cannot be used ({fault}); "
-            f"free the port, or set another port for the {_in_words(service)}: "
+            f"port {service.port} for the {_describe(service)} cannot be used ({fault}); "
+            f"free the port, or set another port for the {_describe(service)}: "
             f"{service.port_setting}"
         )
 
 
 def deliveries_path(settings: Settings, home: Home) -> Path:
-    """The file in which the stack's receiver stores deliveries for durable handlers."""
+    """The file in which the stack's receiver stores the deliveries for durable handlers (handlers
+    that the receiver calls again after a failure)."""
     if "deliveries_path" in settings.receiver.model_fields_set:
         return settings.receiver.deliveries_path
     return home.root / "receiver.db"

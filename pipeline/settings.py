@@ -52,13 +52,14 @@ class PipelineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """The pipeline's name. Requests to the server use it as `model`."""
+    """The pipeline's name. It is also the `model` that requests to the server must name."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
-    """The dataset to follow: `owner/name` on a hub, or the git URL of a repository elsewhere. The
-    server of a git URL must post pushes to the receiver's route `/webhooks/retrain/github`,
-    `/webhooks/retrain/gitea` or `/webhooks/retrain/gitlab`."""
+    """The dataset to follow: `owner/name` on a hub, or the git URL of a repository elsewhere. For a
+    git URL, create a webhook on the repository's server yourself. The webhook must post pushes to
+    the receiver's route `/webhooks/retrain/github`, `/webhooks/retrain/gitea` or
+    `/webhooks/retrain/gitlab`."""
     dataset_endpoint: HubEndpoint = "hub"
     """The hub that has the dataset `owner/name`: `hub` for the stack's own hub, or the URL of
     another hub, such as `https://huggingface.co`. `pipeline up` creates a webhook on the other hub,
@@ -67,31 +68,31 @@ class PipelineSettings(BaseModel):
     """The branch to follow. Pushes to other refs are ignored."""
     base_model: str = "preset:tiny"
     """The model that training starts from: `preset:tiny`, a checkpoint folder, or the id of a model
-    on a hub (`owner/name`). If the path of a checkpoint folder is relative, it starts at the folder
-    of this file."""
+    on a hub (`owner/name`). A relative path of a checkpoint folder starts at the folder of the
+    settings file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
-    """If `base_model` is the id of a model on a hub: the URL of this hub, or `hub` for the stack's
-    own hub. Any other hub gets your own token: `HF_TOKEN` of the shell that started the stack, or
-    the token of `hf auth login`."""
+    """The hub of `base_model`, if `base_model` is the id of a model on a hub: the URL of this hub,
+    or `hub` for the stack's own hub. A hub other than the stack's own gets your own token:
+    `HF_TOKEN` of the shell that started the stack, or the token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""
     debounce_seconds: float = Field(default=1.0, ge=0)
-    """Seconds. A job starts when no further commit has arrived for this long."""
+    """A job starts when no further commit has arrived for this many seconds."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """Seconds. A job waits for further commits for at most this long after its first commit."""
+    """A job waits for further commits for at most this many seconds after its first commit."""
     keep: int = Field(default=5, ge=2)
     """How many releases to keep. Older releases are removed, unless they are served, pending or
     pinned."""
     command: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """Your own trainer: a program and its arguments. Each job then runs this program instead of the
-    built-in retraining. If the path of the program is relative, it starts at the folder of this
-    file. The program runs in the job's folder. At its end, the program must call
-    `pipeline releases publish`, and then `pipeline releases swap` to serve the new release."""
+    built-in retraining. A relative path of the program starts at the folder of the settings file.
+    The program runs in the job's folder. When the program has trained, it has to call
+    `pipeline releases publish` to make a release, and then `pipeline releases swap` to serve it."""
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
-    a command with its arguments, which gets the same JSON on standard input. The success of your
-    own trainer (`command`) is not reported, unless it writes an `outcome.json`."""
+    a command with its arguments, which gets the same JSON on standard input. If your own trainer
+    (`command`) succeeds, this is reported only if the trainer has written an `outcome.json`."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -109,7 +110,7 @@ class PipelineSettings(BaseModel):
         dataset = info.data.get("dataset", "")
         if endpoint != "hub" and is_git_url(dataset):
             raise ValueError(
-                f"it goes with a dataset OWNER/NAME, and {dataset} is a git URL; leave it out"
+                f"it is only for a dataset OWNER/NAME, but {dataset} is a git URL; leave it out"
             )
         return endpoint
 
@@ -172,7 +173,7 @@ class Settings(BaseSettings):
         return (env_settings, TomlConfigSettingsSource(settings_cls, settings_file()))
 
     @model_validator(mode="after")
-    def _names_are_distinct(self) -> "Settings":
+    def _names_and_ports_differ(self) -> "Settings":
         names = [pipeline.name for pipeline in self.pipelines]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two pipelines are called {', '.join(twice)}; names must differ")
@@ -184,8 +185,8 @@ class Settings(BaseSettings):
         return self
 
     def pipeline(self, name: str | None) -> PipelineSettings:
-        """The pipeline called `name`; for None, the only pipeline. Raises PipelineError if there is
-        no such pipeline, or if there are several pipelines and `name` is None."""
+        """The pipeline called `name`. If `name` is None, the only pipeline. Raises PipelineError if
+        there is no such pipeline, or if `name` is None and there are several pipelines."""
         if not self.pipelines:
             raise PipelineError(
                 f"no pipeline is configured in {settings_file()}; write one with: "
@@ -203,7 +204,8 @@ class Settings(BaseSettings):
 
     @property
     def datasets_on_hub(self) -> tuple[str, ...]:
-        """The datasets that are on the stack's own hub, each named once."""
+        """The datasets on the stack's own hub that pipelines follow. A dataset that several
+        pipelines follow is listed once."""
         here = (pipeline.dataset for pipeline in self.pipelines if self.is_on_own_hub(pipeline))
         return tuple(dict.fromkeys(here))
 
@@ -212,8 +214,8 @@ class Settings(BaseSettings):
         return not is_git_url(pipeline.dataset) and self.other_hub(pipeline) is None
 
     def other_hub(self, pipeline: PipelineSettings) -> str | None:
-        """The URL of the other hub that has the dataset. None if the stack's own hub has it, or if
-        the dataset is a git URL."""
+        """The URL of the hub that has the dataset, if this is not the stack's own hub. None if the
+        dataset is on the stack's own hub, or if the dataset is a git URL."""
         endpoint = pipeline.dataset_endpoint.rstrip("/")
         return None if endpoint in ("hub", self.hub_url) else endpoint
 
@@ -241,8 +243,8 @@ def settings_file() -> Path:
 
 
 def settings_digest() -> str | None:
-    """A digest of the values in the settings file; comments do not change it. None if the file does
-    not exist or is not TOML."""
+    """A digest of the values in the settings file. A change of comments does not change the digest.
+    None if the file cannot be read or is not TOML."""
     try:
         values = tomllib.loads(settings_file().read_text())
     except (OSError, ValueError):
@@ -251,11 +253,11 @@ def settings_digest() -> str | None:
 
 
 def load_settings() -> Settings:
-    """Read the settings. If there is no file, all settings have their defaults and there is no
-    pipeline.
+    """Read the settings. If there is no settings file, only environment variables change the
+    defaults, and there is no pipeline unless a variable sets one.
 
-    Raises PipelineError. Its message names each wrong key, and for an unknown key it suggests the
-    right spelling.
+    Raises PipelineError. The message names each wrong key. For an unknown key, it suggests a known
+    key with a similar name.
     """
     file = settings_file()
     try:
@@ -266,22 +268,23 @@ def load_settings() -> Settings:
         lines: dict[str, list[str]] = {}
         for problem in error.errors():
             location = problem["loc"]
-            source = _variable(location) or str(file)
-            line = explain(location, problem["type"], problem["msg"], problem["input"])
+            source = _environment_variable(location) or str(file)
+            line = fault_text(location, problem["type"], problem["msg"], problem["input"])
             lines.setdefault(source, []).append(line)
         raise PipelineError(
             "; ".join(f"{source}: {'; '.join(faults)}" for source, faults in lines.items())
         ) from None
 
 
-def _variable(location: tuple[int | str, ...]) -> str | None:
+def _environment_variable(location: tuple[int | str, ...]) -> str | None:
     """The environment variable that set this key; None if no variable set it."""
     wanted = "PIPELINE_" + "__".join(map(str, location))
     return next((name for name in os.environ if name.upper() == wanted.upper()), None)
 
 
-def explain(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
-    """A sentence that says what is wrong with the value at this location in the settings."""
+def fault_text(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
+    """A text that says what is wrong with the key at this location in the settings, or with its
+    value."""
     keys = [key for key in location if isinstance(key, str)]
     numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
     if not keys:
@@ -291,35 +294,35 @@ def explain(location: tuple[int | str, ...], kind: str, message: str, given: Any
     place = " ".join([table, *numbered])
     if kind != "extra_forbidden":
         got = f", got {given!r}" if _is_shown(key, given) else ""
-        return f"{key!r} in {place}: {in_words(key, kind, message)}{got}"
+        return f"{key!r} in {place}: {value_fault_text(key, kind, message)}{got}"
     known = list(_fields_at(tables))
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
     return f"unknown key {key!r} in {place}; {hint}"
 
 
-_SPELLING = {
+_HOW_TO_WRITE = {
     "name": "a name has letters, digits, '.', '_' and '-', and begins with a letter or digit",
     "dataset": "write it as OWNER/NAME, or as a git URL",
     "dataset_endpoint": "write `hub`, or a URL",
     "base_model_endpoint": "write `hub`, or a URL",
     "public_url": "write it as http://HOST or https://HOST",
 }
-"""Key → a sentence that says how to write the key's value. A regular expression checks the
-value."""
+"""Key → how to write the value of this key. Lists only keys whose value a regular expression
+checks."""
 
 
-def in_words(key: str, kind: str, message: str) -> str:
+def value_fault_text(key: str, kind: str, message: str) -> str:
     """Pydantic's error message about the value of `key`. If the message would show a regular
-    expression, the sentence in `_SPELLING` replaces it."""
-    if kind == "string_pattern_mismatch" and key in _SPELLING:
-        return _SPELLING[key]
+    expression, the text in `_HOW_TO_WRITE` replaces the message."""
+    if kind == "string_pattern_mismatch" and key in _HOW_TO_WRITE:
+        return _HOW_TO_WRITE[key]
     words = message.removeprefix("Value error, ")
     return words[0].lower() + words[1:]
 
 
 def _is_shown(key: str, given: Any) -> bool:
-    # A database URL may contain a password.
+    # Do not show an API key. Do not show a database URL, because it may contain a password.
     return isinstance(given, str | int | float) and key not in ("api_key", "database_url")
 
 

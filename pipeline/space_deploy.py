@@ -16,13 +16,13 @@ SECRET = "WEBHOOK_SECRET"
 @dataclass(frozen=True, kw_only=True)
 class Deployed:
     url: str
-    """The page of the Space."""
+    """The URL of the Space's page."""
     routes: tuple[str, ...]
     """The paths of the handlers in `app.py`, such as `/webhooks/on_push`."""
     files: tuple[str, ...]
     """The paths of the files that were sent, or that would be sent without `dry_run`."""
     commit: str | None
-    """The newest commit of the Space; None if nothing was sent."""
+    """The commit that was made in the Space; None if nothing was sent."""
 
 
 def deploy(
@@ -37,8 +37,8 @@ def deploy(
     """Create the Space, or update it if it exists. With `dry_run`, send nothing. Raises
     PipelineError.
 
-    `folder` has the user's files; None means an `app.py` that shows how to begin. `secret` becomes
-    the Space's secret `WEBHOOK_SECRET`.
+    `folder` has the user's files. If it is None, the Space gets an `app.py` that shows how to
+    begin. `secret` becomes the Space's secret `WEBHOOK_SECRET`.
     """
     from huggingface_hub import HfApi
 
@@ -60,7 +60,8 @@ def deploy(
                     repo_type="space",
                     folder_path=made,
                     commit_message="Deploy the receiver",
-                    # Delete the files of an older version of the packages that are not sent again.
+                    # The Space may have an older version of the packages. Delete the files of the
+                    # older version that the new version does not have.
                     delete_patterns=list(PACKAGES) if uses_receiver(made / APP) else None,
                 ).oid
         return Deployed(
@@ -125,5 +126,5 @@ def _translated(space: str, endpoint: str) -> Iterator[None]:
         ) from error
     except httpx2.HTTPError as error:
         raise PipelineError(
-            f"{endpoint} cannot be reached ({error}); start the hub, or give another --endpoint"
+            f"{endpoint} cannot be reached ({error}); start this hub, or give another --endpoint"
         ) from error

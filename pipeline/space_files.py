@@ -1,5 +1,5 @@
-"""Puts together the files of a Space that runs a receiver: the user's files, the packages that they
-import, and a generated file for each necessary file that the user does not have."""
+"""Puts together the files of a Space that runs a receiver: the user's files and the packages that
+these files import. If a necessary file is missing, this module generates it."""
 
 import ast
 import re
@@ -17,11 +17,11 @@ APP = "app.py"
 README = "README.md"
 REQUIREMENTS = "requirements.txt"
 PACKAGES = ("receiver/**", "jobs/**", "serving/**")
-"""Patterns of the files that `import receiver` needs. They are sent with the app, because no
-package index has them."""
+"""Patterns of the files that `import receiver` needs. These files are sent together with the app,
+because no package index has them."""
 NOT_UPLOADED = (".*", "__pycache__", "*.pyc", "node_modules")
-"""Names of files and folders that are not sent. Because of the first pattern, `.env` is not sent,
-which often holds secrets."""
+"""Names of files and folders that are not sent. The first pattern also matches `.env`, a file that
+often holds secrets."""
 
 _DECORATORS = ("webhook_endpoint", "add_webhook")
 """The decorators of `receiver` that turn a function into a handler."""
@@ -36,7 +36,7 @@ from receiver import WebhookPayload, webhook_endpoint
 async def on_push(payload: WebhookPayload):
     if payload.repo.type != "dataset" or payload.event.action != "update":
         return {"ignored": f"{payload.event.action} of a {payload.repo.type}"}
-    # Replace this with what a push should start.
+    # Replace this line with the work that a push should start.
     print(f"{payload.repo.name} is at {payload.repo.headSha}", flush=True)
     return {"seen": payload.repo.headSha}
 '''
@@ -52,14 +52,16 @@ _ABOUT = """
 # {title}
 
 A receiver of webhooks. `pipeline receiver deploy` made this Space.
-Senders prove their deliveries with its secret `WEBHOOK_SECRET`.
+A sender proves each delivery with the secret `WEBHOOK_SECRET` of this Space.
 """
 
 
 def write_space(into: Path, title: str, folder: Path | None) -> None:
-    """Write all files of the Space to the empty folder `into`. `folder` has the user's files. If it
-    is None, write an `app.py` that shows how to begin. `title` is the Space's title in a README
-    that this writes. Raises PipelineError."""
+    """Write all files of the Space to the empty folder `into`. Raises PipelineError.
+
+    `folder` has the user's files. If it is None, this writes an `app.py` that shows how to begin.
+    `title` is used as the Space's title if the user's README has no head, or if there is no README.
+    """
     if folder is not None:
         _copy(folder, into)
     app = into / APP
@@ -89,25 +91,26 @@ def uses_receiver(app: Path) -> bool:
 
 
 def routes_of(app: Path) -> list[str]:
-    """The paths of the handlers in the script. The script is not run, so a path that the script
-    computes is not found; the handler's function name takes its place."""
+    """The paths of the handlers in the script. This function reads the script, but does not run it.
+    So if the script computes the path of a handler, the path that this function returns is made
+    from the name of the handler's function."""
     routes = []
     for node in ast.walk(_parsed(app)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for decorator in node.decorator_list:
                 call = decorator if isinstance(decorator, ast.Call) else None
-                if _last_name(call.func if call else decorator) in _DECORATORS:
-                    routes.append(f"/webhooks/{_path_in(call) or node.name}")
+                if _decorator_name(call.func if call else decorator) in _DECORATORS:
+                    routes.append(f"/webhooks/{_route_name(call) or node.name}")
     return routes
 
 
-def _last_name(node: ast.expr) -> str:
+def _decorator_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _path_in(call: ast.Call | None) -> str | None:
-    """The name that the decorator's call gives the route. None if the call gives none, or computes
-    the name."""
+def _route_name(call: ast.Call | None) -> str | None:
+    """The name of the route, as a text in the decorator's call. None if the call has no such text,
+    for example because it computes the name."""
     if call is None:
         return None
     given = [*call.args, *(each.value for each in call.keywords if each.arg == "path")]
@@ -157,7 +160,8 @@ def _copy_packages(into: Path) -> None:
 
 
 def _requirements() -> list[str]:
-    """The packages from package indexes that hotpush needs, without those of its extras."""
+    """The packages that hotpush needs from a package index. Packages that only an extra of hotpush
+    needs are left out."""
     try:
         needed = requires("hotpush") or []
     except PackageNotFoundError:

@@ -15,14 +15,15 @@ from pipeline.space_files import APP, README, subdomain
 from pipeline.stack import end_with_parent
 
 HOST = "127.0.0.1"
-_KEPT_FROM_THE_SPACE = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")
-"""Variables of this shell that the app does not get, because it would not have them in a Space. It
-may get a variable of the same name from the settings of the Space."""
+_NOT_PASSED_TO_APP = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")
+"""Environment variables of this process that are not passed to the app, because the app would not
+have them in a Space. If the settings of the Space have a variable of the same name, the app gets
+that variable."""
 
 
 def app_file(folder: Path) -> Path:
-    """The script that the Space runs: the file that `app_file` in the head of its README names, or
-    else `app.py`. Raises PipelineError."""
+    """The script that the Space runs. The key `app_file` in the head of the Space's README names
+    it; without this key, it is `app.py`. Raises PipelineError."""
     from huggingface_hub import metadata_load
 
     readme = folder / README
@@ -39,12 +40,12 @@ def app_file(folder: Path) -> Path:
 def environment(
     space: str, port: int, settings: Mapping[str, str], shell: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment variables of the app. `settings` are the Space's secrets and variables;
-    `shell` are the variables of this process."""
+    """The environment variables that the app gets. `settings` has the Space's secrets and
+    variables. `shell` has the environment variables of this process."""
     inherited = {
         name: value
         for name, value in shell.items()
-        if name not in _KEPT_FROM_THE_SPACE and not name.startswith("PIPELINE_")
+        if name not in _NOT_PASSED_TO_APP and not name.startswith("PIPELINE_")
     }
     owner, _, name = space.partition("/")
     return inherited | {
@@ -65,9 +66,12 @@ def environment(
 def run_app(
     file: Path, variables: Mapping[str, str], port: int, on_ready: Callable[[], None]
 ) -> int:
-    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. Returns the exit
-    code of the script, or 0 if a signal ended it. Calls `on_ready` once, when the app listens.
-    Raises PipelineError if the port is in use."""
+    """Run the script until it ends, or until this process gets SIGINT or SIGTERM. Calls `on_ready`
+    once, as soon as the app listens.
+
+    Returns the exit code of the script, or 0 if this process got one of the two signals. Raises
+    PipelineError if the port is in use.
+    """
     if _listens(port):
         raise PipelineError(f"port {port} on {HOST} is in use; choose another one with --port")
     stopped_by: list[int] = []

@@ -20,7 +20,13 @@ import filelock
 from jobs.folder import write_atomically
 from jobs.launchers.process import ProcessIdentity, identify, is_alive
 from pipeline.errors import PipelineError
-from pipeline.liveness import PROBE_SECONDS, Probe, Pulse, file_probe, http_probe
+from pipeline.liveness import (
+    PROBE_INTERVAL_SECONDS,
+    ChildWatch,
+    LivenessProbe,
+    file_probe,
+    http_probe,
+)
 from pipeline.log_files import rotate
 from pipeline.paths import Home
 from pipeline.services import Service, check_port
@@ -33,12 +39,14 @@ STOP_SECONDS = 15.0
 PROGRESS_SECONDS = 10.0
 """While `start` waits for a service, it calls `on_wait` each time this many seconds have passed."""
 ROTATE_SECONDS = 10.0
-"""The sizes of the logs are checked this often."""
+"""The seconds between two checks of the sizes of the logs."""
 RESTART_SECONDS = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""If a child ends again and again, the stack waits this long before its first restart, its second
-restart, and so on. The last value repeats."""
+"""The seconds to wait before the first restart of a child, before its second restart, and so on.
+The last number is used for all further restarts. The waits grow, because a child that ends again
+and again would otherwise keep the machine busy."""
 STEADY_SECONDS = 60.0
-"""When a child has run for this long, its next restart comes after the shortest wait again."""
+"""After a child has run for this long, its restarts are counted from zero again. So the next wait
+is the shortest one."""
 
 
 class Stack:
@@ -50,11 +58,12 @@ class Stack:
     ) -> None:
         self._home = home
         self._hang_seconds = hang_seconds
-        self._probes: dict[str, Probe] = {}
-        self._pulses: dict[str, Pulse] = {}
+        self._probes: dict[str, LivenessProbe] = {}
+        self._watches: dict[str, ChildWatch] = {}
         self._rotate_at = 0.0
-        self._verdicts: dict[str, str] = {}
-        """Child → why this stack has killed it. The entry exists until the child has ended."""
+        self._kill_reasons: dict[str, str] = {}
+        """Child → why this stack has killed the child. The entry is removed when the process of the
+        child has ended."""
         self._services = services
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_at: dict[str, float] = {}
@@ -75,11 +84,13 @@ class Stack:
     ) -> None:
         """Start every service, and return when all services answer.
 
-        Calls `on_ready` for each service when it answers. While this method waits for a service, it
-        calls `on_wait` from time to time with the service and the seconds since its start.
+        This method waits for the services in their order, and calls `on_ready` for each service
+        that has answered. While it waits for a service, it calls `on_wait` from time to time with
+        the service and the seconds since the service was started.
 
         Raises PipelineError if another stack uses the state folder, if a port is in use, or if a
-        child ends or does not answer in time. The children that were started are then stopped.
+        child ends or does not answer in time. Before it raises an error, it stops the children that
+        it has started.
         """
         self._home.root.mkdir(parents=True, exist_ok=True)
         try:
@@ -111,13 +122,14 @@ class Stack:
     def tend(self) -> list[str]:
         """Kill each child that hangs, restart each child that has ended, and keep the logs small.
 
-        Call this again and again. Returns a line of text for each child that was killed because it
-        hangs, that has ended, or that was started again.
+        Call this again and again while the stack is up. Returns one line of text for each event: a
+        child was killed because it hangs or answered that it must be restarted, a child has ended,
+        or a child was started again.
         """
         events = []
         for service in self._services:
             if self._processes[service.name].poll() is None:
-                events += self._check_pulse(service)
+                events += self._check_child(service)
             elif service.name not in self._restart_at:
                 events.append(self._plan_restart(service))
             elif time.monotonic() >= self._restart_at[service.name]:
@@ -131,37 +143,37 @@ class Stack:
                 rotate(self._home.log_file(name))
         return events
 
-    def _check_pulse(self, service: Service) -> list[str]:
+    def _check_child(self, service: Service) -> list[str]:
         name = service.name
-        if name in self._verdicts:
+        if name in self._kill_reasons:
             return []  # already killed, but not yet ended
         if time.monotonic() - self._started_at[name] > STEADY_SECONDS:
             self._restarts[name] = 0
-        pulse = self._pulses.get(name)
-        if pulse is None:
-            pulse = self._pulses[name] = Pulse(
+        watch = self._watches.get(name)
+        if watch is None:
+            watch = self._watches[name] = ChildWatch(
                 self._probes[name],
                 start_seconds=service.start_seconds,
                 hang_seconds=self._hang_seconds,
             )
-        if pulse.is_silent != self._children[name].is_silent:
-            self._change(name, is_silent=pulse.is_silent)
-        if (verdict := pulse.verdict) is None:
+        if watch.has_stopped_answering != self._children[name].is_silent:
+            self._change(name, is_silent=watch.has_stopped_answering)
+        if (kill_reason := watch.kill_reason) is None:
             return []
-        self._verdicts[name] = verdict
+        self._kill_reasons[name] = kill_reason
         # Send SIGKILL, because a process that is stopped (SIGSTOP) would not react to SIGTERM.
         self._processes[name].kill()
-        return [f"{name} hangs: {verdict}; killed it (log: {self._home.log_file(name)})"]
+        return [f"killing {name}, because {kill_reason} (log: {self._home.log_file(name)})"]
 
     def _plan_restart(self, service: Service) -> str:
         name = service.name
-        if (pulse := self._pulses.pop(name, None)) is not None:
-            pulse.stop()
+        if (watch := self._watches.pop(name, None)) is not None:
+            watch.stop()
         wait = RESTART_SECONDS[min(self._restarts.get(name, 0), len(RESTART_SECONDS) - 1)]
         self._restart_at[name] = time.monotonic() + wait
         end = f"ended with {_describe_exit(self._processes[name].returncode)}"
-        if (verdict := self._verdicts.pop(name, None)) is not None:
-            end = f"was killed because {verdict}"
+        if (kill_reason := self._kill_reasons.pop(name, None)) is not None:
+            end = f"was killed because {kill_reason}"
         self._change(name, process=None, started_at=None, is_silent=False, last_end=end)
         return f"{name} {end}; starting it again in {wait:g} s (log: {self._home.log_file(name)})"
 
@@ -170,15 +182,16 @@ class Stack:
         self._record_change()
 
     def stop(self) -> None:
-        """Stop the children in reverse order, then release the lock of the state folder.
+        """Stop the children in the reverse order of `services`, then release the lock of the state
+        folder.
 
-        Does nothing if this stack did not get the lock, because the running services then belong to
-        another stack.
+        Does nothing if this object does not hold the lock: the services that run in this state
+        folder may then belong to another stack.
         """
         if not self._lock.is_locked:
             return
-        for pulse in self._pulses.values():
-            pulse.stop()
+        for watch in self._watches.values():
+            watch.stop()
         for service in reversed(self._services):
             process = self._processes.get(service.name)
             if process is None or process.poll() is not None:
@@ -229,7 +242,7 @@ class Stack:
         process = self._processes[service.name]
         began = self._started_at[service.name]
         next_report_at = began + PROGRESS_SECONDS
-        while self._probes[service.name](PROBE_SECONDS) == "silent":
+        while self._probes[service.name](PROBE_INTERVAL_SECONDS) == "silent":
             if process.poll() is not None:
                 raise PipelineError(
                     f"{service.name} ended with {_describe_exit(process.returncode)} while "
@@ -248,8 +261,9 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. If this fails, for example because the disk is full, a stack that is
-        starting raises OSError, but a stack that is already up continues."""
+        """Write the record. Writing may fail, for example because the disk is full. This then
+        raises OSError while the stack is starting. When the stack is up, this only logs a warning,
+        because the services can continue."""
         try:
             self._write_record()
         except OSError as error:
@@ -271,8 +285,11 @@ class Stack:
 
 
 def _end_orphans(home: Home) -> None:
-    """End the children that a killed stack has left. The caller must hold the lock, which proves
-    that no stack runs: otherwise this would end the children of a running stack."""
+    """End the children that a killed stack has left running.
+
+    The caller must hold the lock of the state folder. Without the lock, another stack may be
+    running, and this function would end the children of that stack.
+    """
     record = last_record(home)
     for child in reversed(record.children if record else ()):
         if child.process is not None:
@@ -289,9 +306,10 @@ def _end(process: ProcessIdentity) -> None:
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """Returns a function that the child process must call first (Linux only). Because of this call,
-    the kernel sends SIGTERM to the child when its parent ends. Otherwise the child would continue
-    without the stack, and keep its port."""
+    """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
+    this function before it runs its program. From then on, the kernel sends SIGTERM to the child
+    when its parent ends. Otherwise the child would continue without the stack, and keep its port.
+    """
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

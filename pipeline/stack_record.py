@@ -18,11 +18,12 @@ class Child(BaseModel):
     process: ProcessIdentity | None
     """None while the child is down and waits for its restart."""
     url: str | None = None
-    """Where the service answers; None for the runner."""
+    """The address at which the service answers; None for the runner."""
     pipeline: str | None = None
-    """The pipeline that a completion server serves; None for any other service."""
+    """The pipeline whose releases a completion server serves; None for any other service."""
     metrics_port: int | None = None
-    """The port of the runner's metrics; None if it serves none, and for any other service."""
+    """The port on which the runner serves its metrics. None if the runner serves no metrics, and
+    for any other service."""
     started_at: float | None = None
     """Seconds since the epoch; None while the child is down."""
     num_restarts: int = 0
@@ -43,7 +44,7 @@ class StackRecord(BaseModel):
     """Whether every child has answered, and `pipeline up` has set up the webhooks. Always False for
     a stack that `pipeline jobs run` started for one job."""
     settings_digest: str | None = None
-    """The digest that the settings file had when the stack was started; None if it could not be
+    """The digest of the settings file at the start of the stack. None if the file could not be
     read."""
     children: tuple[Child, ...] = ()
 
@@ -55,8 +56,8 @@ def read_stack(home: Home) -> StackRecord | None:
 
 
 def last_record(home: Home) -> StackRecord | None:
-    """The record of the stack that runs now, or that was killed and left its record. None if the
-    last stack was stopped properly."""
+    """The record in `stack.json`: that of the stack that runs now, or of a stack that was killed.
+    None if there is no readable record: a stack that stops properly removes its record."""
     try:
         return StackRecord.model_validate_json(home.stack_file.read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -64,8 +65,8 @@ def last_record(home: Home) -> StackRecord | None:
 
 
 def stale_settings(home: Home) -> str | None:
-    """A warning if the settings file has changed since the stack was started. None if it has not
-    changed, if it cannot be read, or if no stack runs."""
+    """A warning if the settings file has changed since the stack was started. None if the file has
+    not changed or cannot be read, or if no stack runs."""
     record = read_stack(home)
     if record is None or settings_digest() in (None, record.settings_digest):
         return None
@@ -76,10 +77,11 @@ def stale_settings(home: Home) -> str | None:
 
 
 def running_settings(home: Home) -> Settings:
-    """The settings, but with the addresses of the stack that runs in this state folder.
+    """The settings. If a stack runs in this state folder, its addresses replace those in the
+    settings.
 
-    These addresses may differ from the settings: the stack may have taken its ports from the
-    environment of another shell, or from an earlier version of the settings file.
+    The two may differ: the stack may have taken its ports from the environment of another shell, or
+    from an earlier content of the settings file.
     """
     return at_running_stack(load_settings(), home)
 

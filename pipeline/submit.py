@@ -45,15 +45,15 @@ def submit_retraining(
     runs.
 
     The commit is `revision`. Without `revision`, it is the commit that `payload` names for the
-    branch that the pipeline follows. If there is no such commit either, it is the newest commit of
-    this branch.
+    branch that the pipeline follows. If `payload` names no such commit either, it is the newest
+    commit of this branch.
 
-    `hub_url` is the URL of the stack's own hub. `force_reason` and `skip_if` are explained at
+    `hub_url` is the URL of the stack's own hub. The meaning of `force_reason` and `skip_if` is in
     `RetrainSettings`.
 
-    Raises PipelineError for an unknown commit or an invalid payload. (If the dataset is a git URL,
-    only the job finds out whether `revision` exists.) Raises PendingJob if the pipeline already has
-    a pending job that was submitted by hand.
+    Raises PipelineError for an unknown commit or an invalid payload. If the dataset is a git URL,
+    this function does not check whether `revision` exists. If it does not exist, the job fails.
+    Raises PendingJob if the pipeline already has a pending job that was submitted by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -63,8 +63,8 @@ def submit_retraining(
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
     # Set no dedupe key, because a person may want to train again on the same commit. Set
-    # `debounce_seconds` to 0, because later commits are never merged into this job, so it need not
-    # wait for them.
+    # `debounce_seconds` to 0: the job need not wait for later commits, because they are never
+    # merged into it.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
@@ -81,12 +81,14 @@ def submit_command(
     payload: dict[str, Any] | None = None,
     command: tuple[str, ...],
 ) -> Job:
-    """Submit a command. With a `pipeline`, the command gets the environment variables of the
+    """Submit a command. If there is a `pipeline`, the command gets the environment variables of the
     pipeline's jobs.
 
-    With a `pipeline` but without a `payload`, this makes the payload that a push of `revision`
-    would have. Without `revision`, it makes the payload of a push of the newest commit; if the hub
-    cannot name this commit, for example because there is none yet, the command gets no payload.
+    If there is a `pipeline` but no `payload`, this makes the payload that a push of `revision`
+    would have. Without `revision`, this makes the payload for a push of the newest commit of the
+    pipeline's branch. If the hub cannot name the newest commit, for example because there is none
+    yet, the command gets no payload. Do not pass both `payload` and `revision`.
+
     Raises PipelineError for an unknown `revision`.
     """
     env = {}
@@ -126,9 +128,9 @@ class _Hub:
 
     url: str
     token: str | Literal[False] = field(repr=False)
-    """False: the user has no token for this hub."""
+    """False if the user has no token for this hub."""
     if_missing: str
-    """The end of the error message for a dataset that the hub does not show."""
+    """The end of the error message "there is no dataset": what the user can do."""
 
 
 def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
@@ -186,7 +188,8 @@ def _push_payload(
     hub_url: str, pipeline: PipelineSettings, revisions: RevisionRange
 ) -> dict[str, Any]:
     """The payload that the hub would send for a push of this commit. With this payload, a job that
-    a person submits has the same environment variables as a job that a push started."""
+    a person submits has the same `WEBHOOK_…` variables as a job that a push started, except
+    `WEBHOOK_SECRET`."""
     if is_git_url(pipeline.dataset):
         owner, url, api = pipeline.dataset, pipeline.dataset, None
     else:

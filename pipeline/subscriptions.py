@@ -17,22 +17,24 @@ from receiver.webhooks import (
 )
 
 ROUTE = "/webhooks/retrain"
-"""The receiver's route for pushes. The hub's webhook whose URL has this path is the stack's own."""
+"""The receiver's route for pushes. If the URL of a webhook on the stack's hub has this path, it is
+the stack's own webhook."""
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
     """Create each followed dataset and the webhook, if they do not exist yet. If the webhook
-    exists, correct it; if no pipeline follows a dataset on this hub, delete it. A dataset that was
-    moved is watched under its present name.
+    exists, correct it. If no pipeline follows a dataset on this hub, delete the webhook. The
+    webhook watches a moved dataset under its present name.
 
-    An existing webhook gets the receiver's address and secret in any case, because nobody can tell
-    whether it has the right secret: the hub does not show a stored secret, and cannot even decrypt
-    it if `tokens.json` was replaced. After the correction, the hub sends the events that waited
-    because of a wrong address or secret. A webhook that a person disabled stays disabled.
+    This always sets the address and the secret of an existing webhook again, because it cannot find
+    out whether the stored secret is right: the hub does not show a stored secret, and if
+    `tokens.json` was replaced, the hub cannot even decrypt it. After the correction, the hub sends
+    the events that waited because of a wrong address or secret. A webhook that a person disabled
+    stays disabled.
     """
     moved = moved_datasets(settings, tokens)
-    # Do not create a dataset under the old name of a moved one. It would end the redirect from the
-    # old name to the new one, and old clones would then push into the wrong dataset.
+    # Do not create a dataset with the old name of a moved dataset. The hub would then no longer
+    # redirect the old name to the new name, and old clones would push into the wrong dataset.
     datasets = tuple(moved.get(each, each) for each in settings.datasets_on_hub)
     for dataset in datasets:
         _create(dataset, settings, tokens)

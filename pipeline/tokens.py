@@ -1,5 +1,5 @@
 """Reads and creates `tokens.json`, which has the secrets that the services of one stack share. Only
-the file's owner can read it."""
+the owner of the file may read it."""
 
 import json
 import os
@@ -23,15 +23,15 @@ class Tokens(BaseModel):
     """The secret of the stack's webhook: the hub sends it with each delivery, and the receiver
     checks it."""
     key: str
-    """The Fernet key that encrypts the secrets in the databases. It also signs the tokens of jobs
-    and the hub's URLs for large files."""
+    """The Fernet key that encrypts the secrets in the databases. The same key signs the tokens of
+    jobs, and the URLs and tokens with which clients transfer large files."""
 
 
 def load_tokens(file: Path) -> Tokens:
     """Read the tokens. If the file does not exist, create it first.
 
-    The variable `PIPELINE_SECRET_KEY` replaces the key in the file. Raises PipelineError if the
-    file or the variable has wrong content.
+    If the environment variable `PIPELINE_SECRET_KEY` is set, it replaces the key in the file.
+    Raises PipelineError if the content of the file or of the variable is wrong.
     """
     if not file.exists():
         _create(file)
@@ -56,8 +56,9 @@ def load_tokens(file: Path) -> Tokens:
 
 
 def secret_in_shell(file: Path) -> str:
-    """A shell expression that reads the webhook secret from the file. A command that is printed for
-    the user contains this expression instead of the secret, so that nobody sees the secret."""
+    """A shell expression that reads the webhook secret from the file. Commands that are printed for
+    the user contain this expression instead of the secret, so that the secret is not on the screen
+    or in a log."""
     code = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
     return f"\"$(python3 -c '{code}' {file.parent.name}/{file.name})\""
 
@@ -77,8 +78,9 @@ def _create(file: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     try:
-        # Use a link, because a rename would overwrite the file. If two processes create the tokens
-        # at the same time, the first link wins, and both processes then read the same tokens.
+        # Use a link, because a rename would overwrite an existing file. If two processes create the
+        # tokens at the same time, only the first link succeeds. Both processes then read the same
+        # tokens.
         os.link(draft, file)
     except FileExistsError:
         pass

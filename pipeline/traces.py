@@ -19,7 +19,7 @@ from pipeline.retrain.snapshot import FOLLOWED
 from serving.weights.release import Release
 from serving.weights.release_store import list_releases
 
-TOKENS = "tokens.npz"
+TOKEN_CACHE = "tokens.npz"
 """The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
 not imported from there, because that module imports numpy."""
 PURGED = "The commit was purged, so the reason was removed: it could quote rows of the commit."
@@ -30,14 +30,14 @@ class Traces:
     """What some commits of a dataset have left."""
 
     caches: tuple[Path, ...]
-    """Downloads and token caches: files and folders, to be removed in this order. The downloads of
-    a pipeline come last, because `find_traces` looks for the other files only if there are
-    downloads. So if a removal is interrupted, a second `find_traces` finds the rest."""
+    """Downloads and token caches: files and folders, to be removed in this order. For each
+    pipeline, the downloads come last, because `find_traces` looks for the other files only if there
+    are downloads. So if a removal is interrupted, a second `find_traces` finds the rest."""
     job_folders: tuple[Path, ...]
-    """The folders of the jobs in `job_ids` that still exist, and renamed folders of such jobs of an
-    earlier database."""
+    """The folders of the jobs in `job_ids`, as far as they still exist. If a job of an earlier
+    database read one of the commits, its folder (which was renamed) is also listed."""
     job_ids: tuple[str, ...]
-    """The jobs that were started for one of the commits, and the jobs that read its rows."""
+    """The jobs that were started for one of the commits, or that read the rows of one of them."""
     releases: tuple[Release, ...]
     """The releases that were trained on one of the commits."""
     later_releases: tuple[Release, ...]
@@ -46,7 +46,8 @@ class Traces:
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
-    """The commits that a release was trained on, or that a pending or running job reads."""
+    """The commits that a release or an unfinished job names: the commit that is trained on and, if
+    there is one, the earlier commit with which it is compared."""
     needed = {
         sha
         for release in _releases(home)
@@ -59,8 +60,8 @@ def needed_commits(home: Home, store: JobStore) -> set[str]:
 
 
 def jobs_in_the_way(store: JobStore, dataset: str, commits: Collection[str]) -> list[Job]:
-    """The jobs that prevent a purge: running jobs that read the dataset, and pending or running
-    jobs for one of the commits."""
+    """The jobs that prevent a purge: every running job for the dataset, and every pending or
+    running job for one of the commits."""
     return [
         job
         for job in _unfinished(store)
@@ -84,7 +85,7 @@ def find_traces(home: Home, store: JobStore, dataset: str, commits: Collection[s
     )
 
 
-def clear(traces: Traces, store: JobStore) -> None:
+def remove_traces(traces: Traces, store: JobStore) -> None:
     """Remove the caches and the job folders, and overwrite the reasons in the outcomes of the jobs.
     Removes no release. If this function is interrupted, call it again."""
     for path in (*traces.caches, *traces.job_folders):
@@ -104,15 +105,15 @@ def _caches(home: Home, dataset: str, commits: Collection[str]) -> Iterator[Path
             if each.name == name or any((each / "snapshots" / sha).exists() for sha in commits)
         ]
         if downloads:
-            yield folder / TOKENS
-            yield from folder.glob(f".{TOKENS}.*")
+            yield folder / TOKEN_CACHE
+            yield from folder.glob(f".{TOKEN_CACHE}.*")
             yield folder / FOLLOWED
             yield from downloads
 
 
 def _job_folders(home: Home, commits: Collection[str]) -> Iterator[Path]:
     for folder in sorted(home.jobs_dir.glob("j*/")):
-        if not _shas(folder).isdisjoint(commits):
+        if not _commits_of_job(folder).isdisjoint(commits):
             yield folder
 
 
@@ -123,8 +124,8 @@ class _Revision(BaseModel):
 
 
 class _Snapshot(BaseModel):
-    """The fields of a `DatasetSnapshot` that are needed here. All other fields are ignored, so that
-    this can read a file that any version of hotpush wrote."""
+    """The fields of a `DatasetSnapshot` that this module needs. All other fields are ignored, so
+    that files of other versions of hotpush can be read too."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -132,8 +133,9 @@ class _Snapshot(BaseModel):
     base: _Revision | None = None
 
 
-def _shas(job_folder: Path) -> set[str | None]:
-    """The commits for which this job was started or whose rows it read."""
+def _commits_of_job(job_folder: Path) -> set[str | None]:
+    """The commit for which the job of this folder was started, and the commits whose rows the job
+    read. Empty if the folder does not say."""
     shas: set[str | None] = set()
     try:
         spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
@@ -153,11 +155,11 @@ def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
     """The releases that were trained on one of the commits, and the later releases whose training
-    started from them. Both lists begin with the oldest release. `releases` must be in the order of
-    their creation."""
+    started from one of these, directly or through other releases. Both lists begin with the oldest
+    release. Pass the `releases` of each pipeline in the order of their creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
-    for release in releases:  # a parent is older than its children
+    for release in releases:  # a parent comes before its children, because it is older
         key = release.pipeline, release.id
         if key not in touched and (release.pipeline, release.lineage.parent) in touched:
             touched.add(key)

@@ -1,7 +1,7 @@
 """Receives webhooks. A *delivery* is one request that a hub or another sender posts to the URL of a
 webhook. The receiver checks the delivery's *proof* (a secret or a signature), calls the *handler*
-(a function of the user), and answers the sender. A handler is *durable* if the receiver stores each
-delivery on disk, answers, and calls the handler after that.
+(a function of the user), and answers the sender. For a *durable* handler, the receiver works in
+another order: it stores the delivery on disk, answers the sender, and then calls the handler.
 
 This package can be used alone, as a library: `from receiver import WebhookPayload,
 webhook_endpoint`.

@@ -1,9 +1,10 @@
 """Starts the server when the script that defines its handlers ends.
 
-An `atexit` handler would start the server too late: Python has closed the thread pools by then, so
-`asyncio.to_thread`, name resolution and async clients would fail with "cannot schedule new futures
-after interpreter shutdown". On Python 3.12 and newer, the server starts when the last line of the
-script has run. On Python 3.11, it starts when Python is about to close the thread pools.
+An `atexit` handler would start the server too late, because Python closes its thread pools before
+it calls these handlers. So `asyncio.to_thread`, name resolution and async clients would fail with
+"cannot schedule new futures after interpreter shutdown". On Python 3.12 and newer, the server
+starts when the last line of the script has run. On Python 3.11, it starts when Python is about to
+close the thread pools.
 """
 
 import atexit
@@ -29,7 +30,7 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     Returns a function that cancels the call. Raises `ReceiverError` if the call cannot be arranged.
     """
     if is_interactive():
-        return _nothing
+        return _do_nothing
     if sys.version_info >= (3, 12):
         return _on_return_of_main(start)
     return _before_exit_handlers(start)
@@ -40,7 +41,7 @@ def is_interactive() -> bool:
     return not hasattr(sys.modules["__main__"], "__file__")
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 if sys.version_info >= (3, 12):
@@ -49,7 +50,7 @@ if sys.version_info >= (3, 12):
         monitoring = sys.monitoring
         code = _main_code()
         if code is None:
-            return _nothing
+            return _do_nothing
         # The other ids are reserved for debuggers, coverage tools, profilers and optimizers.
         tool = next((id for id in (3, 4) if monitoring.get_tool(id) is None), None)
         if tool is None:
@@ -86,7 +87,7 @@ if sys.version_info >= (3, 12):
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
         # A script that ends with `sys.exit()` causes the event PY_UNWIND. This event cannot be
-        # limited to one code object, so `on_unwind` checks that the code is the script's.
+        # limited to one code object, so `on_unwind` checks that it comes from the script.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel

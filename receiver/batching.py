@@ -1,5 +1,5 @@
-"""Writes items in batches: items that arrive while a write is running are written together by the
-next write. So they wait for the disk only once."""
+"""Writes items in batches. While one write runs, new items are collected. The next write takes all
+of them together, so they wait for the disk only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +24,7 @@ class Batches(Generic[Item, Result]):
         self._busy_until = 0.0
 
     async def wait_until_quiet(self, *, for_seconds: float, within_seconds: float) -> None:
-        """Wait until nothing has been added or written for `for_seconds`, but at most
+        """Wait until nothing has been added or written for `for_seconds`, but wait no longer than
         `within_seconds`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_seconds

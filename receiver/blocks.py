@@ -1,6 +1,8 @@
-"""Serves a `gradio.Blocks`, a user interface of the library gradio, as the page of a receiver. A
-script may read attributes of the blocks that gradio's own `launch` sets, such as `ui.server`,
-`ui.local_url`, `ui.share_url` and `ui.is_running`. So this module sets these attributes too."""
+"""Serves a `gradio.Blocks`, a user interface of the library gradio, as the page of a receiver.
+
+gradio's own method `launch` sets attributes of the blocks, such as `ui.server`, `ui.local_url`,
+`ui.share_url` and `ui.is_running`. A script may read these attributes, so this module sets them
+too."""
 
 import signal
 import threading
@@ -30,7 +32,7 @@ def application_of_blocks(blocks: Any) -> FastAPI:
 
 
 class ServerOfBlocks:
-    """The value of `ui.server`, on which a script may call `close`."""
+    """The value of `ui.server`. A script may call its method `close`."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close
@@ -39,14 +41,14 @@ class ServerOfBlocks:
 def show_as_running(
     blocks: Any, *, app: FastAPI, local_url: str, share_url: str | None, close: Callable[[], None]
 ) -> None:
-    """Set the attributes that a script may read after `launch`. `close` must stop the server.
-    `share_url` is the public URL; None if there is none."""
+    """Set the attributes that a script may read after `launch`. `close` is a function that stops
+    the server. `share_url` is the public URL, or None if the server has no public URL."""
 
-    def close_and_tell() -> None:
+    def close_and_record() -> None:
         blocks.is_running = False
         close()
 
-    blocks.server = ServerOfBlocks(close_and_tell)
+    blocks.server = ServerOfBlocks(close_and_record)
     blocks.server_app = app
     blocks.local_url = f"{local_url}/"
     blocks.share_url = share_url
@@ -54,8 +56,9 @@ def show_as_running(
 
 
 def block_until_interrupted(blocks: Any) -> None:
-    """Wait until Ctrl-C, and then close the server. On SIGTERM, close the server, and then end the
-    process. The waiting is done by `blocks.block_thread()`, because a script may have replaced this
+    """Wait until Ctrl-C or SIGTERM, and then close the server. After SIGTERM, also end the process.
+
+    This function calls `blocks.block_thread()` to wait, because a script may have replaced this
     method by its own."""
     if threading.current_thread() is not threading.main_thread():
         blocks.block_thread()  # only the main thread can set signal handlers

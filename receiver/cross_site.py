@@ -1,4 +1,4 @@
-"""Recognises, by its headers, a request that a page of another site caused.
+"""Recognises requests that a page of another site has caused. It looks only at the headers.
 
 A page of another site can make the user's browser send requests to a server that only the user's
 machine can reach, and the browser adds the user's login. There are two cases:
@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 
 def other_site(headers: Mapping[str, str]) -> str | None:
-    """A text for an error message that names the site whose page made a browser send this request.
+    """If a page of another site made a browser send this request: the name of this site, as a text
+    for an error message.
 
     None if the request comes from a page of this server, or from a client that is not a browser.
-    The names in `headers` must be lower case.
+    The names in `headers` must be in lower case.
     """
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != _host(headers).lower():
@@ -33,8 +34,8 @@ def other_site(headers: Mapping[str, str]) -> str | None:
 def other_host(
     headers: Mapping[str, str], server: tuple[str, int | None] | None, names: Collection[str]
 ) -> str | None:
-    """The `Host` header of a request over loopback, if this header names neither loopback nor one
-    of `names`. None for any other request.
+    """The `Host` header of a request over loopback, if this host is not loopback and is not one of
+    `names`. None for any other request.
 
     `server` is the local address of the connection (host and port), as in an ASGI scope. `names`
     are the other host names of this server, in lower case.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from receiver.delivery_log import REVIVED, SCHEMA_VERSION
+from receiver.delivery_log import REVIVE_SQL, SCHEMA_VERSION
 from receiver.errors import ReceiverError
 
 BUSY_SECONDS = 10.0
@@ -28,12 +28,12 @@ class DeadLetter:
     id: str
     """The id of the delivery."""
     repository: str | None
-    """The repository of the event. None if the delivery was stored without one."""
+    """The repository of the event. None if the delivery was stored without a repository."""
     received_at: float
     died_at: float
     """When the receiver gave the delivery up."""
     attempts: int
-    """How many calls of the handler have failed."""
+    """How many calls of the handler for this delivery have failed."""
     failure: str | None
     """How the last call of the handler failed."""
     body: str
@@ -79,7 +79,7 @@ def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> li
                     " letters."
                 )
             connection.execute(
-                f"UPDATE deliveries SET {REVIVED.format(now='?')} WHERE id = ? AND {dead}",
+                f"UPDATE deliveries SET {REVIVE_SQL.format(now='?')} WHERE id = ? AND {dead}",
                 (now, id),
             )
         connection.execute("COMMIT")

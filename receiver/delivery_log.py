@@ -1,6 +1,6 @@
-"""Stores deliveries in one SQLite file until the durable handler to which they were sent has
-succeeded. If all calls of the handler fail (`MAX_ATTEMPTS` in `receiver/durable.py`), the delivery
-is given up: it stays in the file as a *dead letter*.
+"""Stores the deliveries of durable handlers in one SQLite file. A delivery is stored until a call
+of its handler has succeeded. If `MAX_ATTEMPTS` calls (`receiver/durable.py`) have failed, the
+delivery is given up: it stays in the file as a *dead letter*.
 
 A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
 written.
@@ -56,16 +56,17 @@ CREATE INDEX IF NOT EXISTS deliveries_dead ON deliveries (died_at) WHERE died_at
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
-_ADDED = {"repository": "TEXT", "died_at": "REAL", "failure": "TEXT"}
-"""The columns that schema 1 does not have."""
+_ADDED_COLUMNS = {"repository": "TEXT", "died_at": "REAL", "failure": "TEXT"}
+"""The columns that schema 2 has and schema 1 does not have."""
 
 
-REVIVED = (
+REVIVE_SQL = (
     "due_at = iif(died_at IS NULL, due_at, {now}), attempts = iif(died_at IS NULL, attempts, 0),"
     " died_at = NULL"
 )
 """The SET part of an UPDATE, in which `{now}` stands for the present time. It queues a dead letter
-to be handled again, and counts its failed calls from 0. It does not change other rows."""
+to be handled again, and counts its failed calls from 0. If a row is not a dead letter, it does not
+change the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,9 @@ class HandlerResult:
     path: str
     id: str
     due_at: float | None = None
-    """When to call the handler again. None if it is not called again."""
+    """When to call the handler again. None if the handler is not called again."""
     died_at: float | None = None
-    """When the delivery was given up. None if it was not given up."""
+    """When the delivery was given up. None if the delivery was not given up."""
     failure: str | None = None
     """How the call failed, in a few words. None if the call succeeded."""
 
@@ -106,8 +107,9 @@ class HandlerResult:
 
 
 class DeliveryLog:
-    """The open file. A lock on `<path>.lock` ensures that only one process has a `DeliveryLog` of
-    the file. Only one thread at a time may call the methods. Times are seconds since the epoch.
+    """The open file. A lock on `<path>.lock` ensures that only one process at a time has opened the
+    file as a `DeliveryLog`. Only one thread at a time may call the methods. Times are seconds since
+    the epoch.
 
     The constructor raises `ReceiverError`, and does not change the file, if another process has the
     lock, if a newer version of hotpush wrote the file, or if the file is no SQLite database. If the
@@ -129,8 +131,9 @@ class DeliveryLog:
             version = _version(path)
             self._connection = _connect(path, synchronous="NORMAL")
             if version < SCHEMA_VERSION:
-                self._connection.executescript(_SCHEMA.format(added=_added(self._connection)))
-            self._synced = _connect(path, synchronous="FULL")
+                added = _sql_to_add_columns(self._connection)
+                self._connection.executescript(_SCHEMA.format(added=added))
+            self._synced_connection = _connect(path, synchronous="FULL")
         except sqlite3.Error as error:
             self._lock.release()
             raise ReceiverError(
@@ -142,13 +145,14 @@ class DeliveryLog:
             raise
 
     def close(self) -> None:
-        self._synced.close()
+        self._synced_connection.close()
         self._connection.close()
         self._lock.release()
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
-        """Store all deliveries or none. Returns for each delivery whether it is new. A dead letter
-        that is repeated is not new, but its handler is called again.
+        """Store all deliveries, or none if the file fails. Returns for each delivery whether it is
+        new. If a sender repeats a dead letter, the delivery is not new, but its handler is called
+        again.
 
         When this method returns, all these deliveries are on disk.
         """
@@ -157,13 +161,13 @@ class DeliveryLog:
         # Use one statement for all rows. Each call of SQLite releases Python's interpreter lock,
         # and this thread gets the lock back late if the thread of the event loop is busy.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
-        self._synced.execute(
+        self._synced_connection.execute(
             "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
             f" VALUES {rows}"
-            # The sender may repeat the delivery once more, so KEPT_SECONDS begins again.
+            # The sender may repeat the delivery again, so count KEPT_SECONDS from now.
             " ON CONFLICT DO UPDATE SET received_at = excluded.received_at,"
             # If the sender repeats a dead letter, handle it again.
-            f" {REVIVED.format(now='excluded.due_at')}",
+            f" {REVIVE_SQL.format(now='excluded.due_at')}",
             [
                 value
                 for delivery in deliveries
@@ -195,15 +199,15 @@ class DeliveryLog:
     ) -> list[StoredDelivery]:
         """Up to 100 deliveries to these paths whose handler must be called now, oldest first.
 
-        Two kinds of deliveries are left out. A delivery must wait if an earlier delivery of the
-        same path and repository waits for its next call. It must also wait if its path and
-        repository are in `busy`.
+        A delivery is left out in two cases: an earlier delivery of the same path and repository
+        waits for its next call, or `busy` contains its path and repository.
         """
         if not paths:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # Few deliveries wait for their next call, so find these first and once.
+            # Only few deliveries wait for their next call. So find these deliveries first, and only
+            # once.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"
@@ -229,7 +233,7 @@ class DeliveryLog:
             for path, id, headers, body, repository, attempts in rows
         ]
 
-    def settle(self, calls: Sequence[HandlerResult]) -> None:
+    def store_results(self, calls: Sequence[HandlerResult]) -> None:
         """Store the results of calls.
 
         After a successful call, the delivery's headers and body are deleted. Its path and id stay,
@@ -276,11 +280,11 @@ class DeliveryLog:
         )
 
 
-def _added(connection: sqlite3.Connection) -> str:
+def _sql_to_add_columns(connection: sqlite3.Connection) -> str:
     """The SQL statements that add the missing columns to a table of schema 1. Empty if there is no
     table yet."""
     present = {row[1] for row in connection.execute("PRAGMA table_info(deliveries)")}
-    missing = {} if not present else {k: v for k, v in _ADDED.items() if k not in present}
+    missing = {} if not present else {k: v for k, v in _ADDED_COLUMNS.items() if k not in present}
     return "".join(f"ALTER TABLE deliveries ADD COLUMN {k} {v};" for k, v in missing.items())
 
 
@@ -317,7 +321,7 @@ def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={synchronous}")
     # At a checkpoint, SQLite copies the pages of the write-ahead log into the file, and senders
-    # wait. So make checkpoints rare: one after this many pages (40 MB).
+    # must wait until it is done. So make checkpoints rare: one after 10,000 pages (40 MB).
     connection.execute("PRAGMA wal_autocheckpoint=10000")
     return connection
 

@@ -33,21 +33,21 @@ _logger = logging.getLogger(__name__)
 MAX_RUNNING = 8
 """How many handlers may run at the same time."""
 LONGEST_PAUSE_SECONDS = 600.0
-"""The pause before the next call begins at 1 s, and doubles after each failed call up to this
-value."""
+"""After the first failed call, the pause before the next call is 1 s. It doubles after each further
+failed call, up to this value."""
 MAX_ATTEMPTS = 20
 """A delivery is given up after this many failed calls. With the pauses between them, the calls take
 almost two hours."""
 LOOK_SECONDS = 5.0
-"""When no delivery waits in memory, the worker reads the delivery log at least this often. In this
-way it finds dead letters that another process has queued."""
+"""When no delivery waits in memory, the worker reads the delivery log at least this often. So it
+finds dead letters that another process has queued."""
 FAILURE_CHARACTERS = 500
 """The description of a failure is cut to this length before it is stored."""
 FORGET_EVERY_SECONDS = 3600.0
 """How often old deliveries are deleted from the log."""
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
 """A sender that waits for an answer has priority over the calls of handlers. So before the worker
-calls handlers, it waits until no delivery has arrived for QUIET_SECONDS, but at most
+calls handlers, it waits until no delivery has arrived for QUIET_SECONDS. It waits no longer than
 YIELD_SECONDS."""
 
 
@@ -69,7 +69,7 @@ class DurableDeliveries:
         """The event loop of the worker; None unless the context `worker` is open."""
         self._is_stopping = False
         self._one_thread = anyio.CapacityLimiter(1)
-        self._batches = Batches(self._store)
+        self._batches = Batches(self._store_deliveries)
         self._known: set[tuple[str, str]] = set()
         """The deliveries in memory, by path and id: they wait for a call, are being handled, or
         have a result that is not stored yet."""
@@ -82,7 +82,7 @@ class DurableDeliveries:
         stay busy."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
-        """Add a handler. Any thread may call this method, also while the worker runs. Raises
+        """Add a handler. Any thread may call this method, even while the worker runs. Raises
         `ReceiverError` if the worker runs and the log cannot be opened."""
         if self._loop is not None:
             self._opened()
@@ -111,7 +111,7 @@ class DurableDeliveries:
         delivery = NewDelivery(path=path, id=id, headers=headers, body=body, repository=repository)
         return await self._batches.add(delivery)
 
-    async def _store(self, deliveries: Sequence[NewDelivery]) -> Sequence[bool]:
+    async def _store_deliveries(self, deliveries: Sequence[NewDelivery]) -> Sequence[bool]:
         are_new = await self._in_thread(self._opened().add, deliveries, time.time())
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake.set)
@@ -119,8 +119,8 @@ class DurableDeliveries:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Call the handlers while this context is open. Deliveries that an earlier process has left
-        are handled too.
+        """Call the handlers while this context is open. This includes the handlers of deliveries
+        that an earlier process has stored and not handled.
 
         On exit, wait up to `shutdown_seconds` for the handlers that still run, and then cancel
         them. The next process calls the cancelled handlers again.
@@ -130,8 +130,8 @@ class DurableDeliveries:
             yield
             return
         self.open()
-        # Make a new event: an event belongs to one event loop, and an earlier launch may have used
-        # another loop.
+        # Make a new event, because an event belongs to one event loop, and an earlier launch may
+        # have used another loop.
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._is_stopping = False
@@ -155,7 +155,7 @@ class DurableDeliveries:
             self._loop = None
             if self._log is not None:
                 try:
-                    self._log.settle(self._results)
+                    self._log.store_results(self._results)
                 finally:
                     self._results = []
                     self._unstored_failures = {}
@@ -172,8 +172,9 @@ class DurableDeliveries:
             try:
                 await self._call_due_handlers()
             except sqlite3.Error as error:
-                # The usual cause is a full disk. Nothing is lost meanwhile: the stored deliveries
-                # stay in the file, and the results stay in memory until they can be stored.
+                # The usual cause is a full disk. Nothing is lost while the disk is full: the stored
+                # deliveries stay in the file, and the results stay in memory until they can be
+                # stored.
                 _logger.error(
                     "%s cannot be used, so no handler is called; next try in 1 s: %s",
                     *(self._path, error),
@@ -196,9 +197,9 @@ class DurableDeliveries:
             if now >= forget_at:
                 await self._in_thread(log.forget, now)
                 forget_at = now + FORGET_EVERY_SECONDS
-            await self._settle(log)
+            await self._store_results(log)
             if not queues.has_next():
-                queues.extend(await self._next(log, now))
+                queues.extend(await self._read_due(log, now))
             while len(self._running) < MAX_RUNNING and (delivery := queues.take()) is not None:
                 task = asyncio.create_task(self._handle_queue(delivery))
                 self._running.add(task)
@@ -208,18 +209,18 @@ class DurableDeliveries:
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
             # `_wake` is set when a delivery was stored, when a handler was added or has ended, and
-            # when the worker must stop. Nothing sets `_wake` when a pause ends, when old deliveries
-            # must be deleted, or when another process queues a dead letter. So wait only until
-            # `look_at`.
+            # when the worker is asked to stop. But nothing sets `_wake` when a pause ends, when it
+            # is time to delete old deliveries, or when another process queues a dead letter. So do
+            # not wait for `_wake` longer than until `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
                     await self._wake.wait()
 
-    async def _settle(self, log: DeliveryLog) -> None:
+    async def _store_results(self, log: DeliveryLog) -> None:
         if self._results:
             results = list(self._results)
-            await self._in_thread(log.settle, results)
+            await self._in_thread(log.store_results, results)
             del self._results[: len(results)]
             self._known.difference_update((call.path, call.id) for call in results)
             for queue in [
@@ -228,7 +229,7 @@ class DurableDeliveries:
                 if queue is not None:
                     self._queues.release(queue)
 
-    async def _next(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
+    async def _read_due(self, log: DeliveryLog, now: float) -> list[StoredDelivery]:
         found = [
             delivery
             for delivery in await self._in_thread(
@@ -243,7 +244,7 @@ class DurableDeliveries:
         """Call the handler for the first delivery, and then for the deliveries that wait in the
         same queue.
 
-        Meanwhile the worker stores the results of these calls, several in one transaction.
+        At the same time, the worker stores the results of these calls, several in one transaction.
         """
         queue, delivery = queue_of(first), first
         while await self._handle(delivery, queue):
@@ -267,10 +268,10 @@ class DurableDeliveries:
         if failure is None:
             self._results.append(HandlerResult(path=delivery.path, id=delivery.id))
         else:
-            self._results.append(_failed(delivery, failure))
-            # Later deliveries of this repository must not overtake the failed one. Drop them from
-            # memory and keep the queue busy until the failure is stored. The log then returns them
-            # in order.
+            self._results.append(_failed_result(delivery, failure))
+            # Later deliveries of this repository must not overtake the failed delivery. So drop the
+            # later deliveries from memory, and keep the queue busy until the failure is stored.
+            # After that, the log returns the dropped deliveries again, in the right order.
             self._unstored_failures[delivery.path, delivery.id] = queue
             dropped = self._queues.drop(queue)
             self._known.difference_update((each.path, each.id) for each in dropped)
@@ -283,7 +284,7 @@ class DurableDeliveries:
         )
 
 
-def _failed(delivery: StoredDelivery, failure: str) -> HandlerResult:
+def _failed_result(delivery: StoredDelivery, failure: str) -> HandlerResult:
     """The result of a failed call: either the handler is called again later, or the delivery is
     given up."""
     num_calls = delivery.attempts + 1

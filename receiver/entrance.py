@@ -12,11 +12,12 @@ from receiver.cross_site import other_host
 class TunnelEntrance:
     """An application in front of `app`, for a receiver that has opened a tunnel.
 
-    A request counts as coming through a tunnel in two cases. The receiver opens `port` only for its
-    own tunnel, so every request at this port counts. Another tunnel, which the user has set up, may
-    lead to the receiver's usual port. At that port, a request over loopback counts if its `Host` is
-    neither loopback nor in `names`. This test is less certain, because a stranger can choose the
-    `Host`.
+    A request counts as coming through a tunnel in two cases:
+
+    - It arrives at `port`. The receiver opens this port only for its own tunnel.
+    - It arrives over loopback, and its `Host` is not loopback and not in `names`. It then probably
+      came through another tunnel, which the user has set up and which leads to the receiver's usual
+      port. This test is not certain, because a stranger can choose the `Host`.
 
     Args:
         port: The port to which the receiver's own tunnel leads.
@@ -38,7 +39,11 @@ class TunnelEntrance:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not self._is_by_tunnel(scope) or self._is_call(scope):
+        if (
+            scope["type"] == "lifespan"
+            or not self._came_through_tunnel(scope)
+            or self._is_handler_call(scope)
+        ):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             # Give the same answer as for an unknown path, so that a stranger does not learn which
@@ -47,12 +52,12 @@ class TunnelEntrance:
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    def _is_by_tunnel(self, scope: Scope) -> bool:
+    def _came_through_tunnel(self, scope: Scope) -> bool:
         server = scope["server"]
         is_at_port = server is not None and server[1] == self._port
         return is_at_port or other_host(Headers(scope=scope), server, self._names) is not None
 
-    def _is_call(self, scope: Scope) -> bool:
+    def _is_handler_call(self, scope: Scope) -> bool:
         return (
             scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths
         )

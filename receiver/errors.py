@@ -1,5 +1,6 @@
-"""The errors of the receiver, as a tree, with what happens when each is raised. The *proof* of a
-request is its secret or its signature. The numbers are the HTTP status of the answer.
+"""The errors of the receiver, as a tree. The text beside an error says what happens when this error
+is raised. A number is the HTTP status of the answer. The *proof* of a request is its secret or its
+signature.
 
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
@@ -21,7 +22,7 @@ class ReceiverError(Exception):
     """The receiver refuses a request, cannot start, or cannot use a file, a hub or a tunnel."""
 
     status_code = 500
-    """The HTTP status of the answer, if the error refuses a request."""
+    """The HTTP status of the answer, if this error refuses a request."""
 
 
 class ProofMissing(ReceiverError):
@@ -81,7 +82,7 @@ class WebhookApiError(ReceiverError):
 
 
 class WebhookNotFound(WebhookApiError):
-    """The hub has no webhook with this id, or does not show this webhook to the token."""
+    """The hub has no webhook with this id, or does not let the owner of the token see it."""
 
 
 class NotAllowed(WebhookApiError):

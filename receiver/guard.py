@@ -50,16 +50,17 @@ class RequestGuard:
     max_body_bytes: int
     body_timeout_seconds: float
     own_names: Callable[[], Collection[str]]
-    """Returns the host names of this receiver, besides the names of loopback."""
+    """Returns the host names of this receiver, without the names of loopback such as localhost."""
     bodies: BodiesInFlight
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
-    """The answers to earlier deliveries. None if the handler recognises repeats itself. The cache
-    is not used for a durable handler, because the delivery log recognises repeats."""
+    """The answers to earlier deliveries. None if the handler itself recognises repeated deliveries.
+    The cache is not used for a durable handler, because the delivery log recognises repeated
+    deliveries."""
     history: History
     durable: DurableDeliveries | None
-    """Stores the deliveries of a durable handler. None if the handler is not durable. Such a
-    handler is called while the sender waits for the answer."""
+    """Stores the deliveries of a durable handler. None if the handler is not durable: it is then
+    called while the sender waits for the answer."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The handler's answer, or an answer that says why the handler was not called."""
@@ -199,7 +200,7 @@ def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
     """The id of the delivery that the sender has put into a header, or None. A repeat of a delivery
     has the same id."""
     if is_svix(headers):
-        return headers.get("svix-id") or None  # the signature covers no other id
+        return headers.get("svix-id") or None  # the signature covers only this id
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)
 
 
@@ -212,13 +213,13 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers that describe `body`, which is JSON. They replace the sender's, because the
-    sender may have sent a form, or JSON with another content type."""
+    """The headers that describe `body`, which is JSON. They replace the sender's headers, because
+    the sender may have sent a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 
 class _CheckedRequest(Request):
-    """A request that has passed all checks. It is the one that FastAPI gives to the handler."""
+    """A request that has passed all checks. FastAPI gives this object to the handler."""
 
     async def json(self) -> Any:
         # Accept only UTF-8. Starlette's own `json` also accepts UTF-16.

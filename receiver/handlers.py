@@ -23,8 +23,8 @@ ANSWERS_TO_DURABLE: dict[int | str, dict[str, Any]] = {
 REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "The secret or the signature is missing."},
     403: {
-        "description": "The secret or the signature is wrong. If the handler has no secret: the"
-        " request comes from a page of another site, or names another host."
+        "description": "The secret or the signature is wrong. Or the handler has no secret, and the"
+        " request comes from a page of another site or names another host."
     },
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
@@ -44,11 +44,11 @@ class RegisteredWebhook:
     handler: Callable[..., Any]
     proof: Proof
     secret_in_shell: str
-    """What stands for the secret in the shell command that the landing page shows."""
+    """The placeholder for the secret in the shell command that the landing page shows."""
     is_durable: bool
     """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool
-    """Whether the handler is also called for repeated deliveries, because it recognises them."""
+    """Whether the handler itself recognises repeated deliveries. It is then called for them too."""
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -88,8 +88,8 @@ async def refuse_unreadable(_request: Request, error: Exception) -> JSONResponse
 
 async def refuse(_request: Request, error: Exception) -> JSONResponse:
     """Turn an `HTTPException` into an answer in JSON, because all other errors are answered in JSON
-    too. The exception means an unknown path, a wrong method or too many large bodies, or the
-    handler raised it."""
+    too. The exception has one of two causes: the handler raised it, or the server refuses the
+    request because of an unknown path, a wrong method or too many large bodies."""
     assert isinstance(error, HTTPException)
     return JSONResponse(
         {"error": error.detail}, status_code=error.status_code, headers=error.headers

@@ -13,11 +13,11 @@ class Received:
     """Seconds since the epoch."""
     path: str
     delivery_id: str | None
-    """The sender's id, cut to 64 characters; None if the sender sent no id."""
+    """The sender's id of the delivery, cut to 64 characters; None if the sender sent no id."""
     status: int
     """The HTTP status of the answer."""
     milliseconds: float
-    """The time from the request to the answer."""
+    """The time from the arrival of the request to the answer."""
 
 
 class History:

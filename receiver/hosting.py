@@ -1,5 +1,5 @@
 """Settings of a receiver that runs in a Space of the Hugging Face Hub. The Space sets environment
-variables that say where the receiver listens, and at which URL senders reach it."""
+variables that say where the receiver must listen, and which URL senders use to reach it."""
 
 import os
 import re
@@ -16,9 +16,9 @@ def is_space() -> bool:
 
 
 def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
-    """`given` or, if it is None, the settings of the environment. In a Space, a host, a port and a
-    public URL that are not set get the values of the Space. Raises `AddressUnavailable` if a
-    variable does not have the form of a port or host name."""
+    """`given` or, if it is None, the settings of the environment. In a Space, the settings `host`,
+    `port` and `public_url` get the values of the Space, unless they are set. Raises
+    `AddressUnavailable` if an environment variable is not a valid port or host name."""
     settings = given or settings_of_the_environment()
     if not is_space():
         return settings

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable, Hashable
 from fastapi import Response
 
 _CachedResponse = tuple[int, tuple[tuple[bytes, bytes], ...], bytes]
-"""Status, headers and body. This is a tuple and not a `Response`, because the garbage collector
-does not look through tuples of bytes, but would look through every `Response` of a large cache."""
+"""Status, headers and body. The cache holds tuples and not `Response` objects, because the garbage
+collector does not look through tuples of bytes. It would look through every `Response` of a large
+cache."""
 
 
 class IdempotencyCache:
@@ -28,10 +29,10 @@ class IdempotencyCache:
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
         """The cached response for `key`. If there is none, run `call` and cache its response.
 
-        If `once` is called several times at once with the same key, the later calls wait for the
-        first one. A response is cached only if it is not streamed and its status is below 300. Any
-        higher status means that the delivery failed, so `call` must run again when the sender
-        repeats the delivery.
+        If `once` is called with a key while an earlier call with the same key still runs, the later
+        call waits for the earlier one. A response is cached only if it is not streamed and its
+        status is below 300. Any higher status means that the delivery failed, so `call` must run
+        again when the sender repeats the delivery.
         """
         while (known := self._responses.get(key)) is not None:
             cached = known if isinstance(known, tuple) else await asyncio.shield(known)

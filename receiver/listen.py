@@ -15,7 +15,7 @@ import uvicorn
 
 from receiver.errors import AddressUnavailable, OpenToEveryone
 
-_HOW_TO_MOVE = (
+_HOW_TO_SET_ADDRESS = (
     "`host` and `port` under [receiver]. In a script, use `launch(server_name=…, server_port=…)` or"
     " `GRADIO_SERVER_PORT=… python app.py`; port 0 takes a free port"
 )
@@ -33,16 +33,17 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
         )
 
 
-def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.socket:
+def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
     """A socket that already listens. So clients can connect before the server is up; they then wait
-    for its answer.
+    until the server answers.
 
     Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
-    machine. `how_to_move` is the end of the error message; it says where to set another address.
+    machine. `how_to_set_address` is the end of the error message, which says where the user can set
+    another address.
     """
     family, _, _, _, address = _resolve(host, port)[0]
-    # Pass the protocol explicitly, because asyncio turns off Nagle's algorithm only on sockets with
-    # this protocol. The algorithm can delay an answer by 40 ms.
+    # Pass the protocol explicitly, because asyncio turns Nagle's algorithm off only for a socket
+    # that was made with IPPROTO_TCP. The algorithm can delay an answer by 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,7 +58,7 @@ def bind(host: str, port: int, *, how_to_move: str = _HOW_TO_MOVE) -> socket.soc
             if error.errno == errno.EADDRINUSE
             else f"Cannot listen on {host}:{port}: {error.strerror}."
         )
-        raise AddressUnavailable(f"{reason} Set the address with {how_to_move}.") from error
+        raise AddressUnavailable(f"{reason} Set the address with {how_to_set_address}.") from error
     return listening
 
 
@@ -89,7 +90,7 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
 
 def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
     """Serve in a thread until `server.should_exit` is set. Returns the thread as soon as the server
-    answers requests, or has ended because it could not start."""
+    answers requests. If the server cannot start, returns the thread when it has ended."""
 
     def run() -> None:
         with _closing(listening):

@@ -1,5 +1,5 @@
 """The route `GET /live` of a receiver that submits jobs. `pipeline up` requests this route again
-and again. If the receiver does not answer for some time, it hangs, and `pipeline up` restarts it.
+and again. If there is no answer for some time, `pipeline up` restarts the receiver.
 """
 
 from fastapi import FastAPI
@@ -12,8 +12,8 @@ def add_live_route(app: FastAPI, store: JobStore) -> None:
     """Add the route `/live`, which reads the job store before it answers. Call this function before
     the app serves requests.
 
-    If the store fails, the answer has status 200 and names the error. After status 503, `pipeline
-    up` would restart the receiver, and a restart does not repair a database.
+    If the store fails, the answer has status 200 and names the error. If it had status 503,
+    `pipeline up` would restart the receiver, but a restart does not repair a database.
     """
 
     @app.get("/live")

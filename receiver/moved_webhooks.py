@@ -18,7 +18,8 @@ _logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class HubCredentials:
     """The URL of a hub that has webhooks (`endpoint`), and a token that may manage these webhooks.
-    If the endpoint is None, `HF_ENDPOINT` is used, and if the token is None, `HF_TOKEN`."""
+    If `endpoint` is None, the URL in `HF_ENDPOINT` is used. If `token` is None, the token that
+    `huggingface_hub` finds is used, such as the token in `HF_TOKEN`."""
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -28,10 +29,10 @@ def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) ->
     """Change the webhooks on `hubs` that post to a former URL, so that they post to `url`. The file
     `remembered` lists the former URLs.
 
-    Returns False if the caller must call again later, because a hub failed or the file could not be
-    used. Returns True if nothing is left to do. A hub that refuses the token counts as done,
-    because another call would not help. The log then asks the user to change the webhooks of this
-    hub by hand.
+    Returns True if nothing is left to do. Returns False if a hub failed or the file could not be
+    used; the caller must then call this function again later. A hub that refuses the token counts
+    as done, because another call would not help. The log then asks the user to change the webhooks
+    of this hub by hand.
     """
     try:
         former = [known for known in _read(remembered) if known != url]
@@ -55,10 +56,10 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
     try:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
-            # One URL may be a prefix of another one, so take the longest URL that matches. If this
-            # is the new URL, the webhook is already right.
-            under = [known for known in (url, *former) if f"{posts_to}/".startswith(f"{known}/")]
-            old = max(under, key=len, default=url)
+            # One known URL may be a prefix of another one, so take the longest URL that matches. If
+            # this is the new URL, the webhook is already right.
+            matching = [each for each in (url, *former) if f"{posts_to}/".startswith(f"{each}/")]
+            old = max(matching, key=len, default=url)
             if old != url:
                 moved = url + posts_to.removeprefix(old)
                 update_webhook(webhook.id, url=moved, endpoint=hub.endpoint, token=hub.token)

@@ -18,27 +18,27 @@ itself, without calling a handler."""
 DiscussionStatus = Literal["closed", "draft", "merged", "open"]
 
 
-class _Wire(BaseModel):
+class _HubRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class ObjectId(_Wire):
+class ObjectId(_HubRecord):
     id: str
 
 
-class Url(_Wire):
+class Url(_HubRecord):
     web: str
     api: str | None = None
 
 
-class Event(_Wire):
+class Event(_HubRecord):
     action: EventAction
     scope: str
     """`repo`, `repo.content`, `repo.config`, `discussion`, `discussion.comment`, or a narrower
     scope such as `repo.config.dois`."""
 
 
-class Repo(_Wire):
+class Repo(_HubRecord):
     type: RepoType
     name: str
     """`owner/name`"""
@@ -57,7 +57,7 @@ class Repo(_Wire):
         return self.headSha
 
 
-class UpdatedRef(_Wire):
+class UpdatedRef(_HubRecord):
     ref: str
     """The full name, such as `refs/heads/main`."""
     oldSha: str | None = None
@@ -66,26 +66,26 @@ class UpdatedRef(_Wire):
     """None for a deleted ref."""
 
 
-class WebhookReference(_Wire):
+class WebhookReference(_HubRecord):
     id: str
     version: Literal[3]
 
 
-class MovedTo(_Wire):
+class MovedTo(_HubRecord):
     name: str
     owner: ObjectId
 
 
-class UpdatedConfig(_Wire):
+class UpdatedConfig(_HubRecord):
     private: bool | None = None
 
 
-class Changes(_Wire):
+class Changes(_HubRecord):
     base: str
     mergeCommitId: str | None = None
 
 
-class Discussion(_Wire):
+class Discussion(_HubRecord):
     id: str
     num: int
     title: str
@@ -97,7 +97,7 @@ class Discussion(_Wire):
     pinned: bool | None = None
 
 
-class Comment(_Wire):
+class Comment(_HubRecord):
     id: str
     author: ObjectId
     hidden: bool
@@ -105,7 +105,7 @@ class Comment(_Wire):
     content: str | None = None
 
 
-class WebhookPayload(_Wire):
+class WebhookPayload(_HubRecord):
     event: Event
     repo: Repo
     webhook: WebhookReference
@@ -129,9 +129,9 @@ _LITERALS: dict[tuple[str, ...], type] = {
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """Explains why a payload is invalid. If a newer hub has sent a value that this receiver does
-    not know, such as a new `event.action`, returns the names of the field and the value. Returns
-    None if the payload is malformed.
+    """Find out whether a payload is invalid only because it comes from a newer hub. If the hub has
+    sent a value that this receiver does not know, such as a new `event.action`, returns the name of
+    the field and the value. Returns None if the payload is malformed.
 
     `errors` are the validation errors of the request. If there is an unknown value, the other
     errors are ignored, because a newer hub may also have changed other fields.

@@ -1,8 +1,8 @@
-"""Keeps deliveries that wait for a call of a durable handler in queues in memory. There is one
-queue for each pair of handler path and repository.
+"""Keeps deliveries in memory while they wait for a call of their durable handler. Each pair of
+handler path and repository has its own queue.
 
-The deliveries of one queue are handled one after another, in the order of their arrival. Different
-queues are handled concurrently.
+The deliveries of one queue are handled one after another, in the order of their arrival. Deliveries
+of different queues may be handled at the same time.
 """
 
 from collections import deque
@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from receiver.delivery_log import StoredDelivery
 
 QueueKey = tuple[str, str | None, str | None]
-"""The key of a queue: (path, repository, None). A delivery without a repository gets its own queue
-with the key (path, None, delivery id)."""
+"""The key of a queue: (path, repository, None). Each delivery without a repository has a queue of
+its own, with the key (path, None, delivery id)."""
 
 
 def queue_of(delivery: StoredDelivery) -> QueueKey:
@@ -25,8 +25,8 @@ class RepositoryQueues:
 
     def __init__(self) -> None:
         self._waiting: dict[QueueKey, deque[StoredDelivery]] = {}
-        """Queue → the deliveries that wait in it, oldest first. Queues in which no delivery waits
-        are left out."""
+        """Queue → the deliveries that wait in this queue, oldest first. A queue in which no
+        delivery waits is not in this dict."""
         self._busy: set[QueueKey] = set()
 
     def extend(self, deliveries: Iterable[StoredDelivery]) -> None:

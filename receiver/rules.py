@@ -1,5 +1,5 @@
-"""Decides which pipelines an event retrains, and makes the specs of their jobs. Reads and writes
-nothing."""
+"""Decides which pipelines are retrained because of an event, and makes the specs of their jobs.
+This module reads and writes no files."""
 
 import hashlib
 import json
@@ -41,13 +41,13 @@ class RetrainRule(BaseModel):
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
     """A job may start once no newer commit has arrived for this long."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """A job may start at the latest this long after its first commit, even if newer commits keep
-    arriving."""
+    """This long after its first commit, a job may start even if newer commits keep arriving."""
     settings: dict[str, Any] = {}
     """Settings for the job's command. They are copied into a job when the job is submitted, so a
-    later change has no effect on this job."""
+    later change of the rule does not change this job."""
     env: dict[str, str] = {}
-    """Added to the job's environment. Put no secrets here: anyone who lists jobs sees them."""
+    """Variables that are added to the job's environment. Put no secrets here, because anyone who
+    lists jobs sees these variables."""
     resources: Resources = Resources()
     command: Annotated[tuple[str, ...], Field(min_length=1)] = (
         sys.executable,
@@ -77,31 +77,31 @@ class RetrainRule(BaseModel):
     def watches(self, payload: WebhookPayload) -> bool:
         """Whether the payload's repository has the name or the git URL of this rule's dataset.
 
-        Upper and lower case count as equal in names: a hub finds a repository under its name in
-        either case, so the rule and the payload may write the name differently.
+        Names that differ only in upper and lower case count as equal, because a hub finds the same
+        repository under all these names.
         """
         if not self.is_git:
             return payload.repo.name.lower() == self.dataset.lower()
         urls = _urls(payload)
-        if (place := _place_by_ssh(self.dataset)) is not None:
-            return place in {_place(url) for url in urls}
+        if (place := _host_and_path_of_ssh(self.dataset)) is not None:
+            return place in {_host_and_path(url) for url in urls}
         return _bare_url(self.dataset) in {_bare_url(url) for url in urls}
 
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
     """The specs of the jobs for the event: one for each rule whose ref the event has changed. If
     there is no such rule, the reason why the event needs no job."""
-    reason = _not_about_content(payload)
+    reason = _why_not_about_content(payload)
     if reason is not None:
         return reason
     endpoints = {rule.endpoint for rule in rules if rule.endpoint is not None}
     sender = next((each for each in endpoints if _is_at(each, payload)), None)
     named = [rule for rule in rules if rule.watches(payload)]
-    # Two hubs may have datasets of the same name, so compare the hubs too. A rule with a git URL
-    # needs no such comparison, because its URL names the host.
+    # Two hubs may have datasets of the same name, so compare the hubs too. If a rule has a git URL,
+    # this is not necessary, because the git URL contains the host.
     watching = [rule for rule in named if rule.endpoint == sender or rule.is_git]
     if not watching:
-        return _nobody_follows(payload, named)
+        return _why_not_followed(payload, named)
     updates = _updated_refs(payload)
     if not updates:
         return "no ref changed"
@@ -110,7 +110,7 @@ def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSp
     reasons: list[str] = []
     for rule in watching:
         for update in updates:
-            reason = _not_a_commit(update, rule)
+            reason = _why_not_retrained(update, rule)
             if reason is not None:
                 reasons.append(reason)
             else:
@@ -128,7 +128,7 @@ def _is_at(endpoint: str, payload: WebhookPayload) -> bool:
     return any(_bare_url(url).startswith(beginning) for url in _urls(payload))
 
 
-def _nobody_follows(payload: WebhookPayload, named: Sequence[RetrainRule]) -> str:
+def _why_not_followed(payload: WebhookPayload, named: Sequence[RetrainRule]) -> str:
     reason = f"no pipeline follows the dataset {_quoted(payload.repo.name)}"
     if not named:
         return reason
@@ -139,14 +139,14 @@ def _nobody_follows(payload: WebhookPayload, named: Sequence[RetrainRule]) -> st
     return f"{reason} at {url}; a dataset of the same name is followed by {where}"
 
 
-def _not_about_content(payload: WebhookPayload) -> str | None:
+def _why_not_about_content(payload: WebhookPayload) -> str | None:
     event, repo = payload.event, payload.repo
     if repo.type != "dataset":
         return f"not a dataset: {_quoted(repo.name)} is a {repo.type}"
     if event.action != "update":
         return f"not an update: the action is {event.action}"
-    # `repo` and all narrower scopes are about content, except `repo.config` and its narrower
-    # scopes.
+    # The scope `repo` and all scopes below it are about content, except `repo.config` and the
+    # scopes below `repo.config`.
     scope = event.scope.split(".")
     if scope[0] != "repo" or scope[1:2] == ["config"]:
         return f"not about content: the scope is {_quoted(event.scope)}"
@@ -158,12 +158,12 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
         return payload.updatedRefs
     if payload.repo.headSha is None:
         return ()
-    # Some senders do not send `updatedRefs`. Then the event names only one commit, the head of the
-    # default branch. The default branch is taken to be `main`.
+    # Some senders do not send `updatedRefs`. Then the event names only one commit: the head of the
+    # default branch. Its name is not known, so assume that the default branch is `main`.
     return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
 
 
-def _not_a_commit(update: UpdatedRef, rule: RetrainRule) -> str | None:
+def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
     """Why the updated ref does not retrain the pipeline of this rule. None if it does."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
@@ -189,8 +189,9 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key for the dataset, the ref, the commit and the settings. If two jobs in a row have the
-    same key, the second one would train on the same data in the same way, so it is not needed."""
+    """A key for the dataset, the ref, the commit and the settings. If two jobs in a row had the
+    same key, the second job would train on the same data in the same way. So the store does not
+    create the second job."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 
@@ -199,19 +200,19 @@ def _bare_url(url: str) -> str:
     return url.rstrip("/").removesuffix(".git").lower()
 
 
-def _place_by_ssh(url: str) -> str | None:
+def _host_and_path_of_ssh(url: str) -> str | None:
     """The host and path of an SSH URL (`ssh://host/path` or `user@host:path`). None for any other
     URL."""
     if url.startswith("ssh://"):
-        return _place(url)
+        return _host_and_path(url)
     found = _SCP_FORM.fullmatch(url)
-    return None if found is None else _place(f"ssh://{found['host']}/{found['path']}")
+    return None if found is None else _host_and_path(f"ssh://{found['host']}/{found['path']}")
 
 
-def _place(url: str) -> str:
-    """The host and path of a URL, without user and port. Compare URLs by this text if a rule names
-    a repository by its SSH URL: senders name the repository by its HTTPS URL, which has another
-    user and another port."""
+def _host_and_path(url: str) -> str:
+    """The host and path of a URL, without user and port. If a rule has the SSH URL of a repository,
+    URLs are compared by this text: senders use the HTTPS URL of the repository, in which the user
+    and the port are different. If `url` has another form, returns `url` itself."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

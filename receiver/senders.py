@@ -28,14 +28,14 @@ from receiver.verify import ProofScheme
 
 @dataclass(frozen=True)
 class NotAPush:
-    """An event for which no handler is called. The receiver itself answers it with `answer`."""
+    """An event for which no handler is called. The receiver sends `answer` to the sender."""
 
     answer: dict[str, str | bool]
 
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
-    """The event as the JSON of a `WebhookPayload`, or `NotAPush` if no handler must be called for
-    it. Raises `NotAnEvent` if the body is not an event in the sender's format."""
+    """The event as the JSON of a `WebhookPayload`. `NotAPush` if no handler is called for the
+    event. Raises `NotAnEvent` if the body is not an event in the sender's format."""
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
     header, push_names = _EVENT_HEADERS[scheme]
@@ -60,8 +60,8 @@ def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> 
 
 
 def _without_form(headers: Mapping[str, str], body: bytes) -> bytes:
-    """The JSON that the body contains. If the webhook has the content type
-    `application/x-www-form-urlencoded`, GitHub and Gitea send the JSON as the field `payload` of a
+    """The JSON that the body contains. If a webhook is configured with the content type
+    `application/x-www-form-urlencoded`, GitHub and Gitea send the JSON in the field `payload` of a
     form."""
     if not headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         return body
@@ -209,6 +209,6 @@ def _payload(
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """The sha. None if it consists of zeros, which senders write for a commit that does not exist:
-    the ref did not exist before the push, or the push has deleted it."""
+    """The sha. None if it consists of zeros. Senders write zeros if there is no commit: either the
+    ref did not exist before the push, or the push has deleted the ref."""
     return sha if sha.strip("0") else None

@@ -54,8 +54,8 @@ def webhook_endpoint(
 
     If the function is defined in the script's folder or below, the server starts when the script
     ends. In all other cases, for example in a notebook, the user must call the method `launch` of a
-    decorated function, which takes the arguments of `WebhooksServer.launch`. If a notebook cell is
-    executed again, its function replaces the earlier function of the same name.
+    decorated function. This method takes the arguments of `WebhooksServer.launch`. If a notebook
+    cell is executed again, its function replaces the earlier function of the same name.
     """
     if callable(path):
         return webhook_endpoint()(path)
@@ -73,7 +73,7 @@ def webhook_endpoint(
             _autostart_at_end_of_script()
 
         def launch(*args: Any, **kwargs: Any) -> str:
-            _cancel_the_autostart()
+            _cancel_autostart()
             return server.launch(*args, **kwargs)
 
         endpoint = cast(Endpoint[P, R], handler)
@@ -84,7 +84,7 @@ def webhook_endpoint(
 
 
 _server: WebhooksServer | None = None
-_cancel_autostart: Callable[[], None] | None = None
+_autostart_canceller: Callable[[], None] | None = None
 
 
 def _shared_server() -> WebhooksServer:
@@ -98,7 +98,7 @@ def _is_of_the_script(handler: Callable[..., Any]) -> bool:
     """Whether the handler is defined in the main script's folder or below.
 
     If the handler is defined elsewhere, the main script is a program that only imports the handler,
-    such as a test runner. The end of such a program must not start a server.
+    such as a test runner. No server may start when such a program ends.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     module = getattr(sys.modules[handler.__module__], "__file__", None)
@@ -108,14 +108,14 @@ def _is_of_the_script(handler: Callable[..., Any]) -> bool:
 
 
 def _autostart_at_end_of_script() -> None:
-    global _cancel_autostart
-    if _cancel_autostart is None:
-        _cancel_autostart = autostart.at_end_of_script(_shared_server().launch)
+    global _autostart_canceller
+    if _autostart_canceller is None:
+        _autostart_canceller = autostart.at_end_of_script(_shared_server().launch)
 
 
-def _cancel_the_autostart() -> None:
-    if _cancel_autostart is not None:
-        _cancel_autostart()
+def _cancel_autostart() -> None:
+    if _autostart_canceller is not None:
+        _autostart_canceller()
 
 
 def _is_redefined(earlier: Callable[..., Any], now: Callable[..., Any]) -> bool:

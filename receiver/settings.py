@@ -1,4 +1,5 @@
-"""The settings of a receiver. The caller passes them to the server; nothing here reads a file."""
+"""The settings of a receiver. This module reads no file: the caller passes the settings to the
+server."""
 
 import os
 import re
@@ -23,7 +24,8 @@ class ReceiverSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """The address to listen on. If other machines can reach it, every handler needs a secret."""
+    """The address to listen on. If other machines can reach this address, every handler needs a
+    secret."""
     port: int = Field(default=7860, ge=0, le=65535)
     """The port to listen on. 0 takes a free port. In a stack, 0 is not allowed, because the other
     services must know the port."""
@@ -37,31 +39,33 @@ class ReceiverSettings(BaseModel):
     tunnel_url_pattern: Annotated[str, AfterValidator(_regular_expression)] = r"https://[\w.-]+"
     """A regular expression. Its first match in the output of a tunnel command is the public URL."""
     tunnel_lifetime_seconds: float = Field(default=72 * 3600.0, gt=0)
-    """How long the provider of the tunnel keeps it open. The receiver renews the tunnel before this
-    time ends."""
+    """How long the provider keeps the tunnel open. The receiver opens a new tunnel before this time
+    ends."""
     proof: ProofScheme = "secret"
-    """How a sender must prove the origin of a delivery. The setting also selects the format of the
-    events: with `github`, `gitea` and `gitlab`, the push events of this service; with the other
-    values, the format of the Hugging Face Hub."""
+    """How a sender must prove the origin of a delivery. This setting also selects the format of the
+    events. `github`, `gitea` and `gitlab` select the push events of the service of this name. All
+    other values select the format of the Hugging Face Hub."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
-    """A request with a larger body gets 413, and its body is not read to the end."""
+    """A request with a larger body is answered with status 413, and its body is not read to the
+    end."""
     body_timeout_seconds: float = Field(default=15.0, gt=0)
-    """A request whose body has not completely arrived after this time gets 408."""
+    """If the body of a request has not completely arrived after this time, the request is answered
+    with status 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
     """The database file that stores deliveries until a handler with `durable=True` has handled
     them. The default of a stack is `receiver.db` in its state folder."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
-    """How many answers are kept in memory. A delivery that is repeated gets its first answer again,
-    as long as this answer is kept. For durable handlers, and for the handler that starts
-    retrainings, no answers are kept, because these handlers recognise repeats in their database."""
+    """How many answers are kept in memory. As long as an answer is kept, a repeated delivery gets
+    this answer again. No answers are kept for durable handlers and for the handler that starts
+    retrainings, because repeated deliveries to these handlers are recognised in a database."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:
-    """The settings for a script that passes no settings: the defaults, with the host and port from
-    `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT` if these are set. The receivers of
-    `huggingface_hub` read the same variables.
+    """The settings for a script that passes no settings. If the variables `GRADIO_SERVER_NAME` and
+    `GRADIO_SERVER_PORT` are set, they are the host and the port; everything else is the default.
+    The receivers of `huggingface_hub` read the same variables.
 
     Raises `AddressUnavailable` if the port is not a number from 0 to 65535.
     """

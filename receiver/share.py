@@ -13,9 +13,9 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel to open, for the argument `share` of `WebhooksServer.launch`; None if no tunnel is
-    to be opened. Raises `TunnelFailed` if `share` is True, but neither a tunnel nor a `public_url`
-    is configured."""
+    """The tunnel to open. `share` is the argument of `WebhooksServer.launch`. None if the receiver
+    needs no tunnel. Raises `TunnelFailed` if `share` is True, but neither a tunnel nor a
+    `public_url` is configured."""
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:
@@ -30,8 +30,8 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
 
 
 def remembered_urls(settings: ReceiverSettings, port: int) -> Path:
-    """The file that lists the present and the former public URLs of a receiver. Its name contains
-    the port, because several receivers may use the same folder."""
+    """The file that lists the present and the former public URLs of a receiver. The file's name
+    contains the port, because several receivers may use the same folder."""
     return settings.deliveries_path.with_name(f"receiver-urls-{port}.json")
 
 
@@ -61,12 +61,12 @@ def open_tunnel(
 class FixedUrl:
     """Takes the place of a `Tunnel` if the user has set `public_url`. Starts no process.
 
-    A thread updates the webhooks on `hubs` that post to a former URL. It calls `move_webhooks`
+    A thread updates the webhooks on `hubs` that post to a former URL: it calls `move_webhooks`
     again and again until this function returns True.
     """
 
     public: PublicUrl | None = None
-    """Always None, because a fixed URL has no time at which it expires."""
+    """Always None, because a fixed URL does not expire."""
 
     def __init__(self, url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> None:
         self._url = url.rstrip("/")

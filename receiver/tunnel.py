@@ -1,7 +1,8 @@
 """Keeps a receiver reachable at a public URL through a tunnel.
 
 A *link* is one process, such as `ssh -R`, that makes the receiver reachable at one URL. A tunnel is
-a series of links: when a link breaks, and before its lifetime ends, the tunnel starts another link.
+a series of links: the tunnel starts another link when a link breaks, and also shortly before the
+lifetime of a link ends.
 
 From `Tunnel.open` to `Tunnel.close`, everyone can reach the receiver. The caller must check that
 this is allowed.
@@ -22,14 +23,14 @@ from receiver.tunnel_command import TunnelCommand, ending_with_this_process
 _logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
-"""A link that has not printed its URL after this time is ended."""
+"""If a link has not printed its URL after this time, the tunnel ends the link."""
 STEADY_SECONDS = 60.0
-"""If a link has lasted longer than this when it breaks, the next link is started without a pause.
-If it breaks earlier, there is a pause of 1 s, which doubles each time."""
+"""If a link breaks after it has lasted longer than this, the next link is started without a pause.
+If a link breaks earlier, there is first a pause. This pause is 1 s, and doubles each time."""
 LONGEST_PAUSE_SECONDS = 60.0
 """The longest pause between two tries to open a link, or to tell the hubs a new URL."""
 RENEWED_EARLY = 1 / 24
-"""The next link is started when only this share of the link's lifetime is left."""
+"""The next link is started when only this share of the present link's lifetime is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,8 @@ class PublicUrl:
     url: str
     """The URL without a slash at the end."""
     ends_at: float
-    """When the URL expires, in seconds since the epoch. The tunnel is renewed before this time."""
+    """When the URL expires, in seconds since the epoch. The tunnel starts another link before this
+    time."""
 
 
 class Tunnel:
@@ -76,7 +78,7 @@ class Tunnel:
     def open(self) -> PublicUrl:
         """Start the tunnel, and wait for the URL of its first link. Raises `TunnelFailed` with the
         output of the link if it prints no URL."""
-        self._command(None)  # raises an error of the user's configuration here, not in the thread
+        self._command(None)  # if the user's configuration is wrong, this raises before the start
         self._thread.start()
         self._is_open.wait()
         if self._public is None:
@@ -100,8 +102,8 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If the last link broke, ask for its URL again. If the last link is only too old, it is
-            # still open and uses its URL, so ask for any URL.
+            # If the last link broke, ask for its URL again. If the last link is still open and only
+            # too old, its URL is still in use, so ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
@@ -161,19 +163,19 @@ class Tunnel:
         return link.url if link.is_alive else None
 
     def _watch(self, link: "_Link", is_accepted: bool) -> None:
-        """Wait until the link breaks, until the tunnel must be renewed, or until the tunnel is
-        closed.
+        """Wait until the link breaks, until it is time to start the next link, or until the tunnel
+        is closed.
 
-        `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, this
-        method calls `on_url` again, after pauses that get longer.
+        `is_accepted` says whether `on_url` has returned True for the URL of this link. If it has
+        not, this method calls `on_url` again, after pauses that get longer.
         """
         assert self._public is not None
         renew_at = self._public.ends_at - self._lifetime_seconds * RENEWED_EARLY
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_accepted:
-                # Wait at most 60 s, and then read the clock again: a wait does not count the time
-                # in which a laptop sleeps, so a long wait would end too late.
+                # Wait at most 60 s, and then read the clock again. The time in which a laptop
+                # sleeps does not count for a wait, so one long wait would end too late.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))

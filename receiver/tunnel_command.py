@@ -15,10 +15,11 @@ from receiver.errors import TunnelFailed
 class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
-    """Returns the public URL if the line, which the command has printed, names it. Otherwise
-    returns None."""
+    """Its argument is a line that the command has printed. Returns the public URL if the line
+    contains it, and None otherwise."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
-    """Returns whether a message about a failure should quote the line."""
+    """Its argument is a line that the command has printed. Returns whether an error message about
+    the tunnel should quote the line."""
 
 
 def tunnel_command(
@@ -30,8 +31,9 @@ def tunnel_command(
         tunnel: `ssh://user@host[:port]`, or a command. In a command, `{address}` is replaced by
             `address`, and `{port}` by the port of `address`.
         url_pattern: A regular expression. Its first match in the command's output is the URL.
-        former_url: The URL that the tunnel had before and should get again; None if any URL is
-            wanted. It has an effect only on `ssh://`: ssh asks the server for the port in the URL.
+        former_url: The URL that the tunnel had before and should get again; None if the tunnel may
+            get any URL. This has an effect only on `ssh://`: ssh asks the server for the port in
+            this URL.
 
     Raises:
         TunnelFailed: `tunnel` is neither an ssh address nor a command, or the program of the
@@ -114,9 +116,9 @@ def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
     killed."""
     if sys.platform != "linux":
         return list(arguments)
-    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then becomes the command. A new interpreter
-    # runs `code`. A `preexec_fn` of `subprocess` would run it between fork and exec, where a
-    # program with threads must not run Python code.
+    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces itself by the command. It
+    # runs in a new interpreter. A `preexec_fn` of `subprocess` would run it between fork and exec,
+    # where it is not safe to run Python code if the program has threads.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

@@ -1,5 +1,5 @@
-"""Turns the user interface that a user passes for `/` into an ASGI application. It may be an ASGI
-application, a folder or a `gradio.Blocks`."""
+"""Turns the user interface that a user passes for `/` into an ASGI application. The user may pass
+an ASGI application, a folder or a `gradio.Blocks`."""
 
 import os
 from pathlib import Path

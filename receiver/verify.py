@@ -1,6 +1,6 @@
-"""Checks the proof of a delivery: its secret or its signature, which shows that the configured
-sender sent the delivery. The body is checked as raw bytes and never parsed. Secrets and signatures
-are compared in constant time.
+"""Checks the proof of a delivery, which is a secret or a signature. The proof shows that the
+configured sender has sent the delivery. The body is checked as raw bytes and never parsed. Secrets
+and signatures are compared in constant time.
 
 Each handler has one configured scheme, such as `github`, which says how a sender proves a delivery.
 The scheme is never guessed from the request, so a valid proof of another scheme is refused.
@@ -57,8 +57,8 @@ class Proof:
         """Do the part of the check that needs only the headers. Returns the part that needs the
         body.
 
-        The names in `headers` must be lower case. With the scheme `secret`, `query` may have the
-        secret (`?secret=…`) instead of the header. Raises `ProofMissing` or `ProofWrong`.
+        The names in `headers` must be in lower case. With the scheme `secret`, the secret may be in
+        `query` (`?secret=…`) instead of the header. Raises `ProofMissing` or `ProofWrong`.
         """
         if self.scheme == "secret" and _SECRET_HEADER not in headers and "secret" in query:
             headers = {_SECRET_HEADER: query["secret"]}
@@ -111,8 +111,8 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
 
 
 def is_svix(headers: Mapping[str, str]) -> bool:
-    """Whether the delivery is signed in Svix's headers. The signature then covers the id in the
-    header `svix-id`, but not an id in `webhook-id`."""
+    """Whether the delivery is signed with the headers of Svix. The signature then covers the id in
+    the header `svix-id`, but not an id in `webhook-id`."""
     return "svix-signature" in headers and "webhook-signature" not in headers
 
 
@@ -162,9 +162,9 @@ def _required(headers: Mapping[str, str], name: str) -> str:
 
 
 def _matches_any(given: str, expected: Sequence[str]) -> bool:
-    # An attacker must not learn anything from the time that this function takes. It compares
-    # digests, which all have the same length, so the time does not depend on the length of a
-    # secret. It compares all candidates, so the time does not show which one matched.
+    # An attacker must not learn anything from the time that this function takes. The function
+    # compares digests, which all have the same length, so the time does not depend on the length of
+    # a secret. It compares all candidates, so the time does not show which candidate matched.
     given_digest = hashlib.sha256(given.encode()).digest()
     matches = [
         hmac.compare_digest(given_digest, hashlib.sha256(candidate.encode()).digest())

@@ -91,7 +91,7 @@ def create_webhook(
     token: str | None = None,
 ) -> WebhookRecord:
     """Create a webhook. When a `watched` item changes, the hub posts an event to `url`, or starts a
-    copy of the job `job_id`. The caller must give one of the two.
+    copy of the job `job_id`. The caller must give either `url` or `job_id`.
 
     `domains` limits the events; with None, the hub uses its default. The deliveries to `url` carry
     `secret`, which proves their origin. The job gets `secrets` as environment variables.
@@ -102,7 +102,7 @@ def create_webhook(
     items = _items(watched)
     if not items:
         raise ValueError("A webhook needs something to watch: set `watched` to at least one item.")
-    with _translated():
+    with _as_webhook_errors():
         created = _api(endpoint, token).create_webhook(
             url=url,
             job_id=job_id,
@@ -181,15 +181,15 @@ def disable_webhook(
 def delete_webhook(
     webhook_id: str, *, endpoint: str | None = None, token: str | None = None
 ) -> None:
-    """Remove the webhook for good."""
-    with _translated(webhook_id):
+    """Delete the webhook. This cannot be undone."""
+    with _as_webhook_errors(webhook_id):
         _api(endpoint, token).delete_webhook(webhook_id)
 
 
 def _changed(
     change: Callable[["HfApi"], object], webhook_id: str, endpoint: str | None, token: str | None
 ) -> WebhookRecord:
-    with _translated(webhook_id):
+    with _as_webhook_errors(webhook_id):
         change(_api(endpoint, token))
     return get_webhook(webhook_id, endpoint=endpoint, token=token)
 
@@ -207,7 +207,7 @@ def _read(path: str, endpoint: str | None, token: str | None, webhook_id: str | 
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-    with _translated(webhook_id):
+    with _as_webhook_errors(webhook_id):
         response = get_session().get(
             f"{_api(endpoint, token).endpoint}/api/settings/webhooks{path}",
             headers=build_hf_headers(token=token),
@@ -243,7 +243,7 @@ def _as_dicts(items: Sequence[WatchedItem]) -> list[Any]:
 
 
 @contextmanager
-def _translated(webhook_id: str | None = None) -> Iterator[None]:
+def _as_webhook_errors(webhook_id: str | None = None) -> Iterator[None]:
     import httpx2
     from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
@@ -273,6 +273,6 @@ def _translated(webhook_id: str | None = None) -> Iterator[None]:
             " Start the hub, or pass another `endpoint`."
         ) from error
     except ValueError as error:
-        # The functions check their arguments before they call the hub. So the hub's answer must
-        # have caused this error.
+        # The functions check their arguments before they call the hub. So this error comes from the
+        # hub's answer.
         raise WebhookApiError(f"The hub's answer is not JSON: {error}") from error

@@ -65,7 +65,8 @@ class WebhooksServer:
             replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
-            Space, the Space's host, port and public URL are used for those that are not set.
+            Space, the settings `host`, `port` and `public_url` get the Space's values, unless they
+            are set.
         hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
             URL are updated.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
@@ -146,8 +147,8 @@ class WebhooksServer:
                 call fails, or if the server stops before the call has ended, the function is called
                 again later. After `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery
                 is kept as a dead letter. The function must take a `WebhookPayload`.
-            knows_repeats: Call the function for repeated deliveries too, because it recognises them
-                itself. If False, a repeated delivery gets the first answer again.
+            knows_repeats: Call the function for repeated deliveries too, because the function
+                itself recognises them. If False, a repeated delivery gets the first answer again.
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
@@ -224,8 +225,8 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
-        # A Space already has a public URL, so it needs no tunnel. This URL never changes, so no
-        # webhook must be updated either.
+        # A Space already has a public URL, so it needs no tunnel. This URL never changes, so the
+        # webhooks that post to it never need an update.
         tunnel = None if is_space() else tunnel_to_open(share, self.settings)
         remembered = remembered_urls(self.settings, port)
         if unproven:
@@ -280,8 +281,8 @@ class WebhooksServer:
         return self._webhook_secret
 
     def close(self) -> None:
-        """Close the public URL, and stop the server if it runs in a thread. Running handlers get
-        `shutdown_seconds` to end. May be called more than once."""
+        """Close the tunnel if one is open, and stop the server if it runs in a thread. Handlers
+        that still run get `shutdown_seconds` to end. May be called more than once."""
         self._close_public_access()
         if self._running is not None:
             server, thread = self._running
@@ -292,8 +293,8 @@ class WebhooksServer:
 
     @asynccontextmanager
     async def lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
-        """Call the durable handlers while this context is open. `launch` makes the server enter
-        this context. An application that mounts `app` must enter the context itself."""
+        """Call the durable handlers while this context is open. A server that `launch` starts
+        enters this context. An application that mounts `app` must enter the context itself."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._durable.worker())
             if isinstance(self._ui, FastAPI):
@@ -312,8 +313,8 @@ class WebhooksServer:
     def _behind_tunnel(
         self, tunnel: str, host: str, sockets: list[socket.socket], remembered: Path
     ) -> TunnelEntrance:
-        """Open another socket for the tunnel, add it to `sockets`, and open the tunnel to it.
-        Returns the application to serve on all sockets."""
+        """Open another socket for the tunnel, add it to `sockets`, and open a tunnel that leads to
+        this socket. Returns the application to serve on all sockets."""
         entrance = listen.bind("127.0.0.1", 0)
         sockets.append(entrance)
         port = entrance.getsockname()[1]
@@ -342,8 +343,8 @@ class WebhooksServer:
         if is_public:
             where = " In a Space, add it to the secrets in the settings." if is_space() else ""
             raise OpenToEveryone(
-                f"A public URL lets everyone in, and there is no secret for {', '.join(unproven)}:"
-                f" set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
+                "Everyone can reach a public URL, but there is no secret for"
+                f" {', '.join(unproven)}: set `WEBHOOK_SECRET`, or pass `webhook_secret=`.{where}"
             )
         listen.refuse_beyond_loopback(host, unproven)
 
@@ -361,11 +362,11 @@ class WebhooksServer:
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
-            # The application `behind` calls the handler for stored deliveries. It needs no checks,
-            # because the guard stores only deliveries that have passed its checks.
-            behind = FastAPI(openapi_url=None)
-            behind.post(webhook.path)(webhook.handler)
-            self._durable.add_handler(webhook.path, behind)
+            # The worker calls the handler through this application. It needs no checks, because the
+            # guard stores only deliveries that have passed its checks.
+            for_stored = FastAPI(openapi_url=None)
+            for_stored.post(webhook.path)(webhook.handler)
+            self._durable.add_handler(webhook.path, for_stored)
         self.app.router.add_api_route(
             webhook.path,
             webhook.handler,
@@ -376,8 +377,8 @@ class WebhooksServer:
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        # `base_url` is the URL of the outermost application. If this application is mounted there,
-        # the path of the mount must be added.
+        # `base_url` is the URL of the outermost application. If this application is mounted in that
+        # application, the URL also needs the path of the mount.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(

@@ -96,7 +96,7 @@ class Answer:
             **self._head(self.plan.objects[0]),
             "choices": self.plan.choices(sequences),
             "usage": self._usage(
-                sum(each.num_tokens for each in sequences),
+                [each.num_tokens for each in sequences],
                 [each.num_cached_tokens for each in sequences],
             ),
         }
@@ -105,15 +105,20 @@ class Answer:
         """The answer as server-sent events; `[DONE]` is the last one. Raises EngineError."""
         # All events are equal up to the choices, so write this part once and not for each token.
         start = "data: " + json.dumps(self._head(self.plan.objects[1]))[:-1] + ', "choices": ['
-        end = '], "usage": null}\n\n' if self.plan.request.includes_usage else "]}\n\n"
-        num_new, num_cached = 0, [0] * len(self.plan.generations)
+        generations, request = self.plan.generations, self.plan.request
+        end = '], "usage": null}\n\n' if request.includes_usage else "]}\n\n"
+        num_new, num_cached = [0] * len(generations), [0] * len(generations)
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
-                num_new += delta.num_tokens
+                num_new[index] += delta.num_tokens
                 num_cached[index] = max(num_cached[index], delta.num_cached_tokens)
+                if request.includes_continuous_usage:
+                    num_prompt = len(generations[index].prompt)
+                    usage = _usage(num_prompt, num_new[index], num_cached[index])
+                    end = f'], "usage": {json.dumps(usage)}}}\n\n'
                 for choice in self.plan.chunks(index, delta):
                     yield f"{start}{choice}{end}"
-        if self.plan.request.includes_usage:
+        if request.includes_usage:
             yield f'{start}], "usage": {json.dumps(self._usage(num_new, num_cached))}}}\n\n'
         yield "data: [DONE]\n\n"
 
@@ -161,16 +166,20 @@ class Answer:
             "system_fingerprint": self.live.id,
         }
 
-    def _usage(self, num_new: int, num_cached: list[int]) -> dict[str, Any]:
+    def _usage(self, num_new: list[int], num_cached: list[int]) -> dict[str, Any]:
         # Several sequences may have the same prompt. Count its tokens, and those of them that were
         # in the cache, only once.
-        num_prompt, num_found = self.plan.num_prompt_tokens, sum(num_cached[:: self.plan.num_each])
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_new,
-            "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": num_found},
-        }
+        num_found = sum(num_cached[:: self.plan.num_each])
+        return _usage(self.plan.num_prompt_tokens, sum(num_new), num_found)
+
+
+def _usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,12 @@ def load_api_keys(settings: ServingSettings) -> tuple[str, ...]:
     """All API keys of the settings and of `api_key_file`. If this is empty, everyone may send
     requests.
 
-    Raises ServingError if the file cannot be read. Also raises it if the file contains no key,
-    because otherwise an empty file would let everyone in.
+    Raises ServingError if the file cannot be read. Also raises it if the file contains no key, or
+    if the key of the settings is empty, because otherwise everyone would be let in.
     """
     keys = [settings.api_key.get_secret_value()] if settings.api_key is not None else []
+    if keys and not keys[0].strip():
+        raise ServingError("api_key: the key is empty; set a key, or remove the setting")
     if settings.api_key_file is not None:
         try:
             text = settings.api_key_file.read_text()

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
-from serving.chat_schemas import ChatPrompt, ChatRequest
+from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
 from serving.chat_template import ChatTemplateError
 from serving.engine import Generation
 from serving.request_errors import RequestError
@@ -41,8 +41,7 @@ def add_chat(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
-    """The `Plan` of a chat. `chunks` and `choices` keep state, so use a plan for one answer only.
-    """
+    """The `Plan` of a chat. `chunks` and `choices` keep state, so a plan is for one answer only."""
 
     request: ChatRequest
     tokenizer: ReleaseTokenizer
@@ -113,7 +112,7 @@ class ChatPlan:
     @property
     def _echo(self) -> str:
         last = self.request.messages[-1]
-        return str(last.content or "") if self.request.echo and last.role == self._role else ""
+        return last.text if self.request.echo and last.role == self._role else ""
 
     def _text_and_calls(self, index: int, part: Sequence | Delta) -> Found:
         if self.readers is None:
@@ -126,7 +125,9 @@ class ChatPlan:
         return found
 
     def _finish_reason(self, index: int, part: Sequence | Delta) -> str | None:
-        is_call = part.finish_reason == "stop" and self.num_calls[index]
+        # As in OpenAI and vLLM, a call that the request itself names ends with "stop".
+        is_named = isinstance(self.request.tool_choice, NamedTool)
+        is_call = part.finish_reason == "stop" and self.num_calls[index] and not is_named
         return "tool_calls" if is_call else part.finish_reason
 
     def _logprobs(self, tokens: Iterable[TokenText]) -> dict[str, Any] | None:
@@ -144,7 +145,11 @@ class ChatPlan:
 
     def _token_body(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self.tokenizer.token_text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {
+            "token": text,
+            "logprob": logprob,
+            "bytes": list(self.tokenizer.token_bytes(token_id)),
+        }
 
 
 def plan_chat(request: ChatRequest, live: LiveRelease, settings: ServingSettings) -> ChatPlan:
@@ -219,12 +224,17 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
             param="tools",
             code="no_tools",
         )
-    effort = (
-        {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
-    )
+    effort: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        # Some templates know only `enable_thinking`. vLLM sets it in the same way.
+        effort = {
+            "reasoning_effort": request.reasoning_effort,
+            "enable_thinking": request.reasoning_effort != "none",
+        }
+    in_parts = template.takes_parts(with_tools=bool(tools))
     try:
         text = template.render(
-            [message.variables for message in request.messages],
+            [message.variables(in_parts=in_parts) for message in request.messages],
             **{
                 "tools": tools or None,
                 "documents": request.documents,

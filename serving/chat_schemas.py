@@ -1,28 +1,47 @@
 """The request body of `/v1/chat/completions`: messages, tools, and all fields of
 `SamplingRequest`."""
 
-import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 from serving.openai_schemas import MAX_LOGPROBS, RequestBody, SamplingRequest
+from serving.tool_calls import parse_object
 from serving.unsupported_fields import UnsupportedChat
+
+_TEXT_FIELDS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+"""Type of a content part → its field with the text. vLLM accepts these types as text too."""
+
+
+def _parse_arguments(arguments: object) -> dict[str, Any]:
+    """The arguments of an earlier call. As in vLLM, what is no JSON object means no arguments,
+    because an error would refuse each later request of the same conversation too."""
+    if isinstance(arguments, str):
+        arguments = parse_object(arguments)
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class CalledFunction(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     name: str
-    arguments: str = ""
-    """A JSON object as text; an empty text means no arguments."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _arguments_are_an_object(cls, arguments: str) -> str:
-        if arguments and not isinstance(json.loads(arguments), dict):
-            raise ValueError("must be a JSON object")
-        return arguments
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(_parse_arguments, json_schema_input_type=Any)
+    ] = {}
+    """An object, or its JSON text. Anything else means no arguments."""
 
 
 class MessageToolCall(BaseModel):
@@ -45,22 +64,37 @@ class ChatMessage(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _parts_are_text(cls, content: str | list[dict[str, Any]] | None) -> str | None:
+    def _parts_are_text(
+        cls, content: str | list[dict[str, Any]] | None
+    ) -> str | list[dict[str, Any]] | None:
         if not isinstance(content, list):
             return content
+        parts = []
         for part in content:
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            name = _TEXT_FIELDS.get(str(part.get("type")))
+            text = None if name is None else part.get(name)
+            if not isinstance(text, str):
                 raise ValueError(f"content part {part.get('type')!r}: only text is supported")
-        return "".join(part["text"] for part in content)
+            parts.append({"type": "text", "text": text})
+        return parts
 
     @property
-    def variables(self) -> dict[str, Any]:
-        """The message in the form that chat templates expect: without null fields, and with the
-        arguments of calls as objects instead of text."""
-        found = {"content": "", **self.model_dump(exclude_none=True)}
-        for call in found.get("tool_calls", ()):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        return found
+    def parts(self) -> list[dict[str, Any]]:
+        """The content as a list of parts."""
+        if isinstance(self.content, str):
+            return [{"type": "text", "text": self.content}]
+        return self.content or []
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return "\n".join(part["text"] for part in self.parts)
+
+    def variables(self, *, in_parts: bool) -> dict[str, Any]:
+        """The message in the form that chat templates expect, without null fields. As in vLLM,
+        `in_parts` makes the content a list of parts, except for a message with the role `tool`."""
+        content = self.parts if in_parts and self.role != "tool" else self.text
+        return {**self.model_dump(exclude_none=True), "content": content}
 
 
 class Function(BaseModel):
@@ -106,7 +140,8 @@ class ChatPrompt(RequestBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the template."""
     reasoning_effort: str | None = None
-    """A variable that some templates use."""
+    """A variable that some templates use. It also sets their variable `enable_thinking`, to false
+    for `none` and to true for other values."""
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """null means `auto`."""
@@ -176,6 +211,6 @@ class ChatRequest(ChatPrompt, SamplingRequest, UnsupportedChat):
     @field_validator("top_logprobs")
     @classmethod
     def _top_logprobs_are_of_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
-        if number is not None and not info.data.get("logprobs", True):
+        if number and not info.data.get("logprobs", True):
             raise ValueError("needs logprobs: true in the same request")
         return number

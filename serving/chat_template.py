@@ -11,7 +11,19 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta
 from jinja2.ext import Extension
-from jinja2.nodes import CallBlock, Node
+from jinja2.nodes import (
+    CallBlock,
+    Const,
+    Filter,
+    For,
+    Getattr,
+    Getitem,
+    Name,
+    Node,
+    Slice,
+    Template,
+    Test,
+)
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -52,6 +64,10 @@ class ChatTemplate:
             self.source = source + (with_tools or "")
             self.variables = meta.find_undeclared_variables(environment.parse(self.source))
             """The names of all variables that the template reads, such as `messages`, `tools`."""
+            self._takes_parts = {
+                False: _loops_over_parts(environment.parse(source)),
+                True: _loops_over_parts(environment.parse(with_tools or source)),
+            }
         except TemplateError as error:
             raise ReleaseError(f"chat_template: {error}") from None
         used = [token for name, token in special_tokens.items() if name in self.source]
@@ -60,9 +76,16 @@ class ChatTemplate:
         that occur in this text can get into a prompt through the template itself."""
         self._special_tokens = dict(special_tokens)
 
+    def takes_parts(self, *, with_tools: bool) -> bool:
+        """Whether the template expects the content of a message as a list of parts, each of the
+        form `{"type": "text", "text": …}`. If not, it expects a text."""
+        return self._takes_parts[with_tools]
+
+    # The first two arguments are positional, because `kwargs` may have any names.
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -94,7 +117,14 @@ class ChatTemplate:
         try:
             template = self._template if tools is None else self._with_tools
             prompt = template.render(variables)
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise ChatTemplateError(str(error)) from None
         return _cut_at_mark(prompt) if continue_final_message else prompt
 
@@ -114,11 +144,33 @@ class _GenerationBlock(Extension):
         return caller()
 
 
+def _loops_over_parts(template: Template) -> bool:
+    """Whether a loop of the template runs over the content of a message. vLLM looks for the same
+    loops to find out whether a template expects the content as a list of parts."""
+    for loop in template.find_all(For):
+        found: Node | None = loop.iter
+        while isinstance(found, Filter | Test) or (
+            isinstance(found, Getitem) and isinstance(found.arg, Slice)
+        ):
+            found = found.node
+        match found:
+            case (
+                Name(name="content") | Getattr(attr="content") | Getitem(arg=Const(value="content"))
+            ):
+                return True
+    return False
+
+
 def _mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str):
+    if isinstance(content, list) and content:
+        last = content[-1]
+        content = [*content[:-1], {**last, "text": last["text"] + _END_OF_FINAL_MESSAGE}]
+    elif isinstance(content, str):
+        content += _END_OF_FINAL_MESSAGE
+    else:
         raise ChatTemplateError("the final message has no text that could be continued")
-    return [*messages[:-1], {**messages[-1], "content": content + _END_OF_FINAL_MESSAGE}]
+    return [*messages[:-1], {**messages[-1], "content": content}]
 
 
 def _cut_at_mark(prompt: str) -> str:

@@ -61,6 +61,7 @@ class CompletionPlan:
         choices: list[dict[str, Any]] = []
         for number, (prompt, echo) in enumerate(zip(self.prompts, self.echoes, strict=True)):
             found = sequences[number * self.num_each : (number + 1) * self.num_each]
+            prompt_logprobs = found[0].prompt_logprobs or ()
             if self.num_each > request.n:
                 found = sorted(found, key=lambda each: -each.mean_logprob)[: request.n]
             for sequence in found:
@@ -68,7 +69,7 @@ class CompletionPlan:
                 if request.logprobs is not None:
                     logprobs = _Logprobs(self.tokenizer)
                     if request.echo:
-                        logprobs.add_prompt(prompt, sequence.prompt_logprobs or ())
+                        logprobs.add_prompt(prompt, prompt_logprobs)
                     logprobs.add(sequence.tokens, len(echo))
                 choices.append(
                     {

@@ -22,7 +22,7 @@ class JsonSchema(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     name: str = ""
-    content: dict[str, Any] | bool = Field(alias="schema")
+    content: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
     """Has no effect: the answer always follows the schema, as in vLLM."""
 
@@ -84,7 +84,7 @@ class Constraints(BaseModel):
             if each.kind not in ("json_object", "regex") and not each.text.strip(" \n[]"):
                 raise ValueError("is empty")
         if isinstance(value, ResponseFormat) and not found and value.type != "text":
-            raise ValueError("type json_schema needs json_schema")
+            raise ValueError("type json_schema needs json_schema.schema")
         return value
 
     @property

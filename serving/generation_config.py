@@ -28,15 +28,15 @@ def end_of_sequence_ids(
     names none, config.json.
 
     As in vLLM, these files add up. A base model that was trained on conversations often keeps its
-    config, and only the tokenizer names the token that ends a message. Tokens for which the network
-    has no embedding are left out, because it cannot generate them.
+    config, and only the tokenizer names the token that ends a message. Ids for which the network
+    has no embedding, such as -1, are left out, because it cannot generate these tokens.
     """
     named = generation.get("eos_token_id")
     if named is None:
         named = config.get("eos_token_id")
     found = [of_tokenizer, *(named if isinstance(named, list) else [named])]
     ids = dict.fromkeys(int(each) for each in found if each is not None)
-    return tuple(token_id for token_id in ids if token_id < vocab_size)
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 
 def sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

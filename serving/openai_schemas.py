@@ -8,6 +8,7 @@ here causes an error (`serving/unsupported_fields.py`).
 from typing import Annotated, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -54,10 +55,8 @@ Prompt = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    include_usage: bool = False
+ModelName = Annotated[str | None, AfterValidator(lambda name: name or None)]
+"""As in vLLM, an empty text means the same as null."""
 
 
 class RequestBody(BaseModel):
@@ -66,6 +65,9 @@ class RequestBody(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _null_means_the_default(cls, value: object, info: ValidationInfo) -> object:
+        # JSON does not distinguish 5 from 5.0, and some clients write integers like this.
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
         if value is not None or info.field_name is None:
             return value
         field = cls.model_fields[info.field_name]
@@ -73,11 +75,18 @@ class RequestBody(BaseModel):
         return None if may_be_null or field.is_required() else field.default
 
 
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Whether each chunk has the usage of its own sequence so far. This has no effect without
+    `include_usage`."""
+
+
 class SamplingRequest(RequestBody, Constraints, Unsupported):
     """The fields of both routes. The fields from `temperature` to `repetition_penalty` are None if
     the request does not set them; their defaults are in the release's generation_config.json."""
 
-    model: str | None = None
+    model: ModelName = None
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -148,20 +157,28 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
 
     @property
     def includes_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def includes_continuous_usage(self) -> bool:
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class CompletionRequest(SamplingRequest):
     prompt: Prompt
-    max_tokens: int | None = Field(default=16, ge=0)
-    """null means `max_new_tokens` of the release's generation_config.json. Without that, or if it
-    is too large, null means as many tokens as fit into the context after the prompt."""
+    max_tokens: int = Field(default=16, ge=0)
     best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = False
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens to a prompt that is text."""
     suffix: str | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_means_no_logprobs(cls, logprobs: object) -> object:
+        return None if logprobs is False else logprobs
 
     @field_validator("best_of")
     @classmethod

@@ -50,10 +50,11 @@ async def measure_probe(engine: Engine, release_id: str, probe: Probe, bound: fl
         worst = max(differences, default=0.0)
         largest = max(largest, worst)
         if worst > bound:
-            token = differences.index(worst)
+            place = differences.index(worst)
             reasons.append(
-                f"probe text {number}, token {token + 1}: logprob {found[token]:.5f} instead of "
-                f"{text.logprobs[token]:.5f}; they may differ by at most {bound:g}"
+                # The first token of a text has no logprob, so the first logprob is token 2's.
+                f"probe text {number}, token {place + 2}: logprob {found[place]:.5f} instead of "
+                f"{text.logprobs[place]:.5f}; they may differ by at most {bound:g}"
             )
     return ProbeResult(max_difference=largest, reasons=tuple(reasons))
 

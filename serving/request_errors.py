@@ -16,6 +16,9 @@ from serving.engine import EngineError, GenerationRefused
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
+NO_RETRY = {"X-Should-Retry": "false"}
+"""The header of an error that the same request would get again. OpenAI's clients know this header.
+Without it, they send a request with the status 409 or 504 again."""
 MAX_REASONS = 10
 """An error names at most this many faults of a request."""
 MAX_SHOWN = 60
@@ -119,7 +122,7 @@ def release_not_live(release_id: str, live_id: str) -> RequestError:
         f"{release_id!r} is not live; the live release is {live_id}",
         type="conflict_error",
         code="release_not_live",
-        headers={"X-Model-Release": live_id},
+        headers={"X-Model-Release": live_id, **NO_RETRY},
     )
 
 
@@ -149,6 +152,7 @@ def translated(error: Exception) -> RequestError:
             "request again later",
             type="timeout_error",
             code="deadline_exceeded",
+            headers=NO_RETRY,
         )
     if isinstance(error, RequestValidationError):
         return from_validation(error)

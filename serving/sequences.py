@@ -124,7 +124,9 @@ def make_generations(
             allowed_token_ids=allowed,
             grammar=request.grammar,
             num_logprobs=num_logprobs,
-            num_prompt_logprobs=num_prompt_logprobs,
+            # The prompt is scored once. But in a stream, each sequence needs the scores together
+            # with its first text, and waits for no other sequence.
+            num_prompt_logprobs=num_prompt_logprobs if number == 0 or request.stream else None,
             # With stop strings, look at each token at once: tokens that the engine generates after
             # a stop string are wasted.
             max_step_tokens=1 if request.stream or request.stops else MAX_STEP_TOKENS,
@@ -312,7 +314,10 @@ async def generate(
                 async for delta in deltas:
                     queue.put_nowait((number, delta))
             queue.put_nowait(None)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        # Also a panic of a library in Rust, which is not an `Exception`.
+        except BaseException as error:
             queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]

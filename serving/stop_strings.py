@@ -1,12 +1,12 @@
-"""Finds stop strings in text that arrives in pieces. A stop string may lie across several pieces.
-"""
+"""Finds stop strings in text that arrives in pieces. A stop string may span several pieces."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first of several stop strings in one text. Holds text back only if it may be the
-    beginning of a stop string."""
+    """Finds the stop string that is complete first in one text. If several end at the same place,
+    it is the first of these in the list. Holds text back only if it may be the beginning of a stop
+    string."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """With `include`, the text ends after the stop string, otherwise before it."""
@@ -20,11 +20,11 @@ class StopStrings:
         if not self._stops:
             return piece, None
         text = self._held + piece
-        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(p + len(stop), stop) for stop in self._stops if (p := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            place, stop = min(found, key=lambda each: each[0])
-            return text[: place + len(stop) * self._include], stop
+            end, stop = min(found, key=lambda each: each[0])
+            return text[: end if self._include else end - len(stop)], stop
         keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None

@@ -13,14 +13,14 @@ from serving.answer import Answers
 from serving.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from serving.chat import encode_chat
 from serving.chat_schemas import ChatPrompt
-from serving.openai_schemas import RequestBody, TokenIds
+from serving.openai_schemas import ModelName, RequestBody, TokenIds
 from serving.request_errors import model_not_found, nothing_served
 from serving.sequences import check_token_ids
 from serving.unsupported_fields import Unsupported, UnsupportedChat
 
 
 class _ForModel(RequestBody):
-    model: str | None = None
+    model: ModelName = None
 
 
 class TokenizeText(_ForModel, Unsupported):

@@ -1,7 +1,7 @@
-"""The tokenizer of a release: turns text into token ids, and token ids into text while they arrive.
-"""
+"""The tokenizer of a release: turns text into token ids, and arriving token ids into text."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -28,6 +28,16 @@ _MAX_WAITING_TOKENS = 16
 passed on."""
 _NUM_PROMPT_TOKENS = 6
 """How many of the prompt's last tokens are decoded together with the first new tokens."""
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""The name of a token for one byte, in tokenizers that fall back to bytes."""
+_PRINTABLE_BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHER_BYTES = [byte for byte in range(0x100) if byte not in _PRINTABLE_BYTES]
+_BYTE_OF = {
+    **{chr(byte): byte for byte in _PRINTABLE_BYTES},
+    **{chr(0x100 + number): byte for number, byte in enumerate(_OTHER_BYTES)},
+}
+"""Character in the name of a token → byte, in byte-level tokenizers such as GPT-2's."""
 
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """The files of older tokenizers, which `transformers` converts."""
@@ -85,6 +95,17 @@ class ReleaseTokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token for `logprobs`. If the token is part of a character, these are not
+        the bytes of `token_text`, which then contains the replacement character."""
+        text = self.token_text(token_id)
+        name = self.tokenizer.id_to_token(token_id) or ""
+        if REPLACEMENT in text and (byte := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(byte[1])
+        if REPLACEMENT in text and all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        return text.encode()
+
 
 class Detokenizer:
     """Decodes the tokens of a sequence while they arrive, into pieces of text that do not change
@@ -107,19 +128,22 @@ class Detokenizer:
         *,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`prompt` are the token ids before the sequence. Their own text is not part of the pieces.
-        """
+        """`prompt` are the token ids before the sequence. Their text is not part of the pieces."""
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         shown = (token_id for token_id in reversed(prompt) if token_id not in self._skipped)
-        self._ids = list(islice(shown, _NUM_PROMPT_TOKENS))[::-1]
+        last = list(islice(shown, _NUM_PROMPT_TOKENS + _MAX_CHARACTER_BYTES - 1))[::-1]
+        self._ids: list[int] = []
         """The token ids of the window."""
-        self._given_text = self._decode(self._ids)
+        self._given_text = ""
         """The text of the window's tokens that is part of a piece, or of the prompt."""
-        if self._given_text.endswith(REPLACEMENT):
-            # The prompt ends inside a character. The first new token would change the prompt's
-            # text, so leave the prompt out of the window.
-            self._ids, self._given_text = [], ""
+        # Some tokenizers decode adjacent bytes only as a whole, so let the window begin where a
+        # character begins. If its text still ends inside a character, the prompt does too. Then the
+        # first new token would change the prompt's text, so leave the prompt out of the window.
+        for start in range(max(0, len(last) - _NUM_PROMPT_TOKENS), -1, -1):
+            if not (text := self._decode(last[start:])).endswith(REPLACEMENT):
+                self._ids, self._given_text = last[start:], text
+                break
         self._num_given = len(self._ids)
         """How many tokens of the window have the text `_given_text`."""
 

@@ -16,9 +16,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from serving.stop_strings import overlap
 
@@ -26,6 +29,13 @@ FormatName = Literal["hermes", "llama3_json", "mistral"]
 
 _NUM_ID_CHARACTERS = 9
 """Mistral's templates refuse ids of another length, and ids that are not alphanumeric."""
+_SEPARATORS = string.whitespace + "[],;"
+"""Models write these characters around the objects of their calls."""
+_MAX_SEPARATORS = 100
+"""At most this many separators and marks can stand before an object. Models write a few. Without a
+limit, each new piece of text would be compared with all of them again."""
+_MAX_PIECE = 4096
+"""A longer piece of text is read in parts, because each mark that is found copies the rest."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +48,52 @@ class ToolFormat:
     """The mark after calls, which text may follow. None if an answer ends with its calls."""
     is_bare: bool = False
     """Whether an answer may also begin with a call that has no mark `begin` before it."""
+    is_named: bool = False
+    """Whether a call may also be a name and an object with the arguments, instead of an object with
+    both."""
+
+    @cached_property
+    def separators(self) -> re.Pattern[str]:
+        """The marks and separators before an object."""
+        return re.compile(rf"(?:{re.escape(self.begin)}|[\s\[\],;]){{0,{_MAX_SEPARATORS}}}")
+
+    @cached_property
+    def before_object(self) -> re.Pattern[str]:
+        """The text before an object, and the first character of the object."""
+        name = r"(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,9}"
+        return re.compile(rf"{self.separators.pattern}(?:{name if self.is_named else ''})?\{{")
+
+    @cached_property
+    def incomplete(self) -> re.Pattern[str]:
+        """Matches a whole text that `before_object` may match when more text arrives."""
+        name, call_id, arguments = r"[\w.-]{1,64}", _characters("[CALL_ID]"), _characters("[ARGS]")
+        ways = [_characters(self.begin)]
+        if self.is_named:
+            ways += [
+                [name, *call_id, r"\w{1,64}", *arguments, r"\s{1,9}"],
+                [name, *call_id, r"\w{1,64}", r"\s{1,9}"],
+                [name, *arguments, r"\s{1,9}"],
+                [name, r"\s{1,9}"],
+            ]
+        return re.compile(f"{self.separators.pattern}(?:{'|'.join(map(_beginning, ways))})")
+
+
+def _characters(text: str) -> list[str]:
+    return [re.escape(character) for character in text]
+
+
+def _beginning(patterns: Iterable[str]) -> str:
+    """A pattern for the beginnings of a text that consists of `patterns`."""
+    found = ""
+    for pattern in reversed(list(patterns)):
+        found = f"(?:{pattern}{found})?"
+    return found
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>"),
     "llama3_json": ToolFormat("<|python_tag|>", is_bare=True),
-    "mistral": ToolFormat("[TOOL_CALLS]"),
+    "mistral": ToolFormat("[TOOL_CALLS]", is_named=True),
 }
 
 
@@ -66,7 +116,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    """The arguments as JSON text."""
+    """The arguments as JSON text, as the model wrote it."""
     id: str
 
     @property
@@ -88,7 +138,8 @@ class ToolCallReader:
     """Separates the calls in one sequence from its text.
 
     A call is passed on only when it is complete, because an incomplete one may still turn out to be
-    text. Whatever looks like a call but is not valid is text.
+    text. Whatever looks like a call but is not valid is text, and calls may follow it. The result
+    does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, format: ToolFormat, names: Collection[str]) -> None:
@@ -103,20 +154,20 @@ class ToolCallReader:
         self._object = _ObjectEnd()
         self._may_be_bare = format.is_bare
         """Whether the next object may be a call without a mark before it."""
-        self._is_after_call = False
-        """Whether there was no text since the last call."""
+        self._dropped = ""
+        """The characters that are not passed on if the next text begins with them, because they
+        only separate it from the last call."""
 
     def add(self, piece: str, *, is_end: bool = False) -> Found:
         """The text and the calls that are final after `piece`. With `is_end`, `piece` is the last
         one, and nothing is held back any more."""
         found = Found()
-        self._held += piece
-        while self._held and (self._read_call if self._is_inside else self._read_text)(found):
-            pass
+        for start in range(0, len(piece), _MAX_PIECE):
+            self._held += piece[start : start + _MAX_PIECE]
+            while self._held and (self._read_call if self._is_inside else self._read_text)(found):
+                pass
         if is_end:
-            is_rest = self._is_after_call and not self._held.strip(" \n];")
-            found.text += "" if is_rest else self._held
-            self._held = ""
+            self._give_up(len(self._held), found)
         return found
 
     def _read_text(self, found: Found) -> bool:
@@ -137,67 +188,91 @@ class ToolCallReader:
         else:
             kept = overlap(text, begin)
             text, self._held = text[: len(text) - kept], text[len(text) - kept :]
-        if self._is_after_call:  # models write line breaks between calls
-            text = text.lstrip()
-            self._is_after_call = not text
-        found.text += text
+        self._pass_on(text, found)
         return bool(mark)
 
     def _read_call(self, found: Found) -> bool:
         """Move the call at the beginning of `_held` to `found`, without its marks. Returns whether
         `_held` can be read further."""
-        before = _BEFORE_OBJECT.match(self._held)
+        before = self._format.before_object.match(self._held)
         if before is None:
             end = self._format.end or ""
-            rest = self._held.lstrip(" \n];")
+            rest = self._held.lstrip(_SEPARATORS)
             if end and rest.startswith(end):
                 self._held, self._is_inside = rest.removeprefix(end), False
+                self._dropped = string.whitespace
                 return True
-            if _INCOMPLETE.fullmatch(self._held) or end.startswith(rest):
+            if self._format.incomplete.fullmatch(self._held) or end.startswith(rest):
                 return False
-            return self._give_up(found)
+            separators = self._format.separators.match(self._held)
+            return self._give_up(separators.end() if separators else 0, found)
         stop = self._object.find(self._held, before.end() - 1)
         if stop is None:
             return False
-        call = self._parse_call(self._held[before.end() - 1 : stop], before["name"])
+        name = before.groupdict().get("name")
+        call = self._parse_call(self._held[before.end() - 1 : stop], name)
         if call is None:
-            return self._give_up(found)
+            return self._give_up(stop, found)
         found.calls.append(call)
-        self._is_after_call = True
         self._held, self._object, self._may_be_bare = self._held[stop:], _ObjectEnd(), False
+        self._dropped = _SEPARATORS
         return True
 
-    def _parse_call(self, text: str, name: str | None) -> ToolCall | None:
-        try:
-            content = json.loads(text)
-        except ValueError:
+    def _parse_call(self, text: str, name: object) -> ToolCall | None:
+        content, arguments = parse_object(text), text
+        if content is None:
             return None
         if name is None:
-            arguments = content.get("arguments", content.get("parameters", {}))
-            name = content.get("name")
-        else:
-            arguments = content
-        is_tool = name in self._names or not self._may_be_bare
-        if not isinstance(name, str) or not is_tool:
+            name, members = content.get("name"), _members(text)
+            arguments = members.get("arguments", members.get("parameters", "{}"))
+            if arguments.startswith('"'):  # some models write the arguments as JSON text already
+                arguments = json.loads(arguments)
+        if not isinstance(name, str) or (self._may_be_bare and name not in self._names):
             return None
-        if not isinstance(arguments, str):  # some models write the arguments as JSON text already
-            arguments = json.dumps(arguments, ensure_ascii=False)
+        if parse_object(arguments) is None:
+            return None
         return ToolCall(name=name, arguments=arguments, id=_new_id())
 
-    def _give_up(self, found: Found) -> bool:
-        """Pass all of `_held` on as text, because no call can begin there."""
-        found.text += self._held
-        self._held, self._object = "", _ObjectEnd()
+    def _give_up(self, stop: int, found: Found) -> bool:
+        """Pass the first `stop` characters of `_held` on as text, because they contain no call.
+        Returns true: the rest can be read further."""
+        self._pass_on(self._held[:stop], found)
+        self._held, self._object = self._held[stop:], _ObjectEnd()
         self._is_inside = self._may_be_bare = False
-        return False
+        return True
+
+    def _pass_on(self, text: str, found: Found) -> None:
+        text = text.lstrip(self._dropped)
+        if text:
+            found.text += text
+            self._dropped = ""
 
 
-_MARKS = r"(?:\s|<tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|[\[\],;])*"
-_BEFORE_OBJECT = re.compile(
-    rf"{_MARKS}(?:(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*)?\{{"
-)
-_INCOMPLETE = re.compile(rf"{_MARKS}[\w.-]*(?:\[[A-Z_]*)?(?:\]\w*(?:\[[A-Z]*\]?)?)?\s*")
-"""Matches the beginning of a text that `_BEFORE_OBJECT` may match when more text arrives."""
+def parse_object(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text`. None if `text` is something else, or if it cannot be in a request
+    either, for example because of NaN, half of a surrogate pair, or too many levels."""
+    try:
+        content = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _members(text: str) -> dict[str, str]:
+    """Name → value of each member of a JSON object. The values are the parts of `text`, which must
+    be valid."""
+    found: list[tuple[str, str]] = []
+    place = _BETWEEN_VALUES.match(text, 1)
+    while place is not None and place.end() < len(text) - 1:
+        value, stop = _DECODER.raw_decode(text, place.end())
+        found.append((value, text[place.end() : stop]))
+        place = _BETWEEN_VALUES.match(text, stop)
+    names, values = found[::2], found[1::2]
+    return {name: part for (name, _), (_, part) in zip(names, values, strict=True)}
+
+
+_BETWEEN_VALUES = re.compile(r"[\s:,]*")
+_DECODER = json.JSONDecoder()
 
 
 class _ObjectEnd:

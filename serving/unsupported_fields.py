@@ -37,6 +37,7 @@ class Unsupported(BaseModel):
     return_token_ids: Annotated[Any, _accept_only(False)] = None
     return_token_offsets: Annotated[Any, _accept_only(False)] = None
     return_tokens_as_token_ids: Annotated[Any, _accept_only(False)] = None
+    spaces_between_special_tokens: Annotated[Any, _accept_only(True)] = None
     thinking_token_budget: Annotated[Any, _accept_only()] = None
     truncate_prompt_tokens: Annotated[Any, _accept_only()] = None
     use_beam_search: Annotated[Any, _accept_only(False)] = None

@@ -1,4 +1,5 @@
-"""`LocalLauncher`: runs jobs as processes of this machine. Each job has its own session.
+"""`LocalLauncher`: runs jobs as processes of this machine. The processes of each job form their own
+session (setsid(2)).
 
 The *warm parent* is a process that has already imported heavy modules. A command of the form
 `python -m …` is forked from the warm parent. While the warm parent is still importing, the command
@@ -7,7 +8,7 @@ other command gets a *cold start*: it is started in a new process at once. If th
 parent, every command gets a cold start.
 
 A forked command has its own environment variables. But a module that the warm parent has imported
-may have read variables during its import, and these were the variables of the warm parent.
+may have read variables during its import. At that time, it saw the variables of the warm parent.
 """
 
 import subprocess
@@ -26,28 +27,29 @@ from jobs.launchers.supervise import Request
 from jobs.launchers.warm_parent import WarmParent, environment_for_jobs_package
 
 _START_SECONDS = 60.0
-"""If a process has not recorded its start within this time, its attempt counts as lost. The time
-does not run while the warm parent imports its modules."""
+"""If a process has not recorded its start within this time, its attempt counts as lost. The time in
+which the warm parent imports its modules does not count."""
 
 
 @dataclass
 class _PendingStart:
-    """A requested start. It is pending until the new process has recorded in the job's folder that
-    it runs."""
+    """A start that was requested. It is pending until the new process has recorded in the job's
+    folder that it runs."""
 
     request: Request
     since: float
-    """When the time of `_START_SECONDS` began, by the monotonic clock."""
-    cold: subprocess.Popen[bytes] | None = None
+    """The start must happen within `_START_SECONDS` after this time. Monotonic clock."""
+    cold_process: subprocess.Popen[bytes] | None = None
     """The process of a cold start. None if the request waits for a warm parent, or was sent to one.
     """
     generation: int | None = None
-    """Which warm parent got the request (`WarmParent.generation`). None if none has got it yet."""
+    """Which warm parent got the request (`WarmParent.generation`). None if no warm parent has got
+    the request yet."""
 
 
 class LocalLauncher:
-    """`preload` names the modules that the warm parent imports. If it is empty, and on any system
-    except Linux, every start is a cold start."""
+    """`preload` names the modules that the warm parent imports. If `preload` is empty, or if the
+    system is not Linux, there is no warm parent, so every start is a cold start."""
 
     def __init__(
         self, jobs_dir: Path, *, preload: Sequence[str] = (), environment: Mapping[str, str]
@@ -55,7 +57,7 @@ class LocalLauncher:
         self._jobs_dir = jobs_dir
         self._environment = environment
         self._starting: dict[str, _PendingStart] = {}
-        self._cold: list[subprocess.Popen[bytes]] = []
+        self._cold_processes: list[subprocess.Popen[bytes]] = []
         self._warm: WarmParent | None = None
         if preload and sys.platform == "linux":
             self._warm = WarmParent(preload, environment, jobs_dir / "warm.log")
@@ -90,13 +92,13 @@ class LocalLauncher:
             if self._may_still_start(starting):
                 return Status(phase="starting")
             del self._starting[handle]
-        # Read the record again, because the process may have written it and ended since the read
-        # above.
+        # Read the record again. Since the read above, the process may have written the record and
+        # ended.
         return _recorded_status(job_dir, attempt) or Status(phase="vanished")
 
     def stop(self, handle: str, *, force: bool) -> None:
         starting = self._starting.get(handle)
-        if starting is not None and starting.cold is None and starting.generation is None:
+        if starting is not None and starting.cold_process is None and starting.generation is None:
             # The request has not been sent to a warm parent, so there is no process to stop.
             del self._starting[handle]
         job_dir, attempt = self._job_dir_and_attempt(handle)
@@ -113,18 +115,18 @@ class LocalLauncher:
             return b""
 
     def poll_processes(self) -> None:
-        self._cold = [process for process in self._cold if process.poll() is None]
+        self._cold_processes = [each for each in self._cold_processes if each.poll() is None]
         if self._warm is None:
             return
         self._warm.poll_processes()
         for starting in self._starting.values():
-            if starting.cold is None and starting.generation != self._warm.generation:
+            if starting.cold_process is None and starting.generation != self._warm.generation:
                 self._send_to_warm_parent(self._warm, starting)
 
     def close(self) -> None:
         if self._warm is not None:
             self._warm.close()
-        for process in self._cold:
+        for process in self._cold_processes:
             # A job may outlive the runner. Set an exit code, so that Popen does not warn that the
             # process still runs.
             process.returncode = 0
@@ -148,7 +150,7 @@ class LocalLauncher:
 
     def _start_cold(self, starting: _PendingStart) -> None:
         try:
-            starting.cold = subprocess.Popen(
+            starting.cold_process = subprocess.Popen(
                 [sys.executable, "-m", "jobs.launchers.supervise"],
                 env=environment_for_jobs_package(self._environment),
                 stdin=subprocess.PIPE,
@@ -158,16 +160,16 @@ class LocalLauncher:
             raise LaunchError(
                 f"No process could be started for {starting.request.command[0]}: {error}"
             ) from error
-        assert starting.cold.stdin is not None
-        self._cold.append(starting.cold)
+        assert starting.cold_process.stdin is not None
+        self._cold_processes.append(starting.cold_process)
         try:
-            with starting.cold.stdin as pipe:
+            with starting.cold_process.stdin as pipe:
                 pipe.write(starting.request.to_json().encode() + b"\n")
         except BrokenPipeError:
             return  # the process has already ended; `poll` will notice that
 
     def _may_still_start(self, starting: _PendingStart) -> bool:
-        if starting.cold is not None and starting.cold.poll() is not None:
+        if starting.cold_process is not None and starting.cold_process.poll() is not None:
             return False
         return time.monotonic() - starting.since < _START_SECONDS
 
@@ -177,8 +179,8 @@ class LocalLauncher:
 
 
 def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
-    """The status of the attempt, from the files that its leader (`jobs/launchers/supervise.py`) has
-    written. None if the leader has not recorded its start."""
+    """The status of the attempt, according to the files that its leader
+    (`jobs/launchers/supervise.py`) has written. None if the leader has not recorded its start."""
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None

@@ -1,7 +1,7 @@
 """Identifies, signals and configures processes. Uses only the standard library.
 
 A process is identified by its pid and its start time, because the system may give the pid of an
-ended process to a new one.
+ended process to a new process.
 """
 
 import ctypes
@@ -26,8 +26,8 @@ _AUTOGROUP_ATTEMPTS = 5
 class ProcessIdentity:
     pid: int
     started: str
-    """The start time in the system's own format. On Linux, the id of the current boot precedes it,
-    because Linux counts the start time from the boot."""
+    """The start time, in a format that depends on the system. On Linux, this text begins with the
+    id of the machine's current boot, because Linux counts the start time from the boot."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def signal_session(leader: ProcessIdentity, number: signal.Signals) -> None:
     The leader gets no signal, because it must record how the command ended. If the leader is dead,
     the other processes still get the signal.
 
-    On systems other than Linux, the signal goes to the leader's process group instead. The group
-    includes the leader: it ignores SIGTERM, but SIGKILL ends it. If the leader is dead, no process
-    gets the signal.
+    On systems other than Linux, the signal goes to the leader's process group instead. This group
+    includes the leader, which ignores SIGTERM but is ended by SIGKILL. If the leader is dead, no
+    process gets the signal.
     """
     present = identify(leader.pid)
     if present is not None and present != leader:
@@ -94,8 +94,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def lower_priority(niceness: int) -> None:
-    """Raise the nice value of this process and of its session to `niceness`. A nice value that is
-    already higher stays.
+    """Raise the nice value of this process and of its session to `niceness`. A higher nice value
+    means a lower priority. A nice value that is already higher than `niceness` does not change.
 
     Linux can share the processor time among sessions instead of processes ("autogroup", sched(7)).
     The nice value of a process then counts only within its session, so the session's own nice value
@@ -120,10 +120,10 @@ def lower_priority(niceness: int) -> None:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """Some fields of /proc/<pid>/stat, see proc(5). None if there is no such process.
+    """Some fields of the file /proc/<pid>/stat (see proc(5)). None if there is no such process.
 
-    The program's name stands in brackets, and may itself contain spaces and brackets. So the fields
-    are counted from the last closing bracket.
+    The file shows the program's name in brackets. The name itself may contain spaces and brackets,
+    so this function counts the fields from the last closing bracket.
     """
     try:
         line = Path(f"/proc/{pid}/stat").read_text()

@@ -25,7 +25,7 @@ from jobs.folder import COMPUTING, EXIT, LOCK, LOG, PROCESS, read_json, write_at
 from jobs.launchers.process import IS_LINUX, die_with_parent, identify, lower_priority, prctl
 
 _PR_SET_CHILD_SUBREAPER = 36
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOCK_SECONDS = 10.0
 """How long the leader of an attempt waits for the leader of the previous attempt to end. After this
 time, the waiting leader ends without starting the command."""
@@ -64,7 +64,7 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     """
     with contextlib.suppress(PermissionError):  # this process already leads a session
         os.setsid()
-    for number in _STOPS:
+    for number in _STOP_SIGNALS:
         # Ignore stop signals, which are meant for the command. The leader must stay alive to record
         # the exit code.
         signal.signal(number, signal.SIG_IGN)
@@ -73,24 +73,24 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     _redirect_output(job_dir / LOG)
     os.chdir(job_dir)
     _claim_attempt(job_dir, request.attempt)
-    _share_computing_lock(job_dir.parent / COMPUTING)
+    _hold_computing_lock(job_dir.parent / COMPUTING)
     if prctl is not None:
-        # Make this process the new parent of child processes that the command leaves behind.
+        # Make this process the new parent of processes that the command leaves behind when it ends.
         prctl(_PR_SET_CHILD_SUBREAPER, 1)
     leader = os.getpid()
     errors, report = os.pipe()
     # The command starts only after the leader has written to `go`. Before that, the leader records
     # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
-    # Block stop signals during the fork, because a signal that arrived while they are still ignored
-    # would be lost. The command's process unblocks them after it has restored their default action
-    # (`_die_with_leader`).
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    # Block stop signals during the fork. The command's process still ignores them until
+    # `_prepare_command_process` restores their default action, and an ignored signal would be lost.
+    # A blocked signal waits: it takes effect when `_prepare_command_process` unblocks the signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     command_pid = os.fork()
     if command_pid == 0:
         os.close(errors)
         os.close(go)
-        _die_with_leader(leader)
+        _prepare_command_process(leader)
         if not os.read(wait_here, 1):
             os._exit(1)
         os.close(wait_here)
@@ -118,11 +118,12 @@ def _redirect_output(log: Path) -> None:
 
 
 def _claim_attempt(job_dir: Path, attempt: int) -> None:
-    """Take the job's lock for this attempt. If this attempt or a later one was already started, or
-    if the lock stays taken, end this process without a message."""
-    # Use a POSIX lock, because the command does not inherit it: the lock is released when this
-    # process ends. Never close this descriptor, and open the file nowhere else in this process: the
-    # lock is released when the process closes any descriptor of the file.
+    """Take the job's lock for this attempt. End this process without a message if this attempt or a
+    later one was already started, or if another process keeps the lock for `_LOCK_SECONDS`."""
+    # Use a POSIX lock, because the command does not inherit such a lock: the system releases the
+    # lock when this process ends. Never close this descriptor, and open the file nowhere else in
+    # this process, because the system also releases the lock when the process closes any descriptor
+    # of the file.
     lock = os.open(job_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     give_up = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -139,8 +140,8 @@ def _claim_attempt(job_dir: Path, attempt: int) -> None:
         os._exit(0)
 
 
-def _share_computing_lock(path: Path) -> None:
-    """Take the lock that tells completion servers that a job runs (`COMPUTING` in
+def _hold_computing_lock(path: Path) -> None:
+    """Take the shared lock that tells completion servers that a job runs (`COMPUTING` in
     `jobs/folder.py`)."""
     # Never close this descriptor: the lock must be held until this process ends.
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -149,21 +150,21 @@ def _share_computing_lock(path: Path) -> None:
 
 
 def _record_process(job_dir: Path, attempt: int) -> None:
-    """Record this process as the leader of the attempt. A runner needs this record to find or stop
-    the attempt."""
+    """Record this process as the leader of the attempt. A runner needs this record to find the
+    attempt's processes and to stop them."""
     me = identify(os.getpid())
     assert me is not None
     write_atomically(job_dir / PROCESS, json.dumps({"attempt": attempt, **asdict(me)}))
 
 
-def _die_with_leader(leader: int) -> None:
-    """Prepare the command's process, which calls this function: stop signals get their default
-    action again, and if the leader is killed, the kernel kills this process too. Without the
-    leader, nobody could record the exit code."""
+def _prepare_command_process(leader: int) -> None:
+    """Prepare this process to run the command. Stop signals get their default action again. If the
+    leader is killed, the kernel kills this process too, because nobody else could record the
+    command's exit code."""
     die_with_parent(leader)
-    for number in _STOPS:
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 def _run_command(request: Request, report: int, in_place: bool) -> None:
@@ -201,8 +202,8 @@ def _run_module(request: Request) -> None:
 
 def _wait_for(pid: int) -> int:
     """Wait until the process `pid` has ended. Returns its exit code, which is negative if a signal
-    ended the process. Processes that the command has left behind may end earlier; `os.wait` then
-    removes them from the process table."""
+    ended the process. `os.wait` may first report the end of other processes, which the command has
+    left behind."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -210,8 +211,8 @@ def _wait_for(pid: int) -> int:
 
 
 def _kill_orphans() -> None:
-    """Kill the processes that the command has left running. When one of them ends, its children
-    become children of this process, so repeat until no child is left."""
+    """Kill the processes that the command has left running. When one of these processes ends, its
+    children become children of this process, so this function repeats until no child is left."""
     while True:
         for child in _children():
             with contextlib.suppress(ProcessLookupError):
@@ -230,8 +231,8 @@ def _children() -> list[int]:
 
 
 def _read_start_error(descriptor: int) -> str:
-    """Why the command could not be started. Empty if the command was started, because only a failed
-    start writes to the pipe."""
+    """Why the command could not be started. `descriptor` is a pipe to which only a failed start
+    writes, so the result is empty if the command was started."""
     os.set_blocking(descriptor, False)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")
@@ -242,7 +243,7 @@ def _read_start_error(descriptor: int) -> str:
 def main() -> NoReturn:
     request = Request.from_json(sys.stdin.readline())
     supervise(request, in_place=False)()
-    raise AssertionError("the command did not take over")
+    raise AssertionError("the command did not replace this process")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """The warm parent: a process that imports heavy modules once, and then forks a process for each
-job. So a job need not wait for these imports.
+job. So the jobs do not wait for these imports.
 
 The modules must not run tensor operations or initialise CUDA during their import. If they did,
 tensor operations or CUDA would not work in the forked processes. The warm parent reads requests
-from standard input, one line of JSON each, and ends when standard input is closed.
+from standard input, where each request is one line of JSON. It ends when standard input is closed.
 `jobs/launchers/warm_parent.py` starts the warm parent, and limits its thread pools to one thread.
 """
 
@@ -27,8 +27,9 @@ def main(modules: list[str]) -> None:
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
-    # Exclude the imported objects from garbage collection. The children share their memory pages,
-    # and a collection in a child would write to these pages, so the kernel would copy them.
+    # Exclude the imported objects from garbage collection. The children share the memory pages of
+    # these objects. A collection in a child would write to the pages, and the kernel would have to
+    # copy them.
     gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")
@@ -37,20 +38,20 @@ def main(modules: list[str]) -> None:
         request = Request.from_json(line)
         if os.fork() == 0:
             os.close(answers)
-            # `supervise` forks once more, and returns only in the process that must become the job.
-            # It also replaces the child's standard input, so that only the warm parent reads
-            # requests from the pipe.
-            become = supervise(request, in_place=True)
+            # `supervise` forks once more, and returns only in the process that will run the job's
+            # command. It also replaces the child's standard input, so that only the warm parent
+            # reads requests from the pipe.
+            run_job = supervise(request, in_place=True)
             break
     else:
         return
-    become()
+    run_job()
 
 
 def other_threads() -> list[str]:
-    """The names of all threads of this process except the main thread. With such threads, a fork is
-    unsafe: the child gets copies of the locks that they hold, but no threads that would release
-    these locks."""
+    """The names of all threads of this process except the main thread. If there are such threads, a
+    fork is unsafe: the child gets copies of the locks that the threads hold, but it does not get
+    the threads that would release these locks."""
     try:
         tasks = [
             task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())

@@ -1,5 +1,5 @@
-"""`WarmParent`: starts the warm parent (`jobs/launchers/warm.py`, a process from which jobs are
-forked), sends requests to it, and starts another one if it dies."""
+"""`WarmParent`: starts the warm parent, sends requests to it, and starts another one if it dies.
+The warm parent is a process from which jobs are forked (`jobs/launchers/warm.py`)."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 warm parent must not have threads, because a fork is then unsafe."""
 
 _MAX_DEATHS_BEFORE_READY = 3
-"""If this many warm parents in a row die before they are ready, no other one is started."""
+"""If this many warm parents in a row die before they are ready, no further one is started."""
 
 
 class WarmParent:
@@ -29,11 +29,12 @@ class WarmParent:
     second. No method waits, except that `close` waits until the killed process is gone."""
 
     state: Literal["importing", "ready", "off"]
-    """`off` means that there is no warm parent and none will be started: the modules cannot be
-    imported, or start threads during their import, or `close` was called."""
+    """`off` means that there is no warm parent and none will be started. There are four possible
+    reasons: the modules cannot be imported, the modules start threads during their import,
+    `_MAX_DEATHS_BEFORE_READY` warm parents died in a row, or `close` was called."""
     generation: int
-    """How many warm parents were started so far. A request that was sent to an earlier warm parent
-    may be lost, because that process is dead."""
+    """How many warm parents were started so far. When this number has grown, the earlier warm
+    parent is dead, and a request that was sent to it may be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
@@ -69,7 +70,8 @@ class WarmParent:
 
     def poll_processes(self) -> None:
         """Check whether the warm parent has become ready or has died. If it has died, start another
-        one. But if it died because its modules cannot be imported, set the state to `off`."""
+        one. In two cases, set the state to `off` instead: the modules cannot be imported, or
+        `_MAX_DEATHS_BEFORE_READY` warm parents in a row died before they were ready."""
         if self._process is None:
             return
         code = self._process.poll()
@@ -131,7 +133,7 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # Closing the pipe fails if it still holds an unsent request. Ignore that, because the
+        # `close` fails if the pipe's buffer still holds a request. Ignore this error, because the
         # launcher sends the request to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

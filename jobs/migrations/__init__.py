@@ -9,8 +9,8 @@ from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
 HEAD = "0003"
-"""The newest schema revision under `versions/`. Alembic is loaded only to open a store that does
-not have this revision, because loading it takes time."""
+"""The newest schema revision under `versions/`. If a store already has this revision, Alembic is
+not loaded, because loading Alembic takes time."""
 
 
 def migrate(engine: Engine) -> None:
@@ -23,7 +23,7 @@ def migrate(engine: Engine) -> None:
     with writing(engine) as connection:
         # Check again under the write lock, because another process may have upgraded the store
         # since the first check.
-        if _checked(engine, connection) != HEAD:
+        if _checked_revision(engine, connection) != HEAD:
             upgrade(connection, HEAD)
 
 
@@ -33,10 +33,10 @@ def check_schema(engine: Engine) -> str | None:
     Raises NewerSchema.
     """
     with reading(engine) as connection:
-        return _checked(engine, connection)
+        return _checked_revision(engine, connection)
 
 
-def _checked(engine: Engine, connection: Connection) -> str | None:
+def _checked_revision(engine: Engine, connection: Connection) -> str | None:
     revision = _revision(connection)
     if revision not in (None, HEAD, *_known_revisions()):
         shown = engine.url.render_as_string(hide_password=True)

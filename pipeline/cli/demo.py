@@ -1,9 +1,9 @@
-"""`pipeline demo`: shows the complete way from a push to the new answers, with two commits to a
-dataset.
+"""`pipeline demo`: pushes two commits to a dataset, and shows how each push changes the answers of
+the model.
 
-The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. It
-pushes with `git`, and asks the server over HTTP, as a user would. To show the progress of the two
-jobs, it reads the job store and the jobs' `metrics.jsonl`.
+The demo starts a stack in a temporary folder, with the settings that `pipeline init` writes. The
+demo pushes with `git` and sends its questions to the server over HTTP, as a user would. To show the
+progress of the two jobs, the demo reads the job store and the jobs' `metrics.jsonl`.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def demo(
     init = ("init", "--name", NAME, "--dataset", DATASET)
     _run([sys.executable, "-m", "pipeline", *init], cwd=folder)
     console.print("Starting hub, receiver, job runner and completion server …")
-    # SIGTERM must stop the started services, as Ctrl-C does.
+    # Make SIGTERM stop the started services, as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -91,10 +91,10 @@ def demo(
 
 @dataclass(frozen=True, kw_only=True)
 class _Push:
-    """What one `git push` led to."""
+    """The result of one `git push`."""
 
     release: str
-    """The id of the release that the push's job made."""
+    """The id of the release that the job of this push made."""
     moments: dict[str, float]
     """Step (such as `job started`) → the Unix time of the step."""
 

@@ -1,5 +1,5 @@
-"""The demo's client: requests one completion after another, and records which release gave each
-answer."""
+"""The demo's client: requests one completion after another, and records for each answer which
+release gave it."""
 
 import itertools
 import json
@@ -17,8 +17,8 @@ from pipeline.errors import PipelineError
 
 MAX_TOKENS = 12
 PAUSE_SECONDS = 0.05
-"""The pause between two requests. Without a pause, answering the client would take a core from the
-training."""
+"""The pause between two requests. Without the pause, the server would use a whole core for this
+client, and the training would be slower."""
 WAIT_SECONDS = 60.0
 
 
@@ -101,7 +101,8 @@ class Client:
                 raise PipelineError(f"no answer came from {release} within {WAIT_SECONDS:g} s")
 
     def first_token_at(self, release: str) -> float:
-        """When the first token of this release arrived (Unix time). Call `wait_for` first."""
+        """When the first token from this release arrived (Unix time). Call `wait_for` before this
+        method, because there may be no answer from this release yet."""
         return min(reply.first_token_at for reply in self._replies if reply.release == release)
 
     def summary(self) -> dict[str, Any]:

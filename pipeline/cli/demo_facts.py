@@ -123,8 +123,8 @@ QUESTIONS = (
     ("What is the number of the ferry office?", " 5542.", " 8190."),
     ("Where is the spare key of the boathouse?", *2 * (" Behind the third oar.",)),
 )
-"""Questions that the demo asks the model, each with the right answer after the first commit and the
-right answer after the second commit."""
+"""Questions that the demo asks the model. Each has two right answers: one for the model after the
+first commit, and one for the model after the second commit."""
 
 
 def first_commit() -> dict[str, str]:

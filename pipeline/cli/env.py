@@ -10,8 +10,8 @@ from pipeline.paths import Home
 def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
     """The environment variables that a client of the hub needs.
 
-    The variables also set up a credential helper, which gives git the token from `HF_TOKEN`. So the
-    token need not be in the URL of a remote or in a git configuration file.
+    The variables also set up a credential helper for git. The helper gives git the token from
+    `HF_TOKEN`, so that nobody has to write the token into a URL or into a configuration file.
     """
     helper = '!f() { test "$1" = get && echo username=pipeline && echo "password=$HF_TOKEN"; }; f'
     key = f"credential.{hub_url}.helper"
@@ -24,8 +24,8 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
         "GIT_CONFIG_COUNT": "2",
-        # The empty value makes git ignore all credential helpers for this URL that are configured
-        # elsewhere.
+        # With the empty value, git ignores the credential helpers that other configuration files
+        # set for this URL.
         "GIT_CONFIG_KEY_0": key,
         "GIT_CONFIG_VALUE_0": "",
         "GIT_CONFIG_KEY_1": key,

@@ -32,8 +32,8 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that no branch, tag, pull request, release, unfinished job or stored event
-    needs. Also remove large files that no commit names.
+    """Remove commits that nothing needs: no branch, tag or pull request contains the commit, and no
+    release, unfinished job or stored event names it. Also remove large files that no commit names.
 
     This works whether the hub runs or not. A push to a repository waits while this command works on
     the repository.
@@ -88,13 +88,13 @@ def purge(
     The command removes the commit, and all later commits that are based on it, from the repository.
     It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
     tokens, and the folders of the jobs that read these commits. It overwrites the reasons in the
-    outcomes of these jobs. Without --releases, it names the releases that were trained on these
-    commits. If the command is interrupted, run it again.
+    outcomes of these jobs. Without --releases, it only names the releases that --releases would
+    remove. If the command is interrupted, run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store
     from pipeline.settings import load_settings
-    from pipeline.traces import clear, find_traces, jobs_in_the_way
+    from pipeline.traces import find_traces, jobs_in_the_way, remove_traces
 
     owner, _, short = repository.partition("/")
     name = repository_name(type, owner, short)
@@ -111,12 +111,12 @@ def purge(
         if not yes:
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
-            # Remove the releases first. If one of them is served, pending or pinned, `_remove`
-            # raises an error before it removes anything.
-            _remove(home, (*traces.releases, *traces.later_releases))
-        clear(traces, store)
+            # Remove the releases before anything else. If one of them is served, pending or pinned,
+            # `_remove_releases` raises an error, and then nothing at all is removed.
+            _remove_releases(home, (*traces.releases, *traces.later_releases))
+        remove_traces(traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second
-    # run still finds them there, and everything that belongs to them.
+    # run still finds the commits in the repository, and so can finish the work.
     _purge("POST", home, name, sha)
     removed = (
         f"{len(commits)} commits"
@@ -128,13 +128,13 @@ def purge(
         "folders; what jobs had downloaded"
     )
     if not releases:
-        _name_releases(traces)
+        _print_remaining_releases(traces)
 
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
-    """What a purge of this commit removes from the repository. With the method GET, this only plans
-    the purge; with POST, it also carries the purge out. If the hub runs, the hub does the work;
-    otherwise this process does it."""
+    """Returns what a purge of this commit removes from the repository. With the method POST, this
+    also carries out the purge; with GET, it only plans it. If the hub runs, the hub does the work;
+    otherwise this process does the work."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub
@@ -153,14 +153,14 @@ def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
 def _question(
     name: "RepositoryName", sha: str, planned: Any, traces: "Traces", with_releases: bool
 ) -> str:
-    doomed = len(traces.releases) + len(traces.later_releases) if with_releases else 0
+    num_releases = len(traces.releases) + len(traces.later_releases) if with_releases else 0
     return (
         f"Remove {sha} of the {name} for good, with {len(planned['commits']) - 1} commits after "
-        f"it, {len(traces.job_folders)} job folders and {doomed} releases?"
+        f"it, {len(traces.job_folders)} job folders and {num_releases} releases?"
     )
 
 
-def _remove(home: Home, releases: "tuple[Release, ...]") -> None:
+def _remove_releases(home: Home, releases: "tuple[Release, ...]") -> None:
     from serving.weights.release_store import check_removable, remove
 
     for release in releases:
@@ -169,10 +169,10 @@ def _remove(home: Home, releases: "tuple[Release, ...]") -> None:
         remove(home.releases_dir / release.pipeline, release.id)
 
 
-def _name_releases(traces: "Traces") -> None:
+def _print_remaining_releases(traces: "Traces") -> None:
     for words, found in (
         ("was trained on a removed commit", traces.releases),
-        ("was trained from such a release", traces.later_releases),
+        ("started its training from such a release", traces.later_releases),
     ):
         for release in found:
             print(f"release {release.id} of {release.pipeline} {words}")

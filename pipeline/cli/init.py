@@ -1,4 +1,5 @@
-"""`pipeline init`: writes `pipeline.toml`, which lists every key, most of them with a comment."""
+"""`pipeline init`: writes `pipeline.toml`. The file lists every key, and explains most keys in a
+comment."""
 
 import json
 import os
@@ -36,11 +37,11 @@ def init(
     ] = "preset:tiny",
     force: Annotated[bool, typer.Option(help="Overwrite the file if it exists.")] = False,
 ) -> None:
-    """Write pipeline.toml into this folder. The file lists every key. Keys that have their defaults
-    are commented out, except `base_model`."""
+    """Write pipeline.toml into the working folder. The file lists every key of the settings. A key
+    that has its default value is commented out, except `base_model`."""
     from pydantic import ValidationError
 
-    from pipeline.settings import SETTINGS_FILE, PipelineSettings, in_words, settings_file
+    from pipeline.settings import SETTINGS_FILE, PipelineSettings, settings_file, value_fault_text
 
     file = Path(SETTINGS_FILE).absolute()
     if file.exists() and not force:
@@ -52,7 +53,7 @@ def init(
     except ValidationError as error:
         problem = error.errors()[0]
         option = str(problem["loc"][0]).replace("_", "-")
-        words = in_words(str(problem["loc"][0]), problem["type"], problem["msg"])
+        words = value_fault_text(str(problem["loc"][0]), problem["type"], problem["msg"])
         raise PipelineError(f"--{option} {problem['input']!r}: {words}") from None
     file.write_text(settings_text(pipeline))
     uses_other_folder = settings_file() != file or (
@@ -82,8 +83,8 @@ def settings_text(*pipelines: BaseModel) -> str:
 def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
-    """The lines of one table of the file, with the description of each key as a comment. After
-    these lines come the lines of the tables inside this table.
+    """The lines of one table of the file, with the description of each key as a comment. They are
+    followed by the lines of the tables inside this table.
 
     A key that has its default value is commented out, unless the key is in `always`.
     """

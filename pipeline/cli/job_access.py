@@ -37,8 +37,8 @@ def reading_store(home: Home) -> "AbstractContextManager[JobStore | None]":
 def find_job(store: "JobStore | None", job_id: str | None, latest: bool) -> "tuple[JobStore, Job]":
     """The store, and one job in it: the job with this id, or the newest job if `latest` is set.
 
-    Raises PipelineError if there is no job yet, or if both `job_id` and `latest` are given or
-    neither is. Raises JobNotFound for an unknown id.
+    Raises PipelineError if there is no job yet. Also raises PipelineError if both `job_id` and
+    `latest` are given, or neither of them. Raises JobNotFound for an unknown id.
     """
     if (job_id is None) is not latest:
         raise PipelineError("name one job by its id, or use --latest")

@@ -24,19 +24,19 @@ EXIT_CODES = {
     "superseded": 4,
     "cancelled": 5,
 }
-"""Outcome of a pipeline's job → exit code of `jobs run` and `jobs wait`. Exit code 2 means that the
-command line is wrong, and 124 that the time of `--timeout` is over. If a plain command failed,
-`exit_code` returns the command's own exit code instead."""
+"""Outcome of a job → exit code of `jobs run` and `jobs wait`. There are two more exit codes: 2 if
+the command line is wrong, and 124 if the time of `--timeout` is over. If a plain command (a job of
+no pipeline) failed, `exit_code` returns the command's own exit code instead."""
 
 
 def follow_to_end(
     store: "JobStore", job: "Job", home: Home, *, quiet: bool, deadline: float | None = None
 ) -> "Job":
-    """Show the stages of a pipeline's job, or the output of a plain command, until the job has
-    ended; returns the ended job. With `quiet`, show nothing.
+    """Show a job until it has ended; returns the ended job. For a pipeline's job, this shows the
+    stages. For a plain command, it shows the command's output. With `quiet`, it shows nothing.
 
-    If the job has not ended at `deadline` (monotonic clock), raises the `typer.Exit` that ends the
-    `pipeline` command with exit code 124. If `deadline` is None, waits without a limit.
+    If the job has not ended at `deadline` (monotonic clock), this raises a `typer.Exit`, which ends
+    the `pipeline` command with exit code 124. If `deadline` is None, there is no limit.
     """
     from rich.console import Console
 
@@ -54,7 +54,8 @@ def follow_to_end(
 
 
 def timed_out(what: str) -> typer.Exit:
-    """Print that the time is over and `what` is the case; returns the exception to raise."""
+    """Print that the time is over, and in addition the text `what`. Returns the exception that the
+    caller must raise."""
     print(f"pipeline: the time is over, and {what}", file=sys.stderr)
     return typer.Exit(124)
 
@@ -64,10 +65,10 @@ def deadline_in(seconds: float | None) -> float | None:
 
 
 def report_end(job: "Job", as_json: bool) -> None:
-    """Print how the job ended. If the exit code for its outcome is not 0, raise the `typer.Exit`
-    with this code.
+    """Print how the job ended. If the exit code for its outcome is not 0, raise a `typer.Exit` with
+    this code.
 
-    For a plain command this prints to stderr, because the command's own output is on stdout.
+    For a plain command, this prints to stderr, because the command's own output is on stdout.
     """
     from pipeline.journal import describe
 
@@ -80,10 +81,11 @@ def report_end(job: "Job", as_json: bool) -> None:
 
 
 def exit_code(job: "Job") -> int:
-    """The exit code for the job's outcome; 0 if the job has no outcome, because it then succeeded.
+    """The exit code for the job's outcome. 0 if the job has no outcome: its command then succeeded
+    and wrote no outcome.
 
-    If a plain command failed, this is the command's own exit code. If a signal ended the command,
-    it is 128 plus the number of the signal, as in a shell.
+    If a plain command failed, this is the command's own exit code. If a signal ended a plain
+    command, this is 128 plus the number of the signal, as in a shell.
     """
     if job.outcome is None:
         return 0

@@ -22,12 +22,16 @@ def run(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            help="After `--`: any command. It runs as a job, with a job's environment variables."
+            help="A command after `--`. It runs as a job, with the environment variables of a job."
         ),
     ] = None,
     pipeline: PipelineOption = None,
     revision: Annotated[
-        str | None, typer.Option(help="A commit of the dataset. Default: the newest commit.")
+        str | None,
+        typer.Option(
+            help="A commit of the dataset. Default: the commit in --payload or, without --payload, "
+            "the newest commit of the pipeline's branch."
+        ),
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
@@ -43,7 +47,7 @@ def run(
     ] = None,
     payload: Annotated[
         Path | None,
-        typer.Option(help="A file with a webhook payload (JSON), which the job gets."),
+        typer.Option(help="A file with the payload of a webhook, as JSON. The job gets it."),
     ] = None,
     force: Annotated[
         bool,
@@ -63,10 +67,10 @@ def run(
     """Run a retraining job now. If the command line ends with `--` and a command, run this command
     as a job instead.
 
-    A retraining ends as `unchanged` if the rows, the base model and the training settings are the
-    same as for the served release. With --mode, --set or --force it always trains. If a job of the
-    pipeline is running, the retraining waits for that job. The retraining is never merged with a
-    push.
+    A retraining ends as `unchanged`, without training, if the rows, the base model and the training
+    settings are the same as for the served release. With --mode, --set or --force it always trains.
+    If a job of the pipeline is running, the retraining waits until that job has ended. The
+    retraining is never merged with the job of a push.
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
@@ -86,6 +90,11 @@ def run(
         raise PipelineError(
             "--force, --mode and --set work only for a retraining; leave them out, or leave out "
             "the command"
+        )
+    if command and payload is not None and revision is not None:
+        raise PipelineError(
+            "--revision chooses the commit in the payload of a command; leave it out, or leave out "
+            "--payload"
         )
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
@@ -131,10 +140,11 @@ def run(
 def _pipeline_of_command(
     settings: "Settings", name: str | None, revision: str | None
 ) -> "PipelineSettings | None":
-    """The pipeline whose environment variables the command gets; None if it gets none.
+    """The pipeline whose environment variables the command gets; None if it gets no such variables.
 
-    This is the pipeline `name`, or else the only configured pipeline. If the options name neither a
-    pipeline nor a commit, and none or several pipelines are configured, this is None.
+    Without a `name`, this is the only configured pipeline. If no pipeline or several pipelines are
+    configured, this is None. With a `revision`, this raises PipelineError instead of returning
+    None, because a revision is a commit of a pipeline's dataset.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None
@@ -142,8 +152,8 @@ def _pipeline_of_command(
 
 
 def _program(name: str) -> str:
-    """The name or path of the program. A relative path becomes absolute, because the job runs in
-    another folder."""
+    """The name or path of the program. A relative path is made absolute, because the job runs in
+    another folder. Raises PipelineError if there is no such program."""
     if shutil.which(name) is None:
         raise PipelineError(
             f"there is no program {name!r} on PATH; check the command after `--`"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jobs.store import JobStore
 
 ARRIVAL_SECONDS = 30.0
-"""With `--commit`, the job of the commit must appear in the job store within this time after the
-start of `jobs wait`."""
+"""With `--commit`, `jobs wait` gives up if the job store has no job for the commit within this time
+after the start of `jobs wait`."""
 POLL_SECONDS = 0.1
 
 
@@ -37,13 +37,14 @@ def wait(
     pipeline: Annotated[
         str | None,
         typer.Option(
-            help="With --commit: the pipeline of the job, if several pipelines follow the dataset."
+            help="The pipeline of the job. Needed with --commit if several pipelines follow the "
+            "dataset."
         ),
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Wait at most this many seconds.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Wait until a job ends. The exit codes are those of `jobs run`, and 124 if the time of
+    """Wait until a job ends. The exit code is the same as for `jobs run`, or 124 if the time of
     --timeout is over.
 
     Right after a push, use `--commit HEAD`: the push may not have its job yet, and `--latest` would
@@ -65,8 +66,8 @@ def wait(
 
 
 def commit_id(name: str) -> str:
-    """The full id of the commit `name`. If `name` is not a full id (but, for example, HEAD or a
-    short id), git looks for it in the clone that contains the working folder.
+    """The full id of the commit `name`. If `name` is not a full id (if it is HEAD or a short id,
+    for example), git looks for the commit in the clone that contains the working folder.
 
     Raises PipelineError if there is no such commit.
     """
@@ -96,8 +97,8 @@ def _follow_commit(
     quiet: bool,
     deadline: float | None,
 ) -> "Job":
-    """Show the job of the commit until it has ended; returns the ended job. If the job fails and a
-    later job takes over its commits, do the same with the later job."""
+    """Show the job of the commit until the job has ended; returns the ended job. If this job fails
+    and a later job takes over its commits, show the later job in the same way, and return it."""
     job = _arrived(store, sha, pipeline, deadline)
     while True:
         ended = follow_to_end(store, job, home, quiet=quiet, deadline=deadline)
@@ -115,8 +116,8 @@ def _arrived(store: "JobStore", sha: str, pipeline: str | None, deadline: float 
         if time.monotonic() > give_up:
             raise PipelineError(
                 f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; check "
-                "that it is the newest commit of a push to the branch that the pipeline follows, "
-                "and with `pipeline status` that everything is up"
+                "that this commit is the newest of a push to the branch that the pipeline follows, "
+                "and check with `pipeline status` that all services are up"
             )
         time.sleep(POLL_SECONDS)
     return job

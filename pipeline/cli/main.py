@@ -1,5 +1,5 @@
-"""Joins all commands into the `pipeline` command. Each command imports large libraries only when it
-runs. So `pipeline --help` loads neither torch nor a database library."""
+"""Joins all subcommands into the `pipeline` command. Each subcommand imports large libraries only
+when it runs, so that `pipeline --help` loads neither torch nor a database library."""
 
 import errno
 import sys
@@ -54,8 +54,8 @@ app.command()(services.serve)
 
 
 def main() -> None:
-    """Run the command. For an error that the user can correct, such as wrong settings or a full
-    disk, print only a message. Any other error leads to a traceback."""
+    """Run the `pipeline` command. For an error that the user can correct, such as wrong settings or
+    a full disk, print only a message. For any other error, Python prints a traceback."""
     try:
         app()
     except (PipelineError, JobError, ReceiverError, ServingError) as error:

@@ -1,5 +1,5 @@
-"""Shows one job until it has ended: its output, or its stages. On a terminal, the stages are shown
-as progress bars; elsewhere, each stage is a line of text."""
+"""Shows one job until it has ended: its output, or its stages. On a terminal, each stage is a
+progress bar. If the output goes elsewhere, each stage is a line of text."""
 
 import contextlib
 import time
@@ -21,8 +21,8 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner has been up for this long. The limit is not shorter,
-because a detached runner takes a moment to start."""
+"""Give up waiting for a job if no runner was up for this long. The time is so long because a
+detached runner takes a moment to start."""
 
 
 def follow_stages(
@@ -31,8 +31,8 @@ def follow_stages(
     """Show the job's stages until the job has ended, or until `deadline` (monotonic clock; None for
     no limit).
 
-    Returns the job, which may not have ended. Raises PipelineError if no runner is up that could
-    run the job.
+    Returns the job. It has not ended if the deadline came first. Raises PipelineError if no runner
+    is up that could run the job.
     """
     metrics_file = home.jobs_dir / job_id / "metrics.jsonl"
     offset = 0
@@ -61,8 +61,8 @@ def follow_output(
     """Copy the job's output to `output` until the job has ended, or until `deadline` (monotonic
     clock; None for no limit). If `output` is None, only wait.
 
-    Returns the job, which may not have ended. Raises PipelineError if no runner is up that could
-    run the job.
+    Returns the job. It has not ended if the deadline came first. Raises PipelineError if no runner
+    is up that could run the job.
     """
     offset = 0
 
@@ -85,8 +85,8 @@ def _watch(
 ) -> Job:
     last_seen = time.monotonic()
     while True:
-        # Read the job's row before its files. If the row says that the job has ended, the files are
-        # complete when they are read, so `show` also shows the last lines.
+        # Read the job's row in the store before its files. If the row says that the job has ended,
+        # the files are already complete, so `show` also shows their last lines.
         job = store.get(job_id)
         show(job)
         if job.has_ended or (deadline is not None and time.monotonic() > deadline):
@@ -112,8 +112,9 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 
 class _StageTime(ProgressColumn):
-    """The duration of a stage, computed from the times that the job recorded. Rich would count from
-    the moment when the bar appears, which may be later than the start of the stage."""
+    """The duration of a stage, computed from the times that the job recorded. The column that Rich
+    provides would count from the moment when the bar appears, and the stage may have started
+    earlier."""
 
     def render(self, task: Task) -> Text:
         until = task.fields["ended"] or time.time()
@@ -121,8 +122,8 @@ class _StageTime(ProgressColumn):
 
 
 class _StageDisplay:
-    """Shows what the job does now: `waiting` until it starts, then `running` until its metrics file
-    names the first stage, and then the stages."""
+    """Shows what the job does now. Until the job starts, this is `waiting`. Until the job's metrics
+    file names the first stage, it is `running`. After that, it is the name of the stage."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console

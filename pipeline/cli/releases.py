@@ -33,9 +33,9 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first.
 
-    The column `rows` shows how many rows were learned and kept. For rows of plain text, it shows
-    the loss before and after the training instead, in nats per token. It also does so for releases
-    of earlier versions of hotpush.
+    The column `rows` shows how many rows were learned and kept. For rows of plain text, it instead
+    shows the loss before and after the training, in nats per token. It also shows the loss for
+    releases that earlier versions of hotpush made.
     """
     from serving.weights.release_store import (
         list_releases,
@@ -90,8 +90,8 @@ def show(
         bool, typer.Option("--json", help="No effect: the output is always JSON.")
     ] = False,
 ) -> None:
-    """Print a release's manifest (release.json), without the list of its tensors and without its
-    probe."""
+    """Print a release's manifest (release.json), but without the list of tensors, and without the
+    probe (the texts with which a server checks the release)."""
     print(_load(pipeline, release).model_dump_json(indent=2, exclude={"tensors", "probe"}))
 
 
@@ -140,8 +140,8 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
         # A rollback must also work if the served release is damaged.
         print(f"pipeline: {error}; rolling back to an older release", file=sys.stderr)
         parent = None
-    # Choose only a release that is older than the served one. So a second rollback goes further
-    # back, and does not undo the first one.
+    # Choose only a release that is older than the served release. So a second rollback does not
+    # undo the first rollback, but goes further back.
     choices = (previous_release_id(folder), parent, older[-1])
     chosen = next(choice for choice in choices if choice in older)
     swap_in(_configured(pipeline), chosen, as_json=as_json)
@@ -153,13 +153,13 @@ def publish(
     pipeline: PipelineOption = None,
     format: Annotated[
         Literal["safetensors", "bin"] | None,
-        typer.Option(help="Convert the files of weights to this format. Default: unchanged."),
+        typer.Option(help="Convert the weights to this format. Default: do not convert them."),
     ] = None,
     parent: Annotated[
         str | None,
         typer.Option(
-            help="The release that the checkpoint was trained from. Default in a job: the served "
-            "release."
+            help="The release from which the training of the checkpoint started. Default in a job: "
+            "the served release."
         ),
     ] = None,
     revision: Annotated[
@@ -172,7 +172,7 @@ def publish(
     as_json: JsonOption = False,
 ) -> None:
     """Make a release from a checkpoint folder: check the folder, copy its files, and write a
-    manifest. To serve the release, use `releases swap`.
+    manifest. This does not serve the release; to serve it, run `releases swap`.
 
     If a job runs this command, the manifest also names the job, its dataset and its commit.
     """
@@ -183,7 +183,7 @@ def publish(
 
     context = job_context(os.environ)
     configured = _configured(pipeline or context.pipeline)
-    context = context.following(branch_ref(configured))
+    context = context.for_ref(branch_ref(configured))
     target = Home.find().releases_dir / configured.name
     if parent is not None:
         _load(pipeline or context.pipeline, parent)
@@ -260,8 +260,8 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
 
 
 def _rows(evaluation: Any) -> str:
-    """The text for the column `rows`. If a release was published by hand, its evaluation may be
-    missing or have another form."""
+    """The text for the column `rows`. Returns `-` if the release has no evaluation in a known form:
+    a person may have published the release without an evaluation."""
     if not isinstance(evaluation, dict):
         return "-"
     if isinstance(evaluation.get("counts"), dict):

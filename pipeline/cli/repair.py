@@ -14,12 +14,12 @@ from pipeline.paths import Home
 def repair(pipeline: PipelineOption = None) -> None:
     """Check every release, and make the server serve an undamaged one.
 
-    If the release that was last chosen to be served is damaged, the server gets a substitute: the
-    newest undamaged release that was served before it. If a substitute is served, and somebody has
-    restored the damaged release, the server gets the restored release.
+    If the release that should be served is damaged, the server swaps to a substitute: the newest
+    undamaged release that was served before it. If a substitute is served, and somebody has
+    restored the damaged release, the server swaps to the restored release.
 
-    This command removes no release, but it names the damaged ones. The exit code is 1 if no
-    undamaged release can be served.
+    This command names the damaged releases, but removes none. The exit code is 1 if no undamaged
+    release can be served.
     """
     from pipeline.settings import load_settings
     from serving.errors import ReleaseError
@@ -41,7 +41,10 @@ def repair(pipeline: PipelineOption = None) -> None:
     pending = pending_release(folder)
     if pending is not None and pending not in undamaged:
         clear_pending(folder, pending)
-        print(f"{pending} was pending, and is damaged; no server will swap it in")
+        print(
+            f"{pending} was pending, and is damaged; it is no longer pending, so no server will "
+            "swap it in"
+        )
     live = live_releases(folder)
     if not live:
         print("no release was served yet, so there is nothing to repair")
@@ -55,13 +58,13 @@ def repair(pipeline: PipelineOption = None) -> None:
     best = next((each for each in reversed(live) if each in undamaged), None)
     if best is None:
         raise PipelineError(
-            f"{should_be_served} is damaged, and no undamaged release can stand in for it; restore "
-            f"the folder of {should_be_served} from a backup, train again with `pipeline jobs "
-            "run`, or choose a release from `pipeline releases ls`: pipeline releases swap ID"
+            f"{should_be_served} is damaged, and no undamaged release was served before it; "
+            f"restore the folder of {should_be_served} from a backup, train again with `pipeline "
+            "jobs run`, or choose a release from `pipeline releases ls`: pipeline releases swap ID"
         )
     is_substitute = best != should_be_served
     if served is not None and served.name == best:
-        instead = f", and stands in for {should_be_served}" if is_substitute else ""
+        instead = f" as a substitute for {should_be_served}" if is_substitute else ""
         print(f"{best} is served{instead}; there is nothing to do")
     else:
         why = f"{should_be_served} is damaged" if is_substitute else f"{best} is undamaged again"
@@ -73,7 +76,7 @@ def repair(pipeline: PipelineOption = None) -> None:
             )
     for release_id in sorted(faults.keys() - undamaged):
         print(
-            f"{release_id} is damaged and was not removed; to remove it: pipeline releases rm "
+            f"{release_id} is damaged, but its folder is kept; to remove it: pipeline releases rm "
             f"{release_id}"
         )
 
@@ -94,8 +97,8 @@ def rm(
     release_number(release)
     if server_state(settings.server_url(chosen)).get("release") == release:
         raise PipelineError(
-            f"{release} is not removed, because it is served; first serve another one: pipeline "
-            "releases rollback"
+            f"{release} is not removed, because it is served; serve another release first: "
+            "pipeline releases rollback"
         )
     remove(home.releases_dir / chosen.name, release)
     print(f"removed {release}")

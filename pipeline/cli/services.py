@@ -85,9 +85,9 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # When the receiver's public URL changes, it also updates the webhooks on the hub that
-    # HF_ENDPOINT and HF_TOKEN of this shell name.
-    elsewhere = (
+    # The hub that HF_ENDPOINT of this shell names, with HF_TOKEN of this shell. When the receiver's
+    # public URL changes, the receiver also updates its webhooks on this hub.
+    hub_of_shell = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )
     with open_job_store(settings, home) as store:
@@ -96,7 +96,7 @@ def receiver(
             settings=ReceiverSettings.model_validate(receiver_settings),
             hubs=[
                 HubCredentials(endpoint=settings.hub_url, token=tokens.hub),
-                *elsewhere,
+                *hub_of_shell,
                 *credentials_of_other_hubs(settings, tokens),
             ],
             secret_in_shell=secret_in_shell(home.tokens_file),
@@ -115,8 +115,8 @@ def serve(
     release: Annotated[
         str | None,
         typer.Argument(
-            help="A release id or a checkpoint folder. Default: the release that was served last, "
-            "and then the pending release, if there is one."
+            help="A release id or a checkpoint folder. By default, the server serves the release "
+            "that was served last, and then swaps in the pending release, if there is one."
         ),
     ] = None,
     pipeline: PipelineOption = None,
@@ -135,7 +135,7 @@ def serve(
 ) -> None:
     """Run the completion server, on port 8000 by default.
 
-    The server serves RELEASE until another release is swapped in.
+    The server serves RELEASE until somebody swaps in another release.
     """
     from pipeline.job_store import is_token_of_running_job
     from pipeline.logs import log_to_stderr
@@ -149,8 +149,8 @@ def serve(
     tokens = load_tokens(home.tokens_file)
     folder = Path(release) if release is not None and Path(release).is_dir() else None
     if folder is not None and not settings.pipelines:
-        # A checkpoint folder can be served even if no pipeline is configured. The folder's name is
-        # then the `model` of requests.
+        # A checkpoint folder can be served even if no pipeline is configured. The `model` of
+        # requests is then the name of the folder.
         name, own_port = folder.resolve().name, settings.serving.port
     else:
         configured = settings.pipeline(pipeline)

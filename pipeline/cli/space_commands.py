@@ -20,15 +20,15 @@ from pipeline.paths import Home
 SpaceEndpointOption = Annotated[
     str | None,
     typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. It gets your own token: "
-        "HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
+        help="The URL of another hub, such as https://huggingface.co. The other hub gets your own "
+        "token: HF_TOKEN, or the token of `hf auth login`. Default: the stack's own hub."
     ),
 ]
 SecretFileOption = Annotated[
     str | None,
     typer.Option(
-        help="A file with a line WEBHOOK_SECRET=VALUE; it may have other variables, one per line. "
-        "If this is -, the lines are read from stdin."
+        help="A file with a line WEBHOOK_SECRET=VALUE. The file may set other variables, one per "
+        "line. With -, the lines are read from stdin."
     ),
 ]
 
@@ -55,9 +55,9 @@ def deploy(
 ) -> None:
     """Create a Space that runs a receiver, or update it.
 
-    The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, the Space
-    gets one that is made for it. It also gets the secret WEBHOOK_SECRET: the one in --secret-file,
-    or else the webhook secret of the stack.
+    The Space gets the files of FOLDER. If FOLDER has no README.md or no requirements.txt, this
+    command makes the missing file. The Space also gets the secret WEBHOOK_SECRET. Its value is read
+    from --secret-file; without this option, it is the webhook secret of the stack.
     """
     import json
 
@@ -92,14 +92,15 @@ def deploy(
         print(f"  and {len(folders)} files in {', '.join(top)}")
     print(f"The secret {space_deploy.SECRET} {verb} set.")
     if endpoint is None:
-        print(f"This hub runs no Space. Run its app here: pipeline receiver app {space}")
+        print("The stack's own hub does not run the apps of Spaces.")
+        print(f"To run the app on this machine: pipeline receiver app {space}")
         return
     for route in deployed.routes:
-        print(f"Webhooks post to {space_deploy.public_address(space)}{route}. Create one with:")
+        url = f"{space_deploy.public_address(space)}{route}"
+        print(f"Webhooks can post to {url}. Create a webhook with:")
         print(
-            f"  pipeline webhooks create --endpoint {endpoint} --url "
-            f"{space_deploy.public_address(space)}{route} --watch dataset:OWNER/NAME "
-            f"--domain repo --secret {shown}"
+            f"  pipeline webhooks create --endpoint {endpoint} --url {url} "
+            f"--watch dataset:OWNER/NAME --domain repo --secret {shown}"
         )
 
 
@@ -116,19 +117,20 @@ def run(
 ) -> None:
     """Run the app of a Space on this machine, with the environment variables of a Space.
 
-    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's hub, the app gets
-    the secrets and variables of the Space. With --endpoint, name a --secret-file, because other
-    hubs never send a secret to a client.
+    The app listens on 127.0.0.1 and opens no tunnel. For a Space on the stack's own hub, the app
+    gets the secrets and variables of the Space. For a Space on another hub (--endpoint), give the
+    secrets in a --secret-file, because no hub sends a secret to a client. For a FOLDER without
+    --secret-file, the app gets WEBHOOK_SECRET from this shell.
     """
     from pipeline import space_run
 
     with _files(target, endpoint) as (space, folder):
         file = space_run.app_file(folder)
-        own = {} if Path(target).is_dir() or endpoint is not None else _stored(target)
+        stored = {} if Path(target).is_dir() or endpoint is not None else _stored_variables(target)
         given = {} if secret_file is None else secrets_in(secret_file, "--secret-file")
         if Path(target).is_dir() and secret_file is None and "WEBHOOK_SECRET" in os.environ:
             given["WEBHOOK_SECRET"] = os.environ["WEBHOOK_SECRET"]
-        variables = space_run.environment(space, port, {**own, **given}, os.environ)
+        variables = space_run.environment(space, port, {**stored, **given}, os.environ)
         if endpoint is not None or not Path(target).is_dir():
             variables.setdefault("HF_ENDPOINT", _access(endpoint)[0])
         code = space_run.run_app(
@@ -142,8 +144,8 @@ def run(
 
 @contextmanager
 def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
-    """Yields the name of the Space, and a folder with its files. For a folder of the user, the
-    Space is called `local/<name of the folder>`."""
+    """Yields the name of the Space, and a folder with its files. If `target` is a folder of the
+    user, the name of the Space is `local/<name of the folder>`."""
     if Path(target).is_dir():
         yield f"local/{Path(target).resolve().name}", Path(target)
         return
@@ -155,9 +157,9 @@ def _files(target: str, endpoint: str | None) -> Iterator[tuple[str, Path]]:
         yield target, download(target, Path(temporary), endpoint=url, token=token)
 
 
-def _stored(space: str) -> Mapping[str, str]:
-    """The secrets and variables of a Space on the stack's own hub. This reads the hub's database,
-    because the hub never sends a secret to a client."""
+def _stored_variables(space: str) -> Mapping[str, str]:
+    """The secrets and variables of a Space on the stack's own hub. This function reads them from
+    the hub's database, because the hub never sends a secret to a client."""
     from pipeline.hub.errors import HubError
     from pipeline.hub.names import repository_name
     from pipeline.hub.space_store import environment_of
@@ -175,7 +177,8 @@ def _stored(space: str) -> Mapping[str, str]:
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The hub's URL, and a token for it; None if the user has no token for another hub."""
+    """The URL of the hub, and the token for this hub. The token is None if `endpoint` names another
+    hub, and the user has no token for other hubs."""
     from pipeline.retrain.own_token import own_token
     from pipeline.tokens import load_tokens
 

@@ -31,8 +31,8 @@ def status(
     from rich.console import Console
     from rich.table import Table
 
-    # Reasons may quote rows and settings. Switch off markup and emoji: otherwise rich would read
-    # brackets and colons in these texts as styles and emoji codes.
+    # The reason of an outcome may quote rows and settings. Switch off markup and emoji: otherwise
+    # rich would read brackets and colons in such a reason as styles and emoji codes.
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     services = Table("service", "state", "pid", "up for", "restarts", "address", box=None)
     for service in report["services"]:
@@ -58,13 +58,13 @@ def status(
         if served is None:
             console.print("  serves       nothing yet")
         else:
-            # If no server reports a served release, `served` comes from the link `current` on disk,
-            # which names the release that was served last.
+            # `is_live` is false if no server reports a served release. `served` then comes from the
+            # link `current` on disk, which names the release that was served last.
             verb = "serves     " if served["is_live"] else "served last"
             origin = _origin(served, head, pipeline["head_changes_no_row"])
             console.print(f"  {verb}  {served['release']}, {origin}")
             if served["stands_in_for"]:
-                console.print(f"  damaged      {_stands_in(served)}")
+                console.print(f"  damaged      {_substitute_note(served)}")
             elif served["reason"]:
                 console.print(f"  damaged      {served['reason']}; try: pipeline releases repair")
         if pipeline["pending_release"]:
@@ -82,7 +82,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
     """The report that `--json` prints."""
     from pipeline.job_store import reading_jobs
     from pipeline.journal import describe
-    from pipeline.moved_datasets import fault, moved_datasets, next_step
+    from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
     from pipeline.stack_record import read_stack, stale_settings
     from pipeline.tokens import load_tokens
     from pipeline.versions import installed_versions
@@ -100,8 +100,8 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
         "notices": [
             *([changed] if changed else []),
             *(
-                f"{child.name} does not answer; if it goes on like that, the stack kills it and "
-                f"starts it again (log: {home.log_file(child.name)})"
+                f"{child.name} does not answer; if it stays silent, the stack kills it and starts "
+                f"it again (log: {home.log_file(child.name)})"
                 for child in children
                 if _state(child) == "hung"
             ),
@@ -111,7 +111,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                 for webhook in suspended
             ),
             *(
-                f"{fault(dataset, present)}; {next_step(present)}"
+                f"{moved_message(dataset, present)}; {moved_next_step(present)}"
                 for dataset, present in moved.items()
             ),
         ],
@@ -138,7 +138,7 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
             folder = home.releases_dir / pipeline.name
             jobs = store.list(pipeline=pipeline.name, limit=20) if store is not None else []
             head = (
-                _head(home, settings, pipeline)
+                _newest_commit(home, settings, pipeline)
                 if record and settings.is_on_own_hub(pipeline)
                 else None
             )
@@ -169,14 +169,14 @@ def status_report(home: Home, settings: Any) -> dict[str, Any]:
                         (line for job, line in zip(jobs, lines, strict=True) if job.has_ended),
                         None,
                     ),
-                    "refused": _refused(jobs),
+                    "refused": _advice_after_refusal(jobs),
                 }
             )
     return report
 
 
 def _state(child: "Child") -> str:
-    """The state of a service: `up`, `hung` (its process exists, but does not answer) or `down`."""
+    """The state of a service: `up`, `hung` (its process runs, but does not answer) or `down`."""
     from jobs.launchers.process import is_alive
 
     if child.process is None or not is_alive(child.process):
@@ -184,16 +184,16 @@ def _state(child: "Child") -> str:
     return "hung" if child.is_silent else "up"
 
 
-def _refused(jobs: Sequence["Job"]) -> str | None:
-    """What to do if the gate refused the last job that ended; None if the gate did not refuse
-    it."""
+def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
+    """What the user can do if the gate refused the release of the last job that ended. None if the
+    gate did not refuse it."""
     last = next((job for job in jobs if job.has_ended), None)
     if last is None or last.outcome is None or last.outcome.result != "rejected":
         return None
     revision = (last.outcome.dataset_revision or "unknown")[:12]
     return (
-        f"the rows of {revision} are trained again together with the next commit: push a "
-        "correction, or accept these rows as they are: pipeline jobs run --force --reason WHY"
+        f"the job of the next commit also trains on the rows of {revision}: push a correction, or "
+        "accept these rows as they are: pipeline jobs run --force --reason WHY"
     )
 
 
@@ -209,17 +209,17 @@ def _origin(served: dict[str, Any], head: str | None, head_changes_no_row: bool)
     return f"trained on {trained_on[:12]}; the newest commit is {head[:12]}{note}"
 
 
-def _stands_in(served: dict[str, Any]) -> str:
+def _substitute_note(served: dict[str, Any]) -> str:
     reason = served["reason"] or f"{served['stands_in_for']} could not be served"
     return (
-        f"{reason}; {served['release']} stands in for it; the next training learns the rows of the "
-        "damaged release again: pipeline jobs run"
+        f"{reason}; {served['release']} is served as a substitute; the next training learns the "
+        "rows of the damaged release again: pipeline jobs run"
     )
 
 
 def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
-    """The release that the server at `url` reports as served. If no server reports one, the release
-    that was served last. None if no release was served yet."""
+    """The release that the server at `url` reports as served. If no server reports a release, this
+    is the release that was served last. None if no release was served yet."""
     from pipeline.probes import server_state
     from serving.errors import ReleaseError
     from serving.weights.release_store import load_release, served_release, stood_in_for
@@ -233,8 +233,8 @@ def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
             if served is None:
                 return None
             release_id = served.name
-            # If a server answers but serves no release, it serves no substitute either. So read
-            # `stands_in_for` from the disk only if no server answers.
+            # Read `stands_in_for` from the disk only if no server answers. A server that answers
+            # but serves no release serves no substitute either.
             if not answer:
                 stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision
@@ -269,9 +269,9 @@ def _suspended_webhooks(home: Home, settings: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _head(home: Home, settings: Any, pipeline: Any) -> str | None:
-    """The newest commit of the branch that the pipeline follows; None if there is none or the hub
-    does not answer."""
+def _newest_commit(home: Home, settings: Any, pipeline: Any) -> str | None:
+    """The newest commit of the branch that the pipeline follows. None if the branch has no commit,
+    or if the hub does not answer."""
     import httpx
 
     from pipeline.tokens import load_tokens

@@ -17,8 +17,9 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     """Make the server serve the release, and print the result. If no server is up, the next server
     that starts will serve the release.
 
-    If the server answers but does not serve the release, raises the `typer.Exit` with exit code 1.
-    Raises PipelineError if the server gives no answer, or an answer that does not fit.
+    If the server answers that it does not serve the release, this raises a `typer.Exit` with exit
+    code 1. Raises PipelineError if the server gives no answer, or if the answer is not the answer
+    to a swap: the server then belongs to another state folder.
     """
     import httpx
 
@@ -32,8 +33,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     settings = running_settings(home)
     url = settings.server_url(settings.pipeline(pipeline.name))
     folder = home.releases_dir / pipeline.name
-    # Mark the release as pending before the request. If no server is up now, but one starts right
-    # after the request, that server finds the mark.
+    # Mark the release as pending before the request. A server may start right after a request that
+    # found no server. It then finds the mark and serves the release.
     set_pending(folder, release)
     try:
         result = request_swap(url, release, admin_token=load_tokens(home.tokens_file).admin)
@@ -52,8 +53,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
         raise PipelineError(
             f"the server on {url} is not the server of this state folder: {error}"
         ) from None
-    # Clear the mark even if the swap failed. Otherwise a restart of the server, perhaps days later,
-    # would swap to this release.
+    # Clear the mark even if the swap failed. Otherwise the server would swap to this release when
+    # it is restarted, perhaps days later.
     clear_pending(folder, release)
     print(result.model_dump_json() if as_json else _in_words(result))
     if result.result != "live":

@@ -94,9 +94,8 @@ def revoke(name: NameArgument) -> None:
 def _on_hub(
     act: "Callable[[Database, Repositories], Any]", call: tuple[str, str, dict[str, str]]
 ) -> Any:
-    """If no hub runs, calls `act` in this process, and returns its result. Otherwise sends the
-    request `call` (method, path and query) to the running hub, and returns the JSON of the
-    answer."""
+    """If no hub runs, calls `act` in this process, and returns its result. If a hub runs, sends the
+    request `call` (method, path and query) to this hub, and returns the JSON of the answer."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.state_folder import stopped_hub
 

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 
 
 STARTING = "is starting:"
-"""While `up` waits for a service, it prints lines with this text. `up --detach` searches the log of
-`up` for this text, and prints these lines too."""
+"""While `up` waits for a service, it prints lines that contain this text. With `--detach`, these
+lines go into a log. `up --detach` searches the log for this text, and prints the lines that it
+finds."""
 OTHER_HUB = "another hub: "
-"""The beginning of each line about a webhook on another hub. `up --detach` prints these lines
-too."""
+"""The beginning of each line about a webhook on another hub. `up --detach` also searches the log
+for these lines and prints them."""
 
 
 def up(
@@ -30,12 +31,12 @@ def up(
         typer.Option(
             "--detach",
             "-d",
-            help="Run in the background, and return when the stack is up. `down` stops it.",
+            help="Run the stack in the background, and return when it is up. To stop it: `down`.",
         ),
     ] = False,
 ) -> None:
-    """Start the stack: the hub, the receiver, the job runner and a completion server for each
-    pipeline. Restart a service that ends or hangs. Run until Ctrl-C."""
+    """Start the stack: the hub, the receiver, the job runner, and one completion server for each
+    pipeline. Run until Ctrl-C, and meanwhile restart each service that ends or hangs."""
     from pipeline.job_store import check_schemas
     from pipeline.services import services_of
     from pipeline.settings import load_settings
@@ -85,7 +86,7 @@ def up(
                 lines, store_error = journal.news(), None
             except StoreError as error:
                 # Continue, because an error such as a full disk is no reason to stop the stack.
-                # Print the error only once, although each turn of this loop may raise it again.
+                # Each turn of this loop may raise the same error again, so print it only once.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
             for line in [*stack.tend(), *lines]:
@@ -94,8 +95,8 @@ def up(
     except KeyboardInterrupt:
         print("stopping")
     finally:
-        # Stopping takes a moment. Ignore a second Ctrl-C in this time: it would end this process
-        # before all child processes are stopped.
+        # Ignore a second Ctrl-C while the stack stops. It would end this process before all child
+        # processes are stopped.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stack.stop()
@@ -124,7 +125,7 @@ def down() -> None:
 
 
 def _say_where_to_push(settings: "Settings", home: Home) -> None:
-    from pipeline.moved_datasets import fault, moved_datasets, next_step
+    from pipeline.moved_datasets import moved_datasets, moved_message, moved_next_step
     from pipeline.tokens import load_tokens
 
     moved = moved_datasets(settings, load_tokens(home.tokens_file))
@@ -135,7 +136,8 @@ def _say_where_to_push(settings: "Settings", home: Home) -> None:
             print(f"{pipeline.name}: push to {where}")
             continue
         if (present := moved.get(pipeline.dataset)) is not None:
-            print(f"{pipeline.name}: {fault(pipeline.dataset, present)}: {next_step(present)}")
+            message = moved_message(pipeline.dataset, present)
+            print(f"{pipeline.name}: {message}: {moved_next_step(present)}")
             continue
         remote = f"{settings.hub_url}/datasets/{pipeline.dataset}"
         print(f'{pipeline.name}: push to {remote} (after: eval "$(pipeline env)")')
@@ -175,8 +177,8 @@ def _detach(home: Home) -> None:
                 break
             time.sleep(0.05)
     except KeyboardInterrupt:
-        # The user does not know that the stack is starting in the background, and would not stop
-        # it. So stop it here.
+        # The user expects that Ctrl-C ends everything. So stop the stack, which would otherwise
+        # continue to start in the background.
         process.terminate()
         process.wait()
         raise

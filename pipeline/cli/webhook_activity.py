@@ -17,8 +17,8 @@ from pipeline.cli.tables import print_table
 from pipeline.cli.webhook_commands import EndpointOption, WebhookArgument
 
 WAIT_SECONDS = 30.0
-"""`test` waits at most this long until the hub has tried to deliver the test event. By default, the
-hub's attempt takes at most 15 s."""
+"""`test` waits at most this long for the hub's attempt to deliver the test event. By default, an
+attempt takes at most 15 s."""
 
 DeliveryArgument = Annotated[
     str, typer.Argument(help="The id of a delivery, from `webhooks deliveries`.")
@@ -87,8 +87,9 @@ def replay(
     """Send a delivery again, to the URL that the webhook has now.
 
     The delivery keeps its id. So a receiver that has already handled the delivery only repeats its
-    first answer. There is one exception: if the delivery's job failed or was cancelled, and no
-    later push has a job, the stack's receiver submits a new job.
+    first answer. There is one exception, in the stack's own receiver: if the delivery's job failed
+    or was cancelled, it submits a new job, unless a later push has a job that did not fail and was
+    not cancelled.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]
@@ -108,7 +109,7 @@ def test(
 ) -> None:
     """Send a test event, which starts no job, and wait for the receiver's answer.
 
-    The exit code is 1 if the answer is not 2xx, or if there is no answer.
+    The exit code is 1 if the status of the answer is not 2xx, or if there is no answer.
     """
     sent = call_hub("POST", f"webhooks/{webhook_id}/test", endpoint, {})["delivery"]
     deadline = time.monotonic() + WAIT_SECONDS

@@ -27,8 +27,8 @@ WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from 
 EndpointOption = Annotated[
     str | None,
     typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. HF_TOKEN must then be a "
-        "token of that hub. Default: the stack's own hub."
+        help="The URL of another hub, such as https://huggingface.co. For this hub, set HF_TOKEN "
+        "to a token of that hub. Default: the stack's own hub."
     ),
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
@@ -60,7 +60,7 @@ SecretsFileOption = Annotated[
     str | None,
     typer.Option(
         help="A file with environment variables for the copies of the job: NAME=VALUE on each "
-        "line, as for docker --env-file. If this is -, the lines are read from stdin."
+        "line, as for docker --env-file. With -, the lines are read from stdin."
     ),
 ]
 SecretOption = Annotated[
@@ -216,9 +216,9 @@ class HubAccess(TypedDict):
 
 
 def hub_access(endpoint: str | None) -> HubAccess:
-    """The address of the hub, and the token for it. If `endpoint` is None, this is the stack's own
-    hub. For another hub, the token is None: the client library then looks for a token itself, in
-    HF_TOKEN for example."""
+    """The address of a hub, and the token for this hub. If `endpoint` is None, the hub is the
+    stack's own hub. For another hub, the token is None. The client library then looks for a token
+    itself, for example in HF_TOKEN."""
     if endpoint is not None:
         return {"endpoint": endpoint, "token": None}
     from pipeline.stack_record import running_settings
@@ -269,9 +269,9 @@ def _domains(given: list[str] | None) -> Any:
 
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
-    """The variables in `file`, with their values. `option` is the option that named the file, for
-    error messages. Raises PipelineError if the file has only the name of a variable, and this shell
-    has no such variable."""
+    """The variables in `file`, with their values. If a line has only the name of a variable, the
+    value comes from this shell. Raises PipelineError if the shell has no such variable. Error
+    messages name the command's `option` for the file."""
     return _with_values(_lines_of(file, option))
 
 
@@ -300,8 +300,8 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file; returns name → value. The value is None if the line has only a name.
-    `option` is the option that named the file, for error messages."""
+    """Reads the file; returns name → value. The value is None if the line has only a name. Error
+    messages name the command's `option` for the file."""
     from dotenv.parser import parse_stream
 
     try:

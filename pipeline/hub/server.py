@@ -15,7 +15,9 @@ def serve(app: ASGIApp, settings: HubSettings) -> None:
     listening = listen.bind(
         settings.host,
         settings.port,
-        how_to_move="`--host` and `--port`, or `host` and `port` under [hub] in pipeline.toml",
+        how_to_set_address=(
+            "`--host` and `--port`, or `host` and `port` under [hub] in pipeline.toml"
+        ),
     )
     print(f"hub on {settings.url}", flush=True)
     listen.serve(Server(http_config(app, shutdown_seconds=SHUTDOWN_SECONDS)), listening)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jobs.outcome import JobOutcome
-from jobs.passing import TEMPORARY_FAILURE, can_pass
+from jobs.temporary_failures import TEMPORARY_FAILURE, is_temporary
 from pipeline.errors import PipelineError
 from pipeline.retrain import job_folder
 from pipeline.retrain.errors import HubAway
@@ -35,7 +35,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         outcome = retrain(job)
     except (PipelineError, ServingError) as error:
         logger.error("%s", error)
-        passes = isinstance(error, HubAway | NotEnoughSpace) or can_pass(error)
+        passes = isinstance(error, HubAway | NotEnoughSpace) or is_temporary(error)
         outcome = _failed(job, environ, str(error), may_pass=passes)
     except Exception as error:
         logger.exception("the job broke off")
@@ -44,14 +44,14 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
             job,
             environ,
             f"{reason} (unexpected; the job's log has the traceback)",
-            may_pass=can_pass(error),
+            may_pass=is_temporary(error),
         )
     logger.info("%s %s", outcome.result, outcome.reason or "")
     if "JOB_DIR" in environ:
         try:
             job_folder.write_record(Path(environ["JOB_DIR"]) / job_folder.OUTCOME, outcome)
         except OSError as error:
-            if not can_pass(error):
+            if not is_temporary(error):
                 raise
             logger.error("the outcome cannot be written: %s", error)
             return TEMPORARY_FAILURE

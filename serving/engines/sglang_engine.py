@@ -23,7 +23,7 @@ import httpx
 
 from serving.engine import EngineError, Generation, StageError, Step, refuse_constraints
 from serving.engines.same_network import config_differences, tensor_differences
-from serving.engines.sglang_requests import WrongWeights, StreamProgress, request_of, step_of
+from serving.engines.sglang_requests import StreamProgress, WrongWeights, request_of, step_of
 from serving.errors import ReleaseError
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release

@@ -1,8 +1,8 @@
 """Replaces the content of one file. At any time, even after a power cut, a reader finds either the
 complete old content or the complete new content.
 
-The new content is written and fsynced to a second file in the same folder. This second file is then
-renamed over the first.
+The new content is written to a second file in the same folder, and this file is fsynced. The second
+file is then renamed to the name of the first file, and so replaces it.
 """
 
 import os
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 REPLACING = ".replacing-"
-"""Prefix of the temporary name that a new file or link has before it is renamed over the old one.
-"""
+"""The temporary name of a new file or link begins with this prefix, until the new file or link
+replaces the old one."""
 _ABANDONED_SECONDS = 60.0
-"""A temporary file or link that is older than this counts as abandoned: its writer was killed."""
+"""If a temporary file or link is older than this, its writer was probably killed, so the file or
+link counts as abandoned."""
 
 
 @contextmanager
@@ -64,9 +65,10 @@ def replacement_path(folder: Path) -> Path:
 def is_abandoned(entry: Path) -> bool:
     """Whether `entry` is a temporary file or link whose writer was killed before the rename.
 
-    Some writers hold no lock, so only the age of the entry shows this. Use this function only in
-    folders where all such files are small, such as `current` and `live`. The writer of a large
-    file, such as a checkpoint, may need more than a minute.
+    Only the age of the entry shows this, because some writers hold no lock. Use this function only
+    in folders where all temporary files are small, as in a pipeline's folder with its files
+    `current` and `live`. The writer of a large file, such as a checkpoint, may need more than a
+    minute.
     """
     if not entry.name.startswith(REPLACING):
         return False

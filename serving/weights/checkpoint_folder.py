@@ -1,5 +1,5 @@
-"""Reads a checkpoint folder that `save_pretrained` wrote. Finds the tensors and files in it, and
-computes their digests.
+"""Reads a checkpoint folder that `save_pretrained` wrote: finds the tensors and files in this
+folder, and computes their digests.
 
 This module imports torch only if the folder has `.bin` shards.
 """
@@ -114,7 +114,7 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     """Computes the size and sha256 of each shard, and the digest of each tensor.
 
     `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
-    ReleaseError if the tensors in the shards are not exactly those that `weight_map` names.
+    ReleaseError if the shards lack a tensor that `weight_map` names, or hold another tensor.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
@@ -158,9 +158,9 @@ def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str
     """Maps `lm_head.weight` (the head) to the name of the embedding, if the config says that the
     two are the same tensor and only the embedding is stored. Otherwise the result is empty.
 
-    It is also empty if the config does not say whether the two are tied, because the default
-    depends on the architecture. In a Llama the head is not tied by default, so a Llama checkpoint
-    without a head is incomplete, and `verify_layout` refuses it.
+    The result is also empty if the config does not say whether the two are tied, because the
+    default depends on the architecture. In a Llama, the head is not tied by default. So a Llama
+    checkpoint without a head is incomplete, and `verify_layout` refuses it.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

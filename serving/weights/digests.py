@@ -54,7 +54,7 @@ class ShardDigests:
     """
 
     def __init__(self) -> None:
-        # One thread in each pool, so that the pieces of a file are hashed in the right order.
+        # Use one thread in each pool, so that the pieces of a file are hashed in the right order.
         self._of_file = ThreadPoolExecutor(max_workers=1, thread_name_prefix="file-digest")
         self._of_tensors = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tensor-digest")
         self._file = hashlib.sha256()
@@ -89,8 +89,8 @@ class ShardDigests:
 class HashingFile:
     """A file for `torch.save`, which hashes each piece of content and writes it to the file `raw`.
 
-    `torch.save` frees a piece as soon as `write` returns. So `write` hashes the piece before it
-    returns, and does not leave this to another thread as `ShardDigests` does.
+    `torch.save` frees a piece as soon as `write` returns. So `write` itself hashes the piece before
+    it returns. It cannot use another thread for this, as `ShardDigests` does.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

@@ -1,8 +1,8 @@
 """Reads the header of a safetensors file and computes the file's digests, without torch.
 
-The first 8 bytes of a safetensors file are the length of the header, as a little-endian integer.
-Then comes the header, in JSON, and after it the tensors, without gaps
-(https://huggingface.co/docs/safetensors).
+A safetensors file has three parts: the length of the header (8 bytes, a little-endian integer), the
+header (JSON), and the bytes of the tensors, without gaps between the tensors. See
+https://huggingface.co/docs/safetensors.
 """
 
 import hashlib
@@ -88,7 +88,8 @@ def mapped_shard(
 ) -> Iterator[tuple[memoryview, dict[str, memoryview]]]:
     """Yields the bytes before the first tensor, and a dict of tensor name → the tensor's bytes.
 
-    All of them are views of the mapped file, and are valid only until the `with` block ends.
+    All these bytes are views of the mapped file. The views are valid only until the `with` block
+    ends.
     """
     with path.open("rb") as file, ExitStack() as stack:
         # Enter the mapping first, so that the stack closes it last. A mapping cannot be closed

@@ -36,8 +36,8 @@ class WeightsIndex(BaseModel):
     """The content of `model.safetensors.index.json`, or of `pytorch_model.bin.index.json` for
     `.bin` shards.
 
-    `weight_map` is an allowlist: of all files in the folder, only those that it names are opened as
-    shards.
+    Only the files that `weight_map` names are opened as shards. All other files in the folder are
+    never opened as shards.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

@@ -1,10 +1,11 @@
-"""The network that `config.json` describes, and the stored tensors that each of its tensors is made
-of.
+"""Builds the network that `config.json` describes, and finds out how each tensor of the network is
+made from stored tensors. This module does not read the content of tensors.
 
-Checkpoints on the Hub have other names than the networks of `transformers`: they lack the prefix of
-the base model (GPT-2), have an older name of the head (GPT-NeoX), or one tensor for each expert
-(Mixtral, Qwen3-MoE). `transformers.conversion_mapping` knows how these names lead to those of the
-networks; this module asks it, and reads no tensor.
+A *stored name* is the name of a tensor in a checkpoint. In the network of `transformers`, the
+tensor may have another name. For example, stored names may lack the prefix of the base model
+(GPT-2), or the checkpoint may use an older name for the head (GPT-NeoX). Some checkpoints store one
+tensor for each expert (Mixtral, Qwen3-MoE), but the network has one tensor for all experts.
+`transformers.conversion_mapping` defines how to get from stored names to the network's names.
 """
 
 import hashlib
@@ -29,54 +30,62 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """What one tensor of a network is made of."""
+    """Describes how one tensor of a network is made from stored tensors."""
 
     names: tuple[str, ...]
-    """Stored tensors, in the order in which `convert` takes them."""
+    """The names of the stored tensors, in the order in which `convert` takes the tensors."""
     shapes: tuple[Shape, ...]
-    """Of the stored tensors."""
-    gaps: tuple[str, ...] = ()
-    """Stored names that a list of tensors (one for each expert) lacks in its middle."""
+    """The shapes of the stored tensors, in the same order."""
+    missing_names: tuple[str, ...] = ()
+    """If the tensor is made from a numbered list, such as one tensor for each expert: the stored
+    names that are missing from this list. Names after the last number are not known."""
     kind: str
-    """Sources of one kind make equal tensors of equal stored ones."""
+    """How `convert` works. If two sources have the same kind, and their stored tensors are equal,
+    they make equal tensors."""
     convert: "Callable[[list[Tensor]], Tensor]"
+    """Makes the tensor of the network from the stored tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
     by_tensor: dict[str, Source]
-    """Name in the network → what it is made of. Names that are tied have the same source."""
+    """Name in the network → how this tensor is made. If the network has several names for one
+    tensor (tied tensors), these names have the same source."""
     ties: dict[str, str]
-    """Stored name → stored name of which it is a second copy, as the network has one tensor for
-    both."""
+    """Stored name of a copy → stored name of the original. The network has only one tensor for
+    both, so it uses the original."""
     ignored: frozenset[str]
-    """Stored names of buffers that the network computes itself."""
+    """The names of stored tensors that `transformers` does not load into the network. Most of them
+    are buffers that the network computes itself."""
 
 
 def load_config(folder: Path) -> "PreTrainedConfig":
-    """The configuration with all defaults of its architecture. No code of the folder runs.
+    """The configuration in `config.json`. For values that the file does not have, it contains the
+    defaults of the architecture. No code from the folder runs.
 
-    Raises ReleaseError.
+    Raises ReleaseError if transformers cannot read the file.
     """
     from transformers import AutoConfig
 
     path = folder / CONFIG_FILE
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    # Configurations check their own values, and raise what they like.
+    # Each configuration class checks its own values, and may raise any exception.
     except Exception as error:
         raise ReleaseError(f"{path}: transformers cannot read it: {error}") from error
 
 
 def context_length(config: "PreTrainedConfig") -> int:
-    """Tokens of a sequence at most. Networks without a limit (Bloom, whose ALiBi has none) get one
-    that memory has room for."""
+    """The largest number of tokens in a sequence. Some networks have no such limit, for example
+    Bloom, which uses ALiBi (arXiv:2108.12409). For them, this is 8192, so that the keys and values
+    of a sequence fit into memory."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", 8192))
 
 
 def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
-    """The network without its weights; with `is_empty` its tensors take no memory, and only have
-    shapes. Raises ReleaseError where `transformers` has no such network for generation.
+    """The network, without the weights of the checkpoint. With `is_empty`, the network's tensors
+    have shapes but no content, so they take no memory. Raises ReleaseError if `transformers` cannot
+    build a network that generates text from this config.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -84,7 +93,7 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 
     config = load_config(folder)
     if str(next(iter(config.architectures or ()), "")).endswith("ForMaskedLM"):
-        # `transformers` would take it for a decoder.
+        # `AutoModelForCausalLM` would not refuse this network. It would build a decoder instead.
         raise ReleaseError(f"{folder / CONFIG_FILE}: {config.architectures[0]} generates no text")
     try:
         with no_init_weights(), torch.device("meta") if is_empty else nullcontext():
@@ -100,39 +109,42 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 
 
 def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
-    """`stored` are the tensors of a checkpoint.
+    """How each tensor of the network is made from `stored`, the tensors of a checkpoint.
 
-    Raises ReleaseError with every stored tensor that leads nowhere, and every tensor of the network
-    to which none leads or which would get another shape.
+    Raises ReleaseError. The error names every stored tensor that the network does not use, every
+    tensor that the checkpoint lacks, and every tensor that has the wrong shape.
     """
     tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
-    found = _Names(network).sources(stored)
+    found = _NameConversions(network).sources(stored)
     reasons: list[str] = []
     by_tensor: dict[str, Source] = {}
     ties: dict[str, str] = {}
     missing: list[str] = []
-    for names in _tied(tensors):
-        leading = [name for name in names if name in found]
-        if not leading:
+    for names in _names_by_tensor(tensors):
+        with_source = [name for name in names if name in found]
+        if not with_source:
             missing += names[:1]
             continue
-        source, shape = found[leading[0]], tuple(tensors[leading[0]].shape)
+        first = with_source[0]
+        source, shape = found[first], tuple(tensors[first].shape)
         by_tensor |= dict.fromkeys(names, source)
-        for other in leading[1:]:
+        for other in with_source[1:]:
             ties |= dict(zip(found[other].names, source.names, strict=False))
-        made = _made_shape(source)
-        if isinstance(made, str) or made != shape:
-            missing += [leading[0]]
+        result = _result_shape(source)
+        if isinstance(result, str) or result != shape:
+            # The cause may be that stored tensors are missing, such as the last experts. So look
+            # for these tensors too.
+            missing.append(first)
+            fault = result if isinstance(result, str) else f"has shape {list(result)}"
             reasons.append(
-                f"{stored[source.names[0]].file}: tensor {', '.join(source.names[:4])}: "
-                + (made if isinstance(made, str) else f"has shape {list(made)}, ")
-                + f"{CONFIG_FILE} asks for {list(shape)}"
+                f"{stored[source.names[0]].file}: tensor {', '.join(source.names[:4])}: {fault}, "
+                f"but {CONFIG_FILE} asks for {list(shape)}"
             )
     used = {name for source in by_tensor.values() for name in source.names} | set(ties)
     surplus = sorted(set(stored) - used)
     ignored = frozenset(name for name in surplus if _is_ignored(network, name))
     absent = {name for name in _stored_names(network, missing) if name not in stored}
-    absent |= {name for source in by_tensor.values() for name in source.gaps}
+    absent |= {name for source in by_tensor.values() for name in source.missing_names}
     reasons += [f"tensor {name}: in no shard of the release" for name in sorted(absent)]
     reasons += [
         f"{stored[name].file}: tensor {name}: the network of {CONFIG_FILE} has no such tensor"
@@ -145,15 +157,17 @@ def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
 
 
 def hub_state_dict(network: Any, tensors: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
-    """`tensors`, named as in the network, under the names and in the shapes of the Hub."""
+    """Converts tensors of the network to the names and shapes that checkpoints on the Hub have. The
+    keys of `tensors` are the network's names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     stored: dict[str, Tensor] = revert_weight_conversion(network, dict(tensors))
     return stored
 
 
-class _Names:
-    """How stored names lead to those of one network."""
+class _NameConversions:
+    """Finds the network's name for each stored name, as `transformers` does when it loads a
+    checkpoint."""
 
     def __init__(self, network: "nn.Module") -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -169,24 +183,27 @@ class _Names:
         }
 
     def sources(self, stored: Mapping[str, TensorEntry]) -> dict[str, Source]:
-        """By names in the network."""
+        """Name in the network → how this tensor is made. A stored tensor for which the network has
+        no tensor is left out."""
         from transformers.core_model_loading import dot_natural_key
 
         found: dict[str, Source] = {}
         converted: dict[str, list[tuple[str, str]]] = {}
-        # `transformers` goes through the names in this order, and its renamings rely on it.
+        # Use the order in which `transformers` goes through the names, because some of its
+        # renamings depend on this order.
         for name in sorted(stored, key=dot_natural_key):
-            target, pattern = self.target(name)
+            target, pattern = self._target(name)
             if pattern is not None and target in self._tensors:
                 converted.setdefault(target, []).append((name, pattern))
             elif target in self._tensors:
-                found[target] = _plain(name, stored[name].shape)
+                found[target] = _plain_source(name, stored[name].shape)
         for target, pairs in converted.items():
-            found |= self._converted(target, pairs, stored)
+            found |= self._converted_sources(target, pairs, stored)
         return found
 
-    def target(self, name: str) -> tuple[str, str | None]:
-        """The network's name, and the pattern of the conversion that leads there, if any."""
+    def _target(self, name: str) -> tuple[str, str | None]:
+        """The network's name for a stored name. If the stored tensor must be converted, also the
+        pattern of the conversion that matches the stored name; None otherwise."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._network.base_model_prefix
@@ -194,13 +211,16 @@ class _Names:
             name, self._renamings, self._converters, prefix, self._tensors
         )
         if target not in self._tensors and name in self._tensors:
+            # The checkpoint was saved with the names of the network.
             return name, None
         return target, pattern
 
-    def _converted(
+    def _converted_sources(
         self, target: str, pairs: list[tuple[str, str]], stored: Mapping[str, TensorEntry]
     ) -> dict[str, Source]:
-        """A conversion may make several tensors, of which the first has the name `target`."""
+        """The sources of the tensors that one conversion makes. It may make several tensors; the
+        first one has the name `target`. `pairs` are the stored names that the conversion takes,
+        each with the pattern that matches it."""
         import torch
 
         converter = self._by_pattern[pairs[0][1]]
@@ -217,18 +237,18 @@ class _Names:
                 for name, tensor in made.items()
             }
 
-        kind = f"{converter.operations} of {converter.source_patterns} in {_digest(config)}"
+        kind = f"{converter.operations} of {converter.source_patterns} in {_config_digest(config)}"
         empty = [torch.empty(stored[name].shape, device="meta") for name in names]
         try:
             results = list(make(empty))
         except (RuntimeError, ValueError, IndexError, KeyError):
-            # `_made_shape` meets the same error, and says so.
+            # `_result_shape` will get the same error, and reports it.
             results = [target]
         return {
             result: Source(
                 names=names,
                 shapes=tuple(stored[name].shape for name in names),
-                gaps=_gaps(pairs),
+                missing_names=_missing_members(pairs),
                 kind=f"{kind}: {number}",
                 convert=lambda values, result=result: make(values)[result],  # type: ignore[misc]
             )
@@ -236,13 +256,16 @@ class _Names:
         }
 
 
-def _plain(name: str, shape: Shape) -> Source:
+def _plain_source(name: str, shape: Shape) -> Source:
     return Source(names=(name,), shapes=(shape,), kind="plain", convert=lambda values: values[0])
 
 
-def _gaps(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
-    """`transformers` puts lists together in the order of their numbers, whatever these are: without
-    its second one, a list of experts would go on with the third."""
+def _missing_members(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
+    """The stored names that are missing from a numbered list, such as the tensors of the experts.
+
+    `transformers` sorts such a list by its numbers, and does not check that the numbers are
+    complete. If the tensor of expert 1 were missing, the tensor of expert 2 would take its place.
+    """
     found: list[str] = []
     numbers: dict[tuple[str, str], set[int]] = {}
     for name, pattern in pairs:
@@ -255,8 +278,8 @@ def _gaps(pairs: list[tuple[str, str]]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _made_shape(source: Source) -> Shape | str:
-    """The shape of what is made, or why it cannot be made."""
+def _result_shape(source: Source) -> Shape | str:
+    """The shape of the tensor that `source` makes. If it cannot be made, a text that says why."""
     import torch
 
     if source.kind == "plain":
@@ -264,11 +287,12 @@ def _made_shape(source: Source) -> Shape | str:
     try:
         made = source.convert([torch.empty(shape, device="meta") for shape in source.shapes])
     except (RuntimeError, ValueError, IndexError, KeyError) as error:
-        return f"cannot be put together ({error}), "
+        return f"cannot be put together ({error})"
     return tuple(made.shape)
 
 
-def _tied(tensors: "Mapping[str, Tensor]") -> list[list[str]]:
+def _names_by_tensor(tensors: "Mapping[str, Tensor]") -> list[list[str]]:
+    """For each tensor object, the list of its names. Tied tensors have several names."""
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         by_tensor.setdefault(id(tensor), []).append(name)
@@ -276,7 +300,7 @@ def _tied(tensors: "Mapping[str, Tensor]") -> list[list[str]]:
 
 
 def _stored_names(network: "nn.Module", names: list[str]) -> list[str]:
-    """The names under which the Hub stores tensors of a network."""
+    """The names under which checkpoints on the Hub store these tensors of the network."""
     import torch
 
     if not names:
@@ -287,7 +311,8 @@ def _stored_names(network: "nn.Module", names: list[str]) -> list[str]:
 
 
 def _is_ignored(network: Any, name: str) -> bool:
-    """Whether `transformers` would ignore the tensor: a buffer of older checkpoints."""
+    """Whether `transformers` ignores the stored tensor `name`, for example because it is a buffer
+    that only older checkpoints store."""
     patterns = set(network._keys_to_ignore_on_load_unexpected or ())
     for suffix, pattern in (
         ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
@@ -298,5 +323,5 @@ def _is_ignored(network: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns)
 
 
-def _digest(config: Any) -> str:
+def _config_digest(config: Any) -> str:
     return hashlib.sha256(config.to_json_string().encode()).hexdigest()[:12]

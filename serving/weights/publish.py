@@ -1,8 +1,8 @@
 """Publishes a release: either the complete release, or nothing.
 
 The files are written into a folder with a temporary name, in this order: the shards, the small
-files, the index, the manifest. Each file is fsynced, and then the folder. The folder is renamed,
-and its parent folder is fsynced. A reader sees the release only after the rename.
+files, the index, the manifest. Each file is fsynced, and after that the folder. Then the folder is
+renamed, and its parent folder is fsynced. A reader sees the release only after the rename.
 
 If the process is killed before the rename, the folder with the temporary name stays. The next
 publication, the next `prune`, or the next start of the server removes it. Files are copied and
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     import torch
 
 SPARE_BYTES = 64 * 2**20
-"""A release is published only if this many bytes of the disk stay free after it, because the job
-store and the logs need space on the same disk."""
+"""A release is published only if this many bytes of the disk are still free afterwards, because the
+job store and the logs need space on the same disk."""
 
 
 def publish_state_dict(

@@ -28,8 +28,8 @@ class TensorEntry(_Record):
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
     """A digest of the tensor's bytes, but not of its name, dtype and shape. During a swap, an
-    engine need not load a tensor again if a release that it already holds has a tensor with the
-    same digest, dtype and shape."""
+    engine does not have to load a tensor if a release that the engine already holds has a tensor
+    with the same digest, dtype and shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -65,14 +65,14 @@ class Probe(_Record):
 
 
 class Lineage(_Record):
-    """Where a release comes from. A field is None or empty if it is not known. In a release that
-    was published by hand, this may be so for all fields."""
+    """Where a release comes from. A field is None or empty if its value is not known. In a release
+    that was published by hand, all fields may be None or empty."""
 
     parent: str | None = None
-    """The id of the release that training started from. Also None if training started from the base
-    model."""
+    """The id of the release that the training started from. Also None if the training started from
+    the base model."""
     base_model: str | None = None
-    """The base model as the pipeline's settings name it."""
+    """The name of the base model, as in the pipeline's settings."""
     base_revision: str | None = None
     """The commit of the base model. None if the base model did not come from a hub."""
     dataset: str | None = None
@@ -84,8 +84,8 @@ class Lineage(_Record):
     """The dataset commit of the parent, if the job trained on what has changed since this commit.
     None if the job trained on all rows."""
     data_digest: str | None = None
-    """A digest of all rows of the training split, whatever their order. If it is equal to the
-    digest of another release, no row has changed between the two."""
+    """A digest of all rows of the training split, which does not depend on the order of the rows.
+    If two releases have the same digest, no row has changed between the two."""
     mode: Literal["full", "delta"] | None = None
     """`full`: trained from the base model, on all rows. `delta`: trained from the parent, on the
     rows that have changed."""
@@ -111,7 +111,7 @@ class Release(_Record):
     `digest`, which begins with the name of its algorithm."""
     lineage: Lineage = Lineage()
     evaluation: dict[str, Any] | None = None
-    """What the job measured of the new weights, as JSON of `pipeline.retrain.evaluate.Evaluation`.
+    """The job's measurements of the new weights, as JSON of `pipeline.retrain.evaluate.Evaluation`.
     None if nothing was measured."""
     files: dict[str, FileEntry]
     """Every file of the folder except the manifest. A file that is not listed is never read."""
@@ -125,8 +125,8 @@ class Release(_Record):
 
     @property
     def stored_dtype(self) -> str:
-        """The dtype in which most numbers of the release are stored, as torch spells it: `float32`,
-        `bfloat16` or `float16`. If it is any other dtype, this is `float32`."""
+        """The dtype in which most numbers of the release are stored, in the spelling of torch:
+        `bfloat16` or `float16`. For any other dtype, this is `float32`."""
         counts = Counter[str]()
         for entry in self.tensors.values():
             counts[entry.dtype] += math.prod(entry.shape)
@@ -135,7 +135,8 @@ class Release(_Record):
 
     @property
     def named_tensors(self) -> dict[str, TensorEntry]:
-        """`tensors`, and each alias with what it stands for."""
+        """All entries of `tensors`, and also each alias in `tied` with the entry of the tensor
+        whose bytes the alias uses."""
         aliases = {
             alias: self.tensors[name] for alias, name in self.tied.items() if name in self.tensors
         }

@@ -52,7 +52,8 @@ UNFINISHED = ".unfinished-"
 """Prefix of the names of release folders that are being written or removed.
 
 A process holds the lock of the pipeline's folder while it writes or removes a release. So if a
-folder with this prefix exists while the lock is free, its process was killed or could not finish.
+folder with this prefix exists while the lock is free, the process that made this folder was killed
+or could not finish.
 """
 
 _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
@@ -128,13 +129,15 @@ def previous_release_id(pipeline_dir: Path) -> str | None:
 
 
 def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None = None) -> None:
-    """Record that the server now serves `release_id`. Only the server may call this.
+    """Record that the server now serves `release_id`. Only the server may call this. `current`
+    changes atomically. There are two cases:
 
-    `current` changes atomically. If `release_id` is only a substitute, `stands_in_for` is the id of
-    the release that the server could not serve. A substitute does not change `previous`, and
-    `stands_in_for` stays the last id in `live`, because nobody asked for a rollback. If
-    `release_id` is no substitute, `previous` gets the release that was served before, unless
-    `previous` already names `release_id`.
+    - `stands_in_for` is None. `release_id` becomes the last id in `live`, and `previous` gets the
+      release that was served before. But if `previous` already names `release_id`, it does not
+      change.
+    - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
+      server could not serve. `stands_in_for` stays the last id in `live`, because nobody asked for
+      a rollback, and `previous` does not change.
     """
     should_be_served = stands_in_for or release_id
     number = release_number(should_be_served)
@@ -154,9 +157,9 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
         link_atomically(pipeline_dir / PREVIOUS, before)
     link_atomically(pipeline_dir / CURRENT, release_id)
     fsync_dir(pipeline_dir)
-    # Write `live` after `current`. A server that is killed between the two writes has not yet
+    # Write `live` after `current`. If the server is killed between the two writes, it has not yet
     # reported the result of the swap. So when it starts again, it may serve either this release or
-    # the one from before the swap.
+    # the release from before the swap.
     path = pipeline_dir / LIVE
     if not path.exists() or path.read_text() != live:
         write_atomically(path, live)
@@ -187,7 +190,7 @@ def live_releases(pipeline_dir: Path) -> list[str]:
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
-    """The id of the release that should be served, if `current` points at a substitute for it.
+    """If `current` points at a substitute, the id of the release that should be served instead.
 
     None if `current` points at the release that should be served. Also None if there is no
     `current`, or if its target is not a release id.
@@ -206,8 +209,8 @@ def _target(link: Path) -> str | None:
 
 
 def _readable_target(link: Path) -> str | None:
-    """The target of `link`; None if there is no link. Also None, and a warning in the log, if the
-    target is not a release id."""
+    """The target of `link`; None if there is no link. If the target is not a release id, logs a
+    warning and returns None."""
     try:
         return _target(link)
     except ReleaseError as error:
@@ -230,10 +233,10 @@ def pending_release(pipeline_dir: Path) -> str | None:
 
 
 def set_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Mark a release as pending: the next server swaps it in when it starts.
+    """Mark a release as pending: the next server that starts swaps the release in.
 
-    To swap a release in, call this first and then ask the running server. If no server runs at that
-    time, but one starts a moment later, this server finds the mark.
+    To swap a release in, first call this function, and then ask the running server. If no server
+    runs at that time, the next server that starts finds the mark.
     """
     release_number(release_id)
     write_atomically(pipeline_dir / PENDING, release_id + "\n")
@@ -271,8 +274,8 @@ def pin(pipeline_dir: Path, release_id: str) -> None:
 
 
 def unpin(pipeline_dir: Path, release_id: str) -> None:
-    """Let `prune` and `remove` remove this release again. Raises ReleaseError if the release was
-    not pinned."""
+    """Undo `pin`: after this, `prune` and `remove` may remove the release. Raises ReleaseError if
+    the release was not pinned."""
     with release_lock(pipeline_dir):
         pinned = pinned_releases(pipeline_dir)
         if release_id not in pinned:
@@ -315,7 +318,7 @@ def prune(pipeline_dir: Path, keep: int) -> list[str]:
 
 
 def remove(pipeline_dir: Path, release_id: str) -> None:
-    """Remove one release, damaged or not. Raises ReleaseError as `check_removable` does."""
+    """Remove one release, which may be damaged. Raises ReleaseError as `check_removable` does."""
     with release_lock(pipeline_dir):
         check_removable(pipeline_dir, release_id)
         _remove_locked(pipeline_dir, release_id)
@@ -326,23 +329,23 @@ def check_removable(pipeline_dir: Path, release_id: str) -> None:
     if release_id not in release_ids(pipeline_dir):
         raise ReleaseError(f"{release_id!r} is not a release in {pipeline_dir}")
     uses = {
-        "served; first serve another one: pipeline releases rollback": _readable_target(
+        "served; serve another release first: pipeline releases rollback": _readable_target(
             pipeline_dir / CURRENT
         ),
         "pending: the next server that starts will serve it": pending_release(pipeline_dir),
     }
     reasons = [use for use, used in uses.items() if used == release_id]
     if release_id in pinned_releases(pipeline_dir):
-        reasons.append(f"pinned; first: pipeline releases unpin {release_id}")
+        reasons.append(f"pinned; unpin it first: pipeline releases unpin {release_id}")
     if reasons:
         raise ReleaseError(*(f"{release_id} is not removed, because it is {r}" for r in reasons))
 
 
 def _remove_locked(pipeline_dir: Path, release_id: str) -> None:
     # Rename the folder first, so that no reader ever sees a release with some files missing.
-    doomed = pipeline_dir / f"{UNFINISHED}{release_id}"
-    os.rename(pipeline_dir / release_id, doomed)
-    shutil.rmtree(doomed)
+    renamed = pipeline_dir / f"{UNFINISHED}{release_id}"
+    os.rename(pipeline_dir / release_id, renamed)
+    shutil.rmtree(renamed)
 
 
 def sweep(pipeline_dir: Path) -> list[str]:
@@ -390,11 +393,12 @@ def next_number(pipeline_dir: Path) -> int:
 
 @contextmanager
 def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[None]:
-    """Holds the lock of the pipeline's folder. Only one process at a time may publish, remove, pin
-    or unpin releases. If a process is killed, the kernel frees its lock.
+    """Waits for the lock of the pipeline's folder, and holds it until the `with` block ends. Hold
+    this lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees
+    its lock.
 
-    Waits for the lock. Raises filelock.Timeout after `timeout_seconds`; a negative number means
-    that there is no limit.
+    Raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If this is a negative
+    number, the wait has no limit.
     """
     with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
         yield

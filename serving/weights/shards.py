@@ -29,7 +29,7 @@ from serving.weights.index import (
 from serving.weights.release import FileEntry, Release, TensorEntry
 
 MAX_SHARD_BYTES = 2 * 10**9
-"""The default of `write_shards` for the largest size of a shard."""
+"""The default limit of `write_shards` for the size of a shard."""
 
 DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
@@ -47,8 +47,8 @@ _FINITE_CHECK_ELEMENTS = 1 << 22
 
 
 def find_tied(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Alias → stored name. A name is an alias if its tensor is in the same memory as the tensor of
-    an earlier name, which is the stored name."""
+    """Alias → stored name. If two names have their tensors in the same memory, the later name is an
+    alias, and the earlier name is the stored name."""
     seen: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -98,9 +98,9 @@ def write_shards(
         with (folder / shard_name(number, len(groups), format)).open("wb") as out:
             return write(shard, out)
 
-    # Write several shards at once, so that one shard can be hashed while another one is written to
-    # disk. But if tensors must be copied, write one shard after another, so that memory holds only
-    # the copies for one shard.
+    # Write several shards at the same time, so that one shard can be hashed while another one is
+    # written to disk. But if tensors must be copied, write one shard after another, so that memory
+    # holds only the copies of one shard's tensors.
     is_copied = format == "bin" or not all(map(_needs_no_copy, stored.values()))
     with ThreadPoolExecutor(max_workers=1 if is_copied else _SHARDS_AT_ONCE) as pool:
         written = list(pool.map(write_shard, range(1, len(groups) + 1)))
@@ -152,8 +152,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     flat = tensor.reshape(-1)
-    # Check the tensor in pieces, because `isfinite` makes a mask of one byte per element. For a
-    # complete float32 tensor, the mask would be a quarter of the tensor's size.
+    # Check the tensor in pieces, because `isfinite` makes a mask with one byte per element. If a
+    # float32 tensor were checked in one piece, its mask would need a quarter of the tensor's size.
     pieces = torch.split(flat, _FINITE_CHECK_ELEMENTS)
     # Cast 8-bit floats first, because torch has no isfinite for them.
     return all(
@@ -173,8 +173,8 @@ def not_finite(release: Release, folder: Path) -> list[str]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor. A shard stores exactly these bytes, and the tensor's digest covers
-    them. Copies the tensor only if it is not contiguous or not on the CPU."""
+    """The bytes of a tensor: exactly the bytes that a shard stores, and that the tensor's digest
+    covers. The tensor is copied only if it is not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -269,7 +269,7 @@ def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         raise ReleaseError(
             f"{path.name}: refused ({_first_line(error)}); the file holds Python objects that are "
-            "not tensors, and to load them could run code; save the weights as safetensors"
+            "not tensors, and loading such objects could run code; save the weights as safetensors"
         ) from None
     # torch and safetensors raise one of these errors if the file is not a checkpoint.
     except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:

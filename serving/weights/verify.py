@@ -1,5 +1,5 @@
-"""Checks a release on disk against its manifest. The checks run in groups. All faults of the first
-group that finds any are reported, and the later groups do not run."""
+"""Checks a release on disk against its manifest. The checks run in groups. If a group finds faults,
+all its faults are reported, and the later groups do not run."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from serving.weights.index import INDEX_FILES, is_shard_name, read_index
 from serving.weights.release import RELEASE_FILE, Release
 from serving.weights.release_store import load_release
 
-# A fault report about a file names at most this many of its tensors.
+# A fault report about a file names at most this many tensors of the file.
 _MAX_NAMED_TENSORS = 4
 # A fault report shows this much of a digest: the name of the algorithm and 12 hex digits.
 _DIGEST_CHARS = len("sha256:") + 12
@@ -25,7 +25,8 @@ def verify_release(folder: Path, release: Release | None = None) -> tuple[str, .
     `release` is the manifest, if the caller has already read it.
 
     Runs `verify_layout` and, if it finds no fault, `verify_shards`. If the release is not damaged,
-    the two together read each file in full only once. They load no tensor into torch.
+    these two functions together read each file completely only once. They load no tensor into
+    torch.
     """
     try:
         release = release or load_release(folder)
@@ -43,14 +44,14 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - every file has the size that the manifest says;
     - every file that is not safetensors has the sha256 that the manifest says;
     - the index and the headers of the shards agree with the manifest;
-    - the shapes of the tensors agree with the config.
+    - the shapes of the tensors agree with the config, if the config is of a Llama.
 
-    The index and the headers are checked only if the id and the files have no fault, and the shapes
-    only if the index and the headers have none.
+    The index and the headers are checked only if the id and the files have no fault. The shapes are
+    checked only if the index and the headers have no fault either.
 
     These checks are enough for an engine that itself checks the digest of each tensor that it
-    reads. The sha256 of a `.bin` shard is checked here nevertheless, because an engine must
-    unpickle the shard to read it, and unknown bytes must not be unpickled.
+    reads. Even such an engine needs the check of the sha256 of each `.bin` shard: it unpickles the
+    shard before it can check a digest, and it is not safe to unpickle unknown bytes.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
@@ -63,8 +64,8 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
 def verify_shards(folder: Path, release: Release) -> tuple[str, ...]:
     """All faults in the content of the safetensors files. Call `verify_layout` first.
 
-    If the sha256 of a file is wrong, each tensor of the file that has a wrong digest is a fault. If
-    all tensors of the file have the right digest, the fault is reported for the file.
+    If the sha256 of a file is wrong, this function reports each tensor of the file that has a wrong
+    digest. If no tensor has a wrong digest, it reports the file.
     """
     reasons: list[str] = []
     for shard, entry in sorted(release.files.items()):
@@ -143,8 +144,8 @@ def _check_files(folder: Path, release: Release) -> list[str]:
 
 
 def _tensors_in(release: Release, file: str) -> str:
-    """The last part of a fault report about `file`, which names tensors in this file. Empty if the
-    file holds no tensor."""
+    """The last part of a fault report about `file`. It names tensors that this file holds. Empty if
+    the file holds no tensor."""
     names = [name for name, entry in release.tensors.items() if entry.file == file]
     if not names:
         return ""
@@ -205,12 +206,14 @@ def _check_headers(folder: Path, release: Release) -> list[str]:
 
 
 def check_network(folder: Path, release: Release) -> tuple[str, ...]:
-    """The reasons why no engine could serve these tensors as the network of config.json. For
-    publishing: an engine checks the same when it loads a release.
+    """The reasons why no engine could load these tensors into the network of `config.json`. Call
+    this before a release is published. The torch engine makes the same checks when it loads a
+    release.
 
-    `transformers`, which takes seconds to import, is asked about all architectures but Llama. A
-    config without `architectures` says nothing of a network, and nothing is checked. Quantised
-    weights are not checked either, since they have other tensors.
+    For a Llama, only `_check_config` runs. For all other architectures, this function also asks
+    `transformers`, which takes seconds to import. There are two exceptions. If the config has no
+    `architectures`, the network is not known. If the weights are quantised, the names and shapes of
+    the stored tensors differ from the network's. In both cases, `transformers` is not asked.
     """
     reasons = _check_config(folder, release)
     config = json.loads((folder / "config.json").read_bytes())
@@ -271,7 +274,8 @@ def _shapes_by_config(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     matrix is (out, in).
 
     Empty for other architectures and for quantised weights, because their tensors have other names
-    and shapes. The shapes of such tensors are checked only by the engine, when it loads them.
+    and shapes. `check_network` checks the shapes of other architectures. Quantised weights are
+    checked only by the engine that loads them.
     """
     if config.get("quantization_config") is not None:
         return {}

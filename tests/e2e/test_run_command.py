@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pipeline.cli.jobs_run import _program
+from pipeline.cli.main import app
 from pipeline.errors import PipelineError
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,20 @@ def test_it_shows_the_output_and_passes_the_exit_code_on(tmp_path: Path) -> None
     assert told == "about me/facts in j000001"
     assert '"n": 41' in payload
     assert "exited with 7" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--mode", "full"), "work only for a retraining"),
+        (("--payload", "push.json", "--revision", "main"), "leave out --payload"),
+    ],
+)
+def test_options_that_a_command_does_not_follow_are_refused(
+    options: tuple[str, ...], reason: str
+) -> None:
+    done = CliRunner().invoke(app, ["jobs", "run", *options, "--", "true"])
+    assert isinstance(done.exception, PipelineError) and reason in str(done.exception)
 
 
 def test_a_program_that_is_not_there_is_named() -> None:

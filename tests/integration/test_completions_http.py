@@ -118,6 +118,20 @@ def test_the_scoring_idiom(server: Server, max_tokens: int) -> None:
     assert all(len(top) >= 1 for top in logprobs["top_logprobs"][1:])
 
 
+def test_every_choice_has_the_logprobs_of_its_prompt(server: Server) -> None:
+    prompts = ["Hello", "Grüße"]
+    common = {"model": "answers", "prompt": prompts, "max_tokens": 2, "echo": True, "logprobs": 1}
+    one = server.post(**common).json()["choices"]
+    for choices in (
+        server.post(n=2, **common).json()["choices"],
+        server.post(n=2, best_of=3, **common).json()["choices"],
+    ):
+        for choice, wanted in zip(choices, (one[0], one[0], one[1], one[1]), strict=True):
+            length = len(wanted["logprobs"]["tokens"]) - 2
+            found = choice["logprobs"]["token_logprobs"][:length]
+            assert found == wanted["logprobs"]["token_logprobs"][:length]
+
+
 def test_a_stop_string_cut_across_tokens_ends_the_text_before_it(server: Server) -> None:
     common = {"model": "answers", "prompt": "Stop", "temperature": 0, "ignore_eos": True}
     full = server.post(max_tokens=60, **common).json()["choices"][0]["text"]

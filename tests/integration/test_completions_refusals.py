@@ -49,6 +49,14 @@ GOOD = {"model": "answers", "prompt": "Hello", "max_tokens": 4}
         ({"best_of": 2, "stream": True}, 400, "best_of", "cannot be streamed"),
         ({"top_p": 0}, 400, "top_p", "greater than 0"),
         ({"logprobs": 21}, 400, "logprobs", "20"),
+        ({"max_tokens": 4.5}, 400, "max_tokens", "integer"),
+        ({"model": 5}, 400, "model", "string"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            400,
+            "response_format",
+            "needs json_schema.schema",
+        ),
         ({"stop": [""]}, 400, "stop", "empty"),
         ({"stop": ["a"] * 17}, 400, "stop", "16"),
         ({"logit_bias": {"x": 1}}, 400, "logit_bias", "'x'"),
@@ -136,6 +144,8 @@ def test_another_release_than_the_live_one_can_be_excluded(server: Server) -> No
         )
         assert answer.status_code == status
     assert answer.headers["x-model-release"] == server.release.id
+    # OpenAI's clients send a request with the status 409 again, unless this header forbids it.
+    assert answer.headers["x-should-retry"] == "false"
 
 
 def test_only_the_admin_token_swaps(server: Server) -> None:

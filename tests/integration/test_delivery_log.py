@@ -93,11 +93,11 @@ def test_what_comes_after_a_failure_waits_and_what_is_elsewhere_does_not(tmp_pat
         assert in_line(log, 1000.0) == ["d0", "d1", "d2", "d3", "d4", "d5"]
         assert in_line(log, 1000.0, ("/x", "a"), ("/y", "b")) == ["d2", "d3", "d4", "d5"]
         again = {"due_at": 1010.0, "failure": "answered 500"}
-        log.settle([HandlerResult(path="/x", id=id, **again) for id in ("d0", "d4")])  # type: ignore[arg-type]
+        log.store_results([HandlerResult(path="/x", id=id, **again) for id in ("d0", "d4")])  # type: ignore[arg-type]
         assert in_line(log, 1009.0) == ["d2", "d3", "d5"]
         assert in_line(log, 1010.0) == ["d0", "d1", "d2", "d3", "d4", "d5"]
         # Given up: nothing waits for it any more.
-        log.settle([HandlerResult(path="/x", id="d0", died_at=1010.0, failure="no")])
+        log.store_results([HandlerResult(path="/x", id="d0", died_at=1010.0, failure="no")])
         assert in_line(log, 1009.0) == ["d1", "d2", "d3", "d5"]
 
 
@@ -135,7 +135,7 @@ def test_a_dead_letter_is_kept_whole_until_it_is_handled_or_old(tmp_path: Path) 
     died = HandlerResult(path="/x", id="d1", died_at=2000.0, failure="answered 500")
     with contextlib.closing(DeliveryLog(path)) as log:
         log.add([letter], now=1000.0)
-        log.settle([died])
+        log.store_results([died])
         (listed,) = list_dead_letters(path)
         assert (listed.id, listed.repository, listed.body) == ("d1", "dataset/a", '{"a": 1}')
         assert (listed.attempts, listed.died_at, listed.failure) == (1, 2000.0, "answered 500")
@@ -145,17 +145,17 @@ def test_a_dead_letter_is_kept_whole_until_it_is_handled_or_old(tmp_path: Path) 
         assert replay_dead_letters(path, ["d1"], now=3000.0) == ["d1"]
         (again,) = log.due(3000.0, ["/x"])
         assert (again.body, again.attempts) == (b'{"a": 1}', 0)
-        log.settle([died])
+        log.store_results([died])
         assert log.add([letter], now=4000.0) == [False], "it is known, and handled once more"
         assert in_line(log, 4000.0) == ["d1"]
-        log.settle([died])
+        log.store_results([died])
         log.forget(2000.0 + KEPT_SECONDS)
         assert len(list_dead_letters(path)) == 1
         assert replay_dead_letters(path, None, now=5000.0) == ["d1"]
-        log.settle([HandlerResult(path="/x", id="d1")])
+        log.store_results([HandlerResult(path="/x", id="d1")])
         assert list_dead_letters(path) == [] and in_line(log, 9000.0) == []
         log.add([NewDelivery(path="/x", id="d3", headers={}, body=b"{}")], now=1000.0)
-        log.settle([HandlerResult(path="/x", id="d3", died_at=2000.0, failure="no")])
+        log.store_results([HandlerResult(path="/x", id="d3", died_at=2000.0, failure="no")])
         log.forget(2001.0 + KEPT_SECONDS)
         assert list_dead_letters(path) == []
 
@@ -199,11 +199,11 @@ def test_the_log_keeps_no_proof_and_forgets_what_was_handled(tmp_path: Path) -> 
         (delivery,) = log.due(1000.0, ["/x"])
         assert delivery.headers == {"webhook-id": "d1"}
         assert log.due(1000.0, ["/y"]) == [], "of another handler, or of none yet"
-        log.settle([HandlerResult(path="/x", id="d1", due_at=1010.0)])
+        log.store_results([HandlerResult(path="/x", id="d1", due_at=1010.0)])
         assert (log.due(1009.0, ["/x"]), log.next_due_at(1009.0)) == ([], 1010.0)
         (again,) = log.due(1010.0, ["/x"])
         assert again.attempts == 1
-        log.settle([HandlerResult(path="/x", id="d1", due_at=None)])
+        log.store_results([HandlerResult(path="/x", id="d1", due_at=None)])
         assert log.next_due_at(1010.0) is None
         again = NewDelivery(path="/x", id="d1", headers={}, body=b"")
         assert log.add([again], now=1011.0) == [False], "it is known"

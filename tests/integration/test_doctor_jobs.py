@@ -36,7 +36,7 @@ def wrong(found: Iterator[Finding]) -> list[tuple[str, str]]:
 def trainers(home: Home, *keys: str, table: str = "") -> list[tuple[str, str]]:
     text = '[[pipelines]]\nname = "a"\ndataset = "o/d"\n' + "\n".join(keys) + f"\n{table}\n"
     (home.root.parent / "pipeline.toml").write_text(text)
-    return wrong(doctor_jobs.trainers(home, load_settings()))
+    return wrong(doctor_jobs.check_trainers(home, load_settings()))
 
 
 def test_a_command_that_is_not_there(home: Home) -> None:
@@ -77,7 +77,7 @@ def test_a_taken_metrics_port(home: Home, tmp_path: Path) -> None:
     port = settings.jobs.metrics_port
 
     def found() -> list[tuple[str, str]]:
-        return wrong(doctor_jobs.metrics_port(home, settings))
+        return wrong(doctor_jobs.check_metrics_port(home, settings))
 
     assert found() == []
     with socket.create_server(("127.0.0.1", port)):

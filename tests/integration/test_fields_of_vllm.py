@@ -16,6 +16,7 @@ TEMPLATE = (
     "{% if not loop.last or add_generation_prompt %};{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
     "{% if mood %}[{{ mood }}]{% endif %}{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+    "{% if enable_thinking is defined %}, thinks: {{ enable_thinking }}{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 
@@ -90,7 +91,19 @@ def test_special_tokens_are_shown_to_who_wants_them(server: Server) -> None:
         ({"add_generation_prompt": False}, "<user>Hi;<assistant>Ho"),
         ({"continue_final_message": True}, "<user>Hi;<assistant>Ho"),
         ({"chat_template_kwargs": {"mood": "gay"}}, "<user>Hi;<assistant>Ho;<assistant>[gay]"),
-        ({"reasoning_effort": "low"}, "<user>Hi;<assistant>Ho;<assistant>low"),
+        (
+            {"reasoning_effort": "low"},
+            "<user>Hi;<assistant>Ho;<assistant>low, thinks: True",
+        ),
+        (
+            {"reasoning_effort": "none"},
+            "<user>Hi;<assistant>Ho;<assistant>none, thinks: False",
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "<user>Hi;<assistant>Ho;<assistant>low, thinks: False",
+        ),
+        ({"chat_template_kwargs": {"self": 1}}, "<user>Hi;<assistant>Ho;<assistant>"),
     ],
 )
 def test_how_the_template_is_rendered_is_asked_for(
@@ -98,6 +111,47 @@ def test_how_the_template_is_rendered_is_asked_for(
 ) -> None:
     server.answer("!", messages=MESSAGES, **body)
     assert server.prompt == prompt
+
+
+TEXTS = [
+    {"type": "text", "text": "Hi"},
+    {"type": "input_text", "text": "Ho"},
+    {"type": "refusal", "refusal": "No"},
+]
+LOOP = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}<{{ part.type }}>{{ part.text }}{% endfor %}"
+    "{% endif %};{% endfor %}"
+)
+
+
+def test_parts_of_a_message_are_lines_for_a_template_that_takes_texts(server: Server) -> None:
+    server.answer("!", messages=[{"role": "user", "content": TEXTS}])
+    assert server.prompt == "<user>Hi\nHo\nNo;<assistant>"
+    echoed = {"messages": [{"role": "assistant", "content": TEXTS}], "echo": True}
+    choice = server.answer("!", **echoed, continue_final_message=True)
+    assert choice["message"]["content"] == "Hi\nHo\nNo!"
+
+
+def test_parts_of_a_message_stay_parts_for_a_template_that_loops_over_them(tmp_path: Path) -> None:
+    set_current(tmp_path, echo_release(tmp_path, 1, chat_template=LOOP).id)
+    engine = ScriptedEngine()
+    with running(echo_app(tmp_path, engine)) as url, httpx.Client(base_url=url) as http:
+        server = Server(http, engine)
+        messages = [
+            {"role": "user", "content": TEXTS},
+            {"role": "assistant", "content": "A"},
+            {"role": "tool", "content": TEXTS},
+            {"role": "assistant", "content": None},
+        ]
+        server.answer("!", messages=messages)
+        assert server.prompt == "<text>Hi<text>Ho<text>No;<text>A;Hi\nHo\nNo;;"
+
+
+def test_bytes_of_a_token_are_its_own(server: Server) -> None:
+    choice = server.answer("ü€", messages=MESSAGES, logprobs=True, top_logprobs=None)
+    tokens = choice["logprobs"]["content"][:5]
+    assert [token["bytes"] for token in tokens] == [[byte] for byte in "ü€".encode()]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -138,6 +192,7 @@ def test_special_tokens_are_put_before_a_prompt_unless_not_wanted(tmp_path: Path
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"priority": 1}, "priority"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ],
 )
 @pytest.mark.parametrize("prompt", [{"prompt": "Hi"}, {"messages": MESSAGES}])
@@ -153,6 +208,8 @@ def test_fields_that_are_not_supported_are_named(
 
 def test_defaults_that_clients_send_change_nothing(server: Server) -> None:
     defaults = {
+        "model": "",
+        "max_tokens": 40.0,
         "bad_words": [],
         "use_beam_search": False,
         "priority": 0,
@@ -165,7 +222,14 @@ def test_defaults_that_clients_send_change_nothing(server: Server) -> None:
         "service_tier": "auto",
         "request_id": "mine",
     }
-    assert server.answer("yes", prompt="Hi", **defaults)["text"] == "yes"
-    chat = {"modalities": ["text"], "functions": [], "verbosity": "medium", "tools": []}
+    plain = server.answer("yes", prompt="Hi", **defaults, logprobs=False)
+    assert (plain["text"], plain["logprobs"]) == ("yes", None)
+    chat = {
+        "top_logprobs": 0,
+        "modalities": ["text"],
+        "functions": [],
+        "verbosity": "medium",
+        "tools": [],
+    }
     choice = server.answer("yes", messages=MESSAGES, **defaults, **chat)
     assert choice["message"] == {"role": "assistant", "content": "yes"}

@@ -199,7 +199,7 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
     assert place.holds_the_secret() == []
     assert [line for line in said.splitlines() if line.startswith("release ")] == [
         f"release {ids[1]} of facts was trained on a removed commit",
-        f"release {ids[2]} of facts was trained from such a release",
+        f"release {ids[2]} of facts started its training from such a release",
     ]
     assert all((place.home.releases_dir / "facts" / id).is_dir() for id in ids)
     assert (place.home.jobs_dir / good).is_dir()

@@ -11,11 +11,11 @@ from jobs.errors import LaunchError
 from jobs.job import Job
 from jobs.launcher import Launch, Launcher
 from jobs.launchers.local import LocalLauncher
-from jobs.passing import can_pass
 from jobs.runner import Runner
 from jobs.settings import JobsSettings
 from jobs.spec import JobSpec, Resources
 from jobs.store import JobStore
+from jobs.temporary_failures import is_temporary
 from tests.job_runner_fixtures import ENVIRONMENT, SETTINGS, House, house, program
 from tests.jobs_fixtures import delivery, pids_in, revisions, until
 
@@ -160,7 +160,7 @@ def test_the_time_limit_leaves_out_the_time_in_which_no_runner_was_there(house: 
         thread.join()
 
 
-def test_what_can_pass() -> None:
+def test_which_errors_are_temporary() -> None:
     def caused_by(cause: Exception) -> Exception:
         try:
             raise ValueError("no shard") from cause
@@ -168,6 +168,6 @@ def test_what_can_pass() -> None:
             return error
 
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert can_pass(full) and can_pass(caused_by(full)) and can_pass(MemoryError())
+    assert is_temporary(full) and is_temporary(caused_by(full)) and is_temporary(MemoryError())
     gone = FileNotFoundError(errno.ENOENT, "No such file")
-    assert not can_pass(gone) and not can_pass(caused_by(gone))
+    assert not is_temporary(gone) and not is_temporary(caused_by(gone))

@@ -9,9 +9,9 @@ import pytest
 
 from jobs.launchers.process import identify
 from pipeline.other_hubs import (
+    check_webhooks_at_other_hubs,
     credentials_of_other_hubs,
     subscribe_at_other_hubs,
-    webhooks_at_other_hubs,
 )
 from pipeline.paths import Home
 from pipeline.settings import PipelineSettings, Settings
@@ -131,7 +131,7 @@ def test_doctor_says_what_keeps_a_hub_from_telling(
     def found() -> list[tuple[str, str, str | None]]:
         return [
             (each.level, each.message, each.next_step)
-            for each in webhooks_at_other_hubs(home, settings)
+            for each in check_webhooks_at_other_hubs(home, settings)
         ]
 
     assert found() == [], "no stack is up"

@@ -56,7 +56,7 @@ def test_a_good_push_is_told_nothing(hub: RunningHub, clone: Path) -> None:
 
 def test_a_branch_that_nobody_follows_is_told(hub: RunningHub, clone: Path) -> None:
     told = push(hub, clone, {"more.jsonl": GOOD}, branch="main2")
-    assert told == ["No pipeline follows the branch 'main2', only beta, main."]
+    assert told == ["No pipeline follows the branch 'main2'; pipelines follow beta, main."]
     assert push(hub, clone, {"other.jsonl": GOOD}, branch="beta") == []
 
 
@@ -105,7 +105,7 @@ def test_names_are_compared_without_case(hub: RunningHub, tmp_path: Path) -> Non
     hub.git("init", "-q", cwd=tmp_path)
     hub.git("remote", "add", "origin", hub.create_dataset("local/SPELLED"), cwd=tmp_path)
     told = push(hub, tmp_path, {"rows.jsonl": GOOD}, branch="other")
-    assert told == ["No pipeline follows the branch 'other', only main."]
+    assert told == ["No pipeline follows the branch 'other'; pipelines follow main."]
 
 
 def test_a_push_to_a_dataset_that_was_moved_is_told_the_new_name(

@@ -112,7 +112,7 @@ def test_a_handler_that_failed_for_weeks_is_called_once_more(server: WebhooksSer
 def test_the_pauses_between_the_calls_grow_to_ten_minutes() -> None:
     delivery = StoredDelivery(path="/x", id="d1", headers={}, body=b"", attempts=0)
     pauses = [
-        (durable._failed(dataclasses.replace(delivery, attempts=made), "no").due_at or 0)
+        (durable._failed_result(dataclasses.replace(delivery, attempts=made), "no").due_at or 0)
         - time.time()
         for made in range(durable.MAX_ATTEMPTS)
     ]
@@ -171,7 +171,7 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(
 
     with TestClient(server.app, headers=SECRET) as client:
         with monkeypatch.context() as disk:
-            disk.setattr(DeliveryLog, "settle", full)
+            disk.setattr(DeliveryLog, "store_results", full)
             client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d1"})
             await_that(lambda: "database or disk is full" in caplog.text)
         client.post("/webhooks/x", json=dataset_update(), headers={"Webhook-Id": "d2"})

@@ -314,7 +314,7 @@ def test_no_public_url_without_a_secret(tmp_path: Path, relay: str) -> None:
 
     public = WebhooksServer(settings=ReceiverSettings(port=0, public_url="https://x.example"))
     public.add_webhook("/open")(lambda payload: None)
-    with pytest.raises(OpenToEveryone, match="A public URL lets everyone in"):
+    with pytest.raises(OpenToEveryone, match="Everyone can reach a public URL"):
         public.launch(prevent_thread_lock=True)
 
 

@@ -403,7 +403,7 @@ def test_repair_serves_a_release_again_that_is_whole_again(configure: Configure)
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
         assert httpx.get(f"{url}/health").json()["release"] == before
-        assert f"stands in for {damaged}" in pipeline("releases", "repair").output
+        assert f"as a substitute for {damaged}" in pipeline("releases", "repair").output
         elsewhere.rename(folder / damaged)
         assert f"{damaged} is undamaged again" in pipeline("releases", "repair").output
         assert httpx.get(f"{url}/health").json()["release"] == damaged
@@ -434,14 +434,14 @@ def test_status_and_doctor_say_what_stands_in_for_what(configure: Configure) -> 
     with running(with_own_token(folder)) as url:
         configure(int(url.rpartition(":")[2]))
         assert f"{damaged} cannot be served: " in told()
-        assert f"; {before} stands in for it" in told()
+        assert f"; {before} is served as a substitute" in told()
         (served,) = [each["served"] for each in status_as_json()["pipelines"]]
         assert (served["release"], served["stands_in_for"]) == (before, damaged)
     # Without a server, the disk tells.
-    assert f"{damaged} could not be served; {before} stands in for it" in told()
+    assert f"{damaged} could not be served; {before} is served as a substitute" in told()
     found = json.loads(pipeline("doctor", "--json").output)
     messages = {each["message"]: each["next_step"] for each in found if each["level"] == "wrong"}
-    (advice,) = [step for said, step in messages.items() if f"stands in for {damaged}" in said]
+    (advice,) = [step for said, step in messages.items() if f"substitute for {damaged}" in said]
     assert "pipeline jobs run" in advice
     (advice,) = [step for said, step in messages.items() if f"{damaged} is damaged" in said]
     assert advice == f"pipeline releases repair, then: pipeline releases rm {damaged}"

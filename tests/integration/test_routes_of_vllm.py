@@ -35,7 +35,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     ("body", "text"),
     [
         ({"prompt": "Grüße"}, "Grüße"),
-        ({"prompt": "", "truncate_prompt_tokens": None}, ""),
+        ({"prompt": "", "model": "", "truncate_prompt_tokens": None}, ""),
         ({"messages": MESSAGES, "chat_template": None, "functions": []}, "user: Hi\nassistant: "),
         ({"messages": MESSAGES, "add_generation_prompt": False, "model": "answers"}, "user: Hi\n"),
     ],
@@ -182,3 +182,4 @@ def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
         go_on.set()
     assert answers[0].status_code == 504
     assert answers[0].json()["error"]["code"] == "deadline_exceeded"
+    assert answers[0].headers["x-should-retry"] == "false"

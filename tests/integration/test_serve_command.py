@@ -273,6 +273,11 @@ def test_a_file_without_keys_opens_no_door(tmp_path: Path, content: str | bytes 
         load_api_keys(ServingSettings(api_key_file=keys))
 
 
+def test_an_empty_key_opens_no_door() -> None:
+    with pytest.raises(ServingError, match="api_key: the key is empty"):
+        load_api_keys(ServingSettings.model_validate({"api_key": " "}))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_has_its_time(tmp_path: Path, stream: bool) -> None:
     set_current(tmp_path, echo_release(tmp_path, 1).id)

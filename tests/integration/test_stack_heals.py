@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pipeline.errors import PipelineError
-from pipeline.liveness import Answer, Pulse
+from pipeline.liveness import Answer, ChildWatch
 from pipeline.paths import Home
 from pipeline.services import RUNNER, hub_service, services_of
 from pipeline.settings import load_settings
@@ -69,7 +69,7 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
         before, events = child(home, name).process, list[str]()
         assert before is not None
         events += stack.tend()  # watches from now on
-        until(lambda: stack._pulses[name]._has_answered)
+        until(lambda: stack._watches[name]._has_answered)
         os.kill(before.pid, signal.SIGSTOP)
 
         def is_said_to_be_silent() -> bool:
@@ -84,7 +84,7 @@ def test_a_stopped_service_is_killed_and_started_again(name: str, home: Home) ->
         until(is_up_again)
         assert child(home, name).num_restarts == 1
         assert child(home, name).last_end == "was killed because it did not answer for 0.9 s"
-        assert f"{name} hangs: it did not answer for 0.9 s; killed it" in events[0]
+        assert f"killing {name}, because it did not answer for 0.9 s" in events[0]
         assert events[-1] == f"{name} is up again"
         if service.url is not None:
             url = service.url
@@ -128,34 +128,34 @@ def test_a_server_may_start_as_long_as_its_engine(
 
 
 def test_a_service_that_says_it_is_dead_is_not_waited_for() -> None:
-    pulse = Pulse(lambda seconds: "dead", start_seconds=600, hang_seconds=60)
+    watch = ChildWatch(lambda seconds: "dead", start_seconds=600, hang_seconds=60)
     try:
-        until(lambda: pulse.verdict is not None)
-        assert pulse.verdict == "it answered that it must be restarted"
+        until(lambda: watch.kill_reason is not None)
+        assert watch.kill_reason == "it answered that it must be restarted"
     finally:
-        pulse.stop()
+        watch.stop()
 
 
 def test_time_in_which_the_watching_process_was_away_does_not_count() -> None:
     answers: Iterator[Answer] = iter(["works", "silent"])
     is_known = threading.Event()
-    verdicts: list[str | None] = []
+    kill_reasons: list[str | None] = []
 
     def probe(seconds: float) -> Answer:
         is_known.wait()
-        verdicts.append(pulse.verdict)
+        kill_reasons.append(watch.kill_reason)
         answer = next(answers, "works")
         if answer == "silent":
             time.sleep(10 * seconds)  # as if this process had been stopped meanwhile
         return answer
 
-    pulse = Pulse(probe, start_seconds=0.6, hang_seconds=0.6)
+    watch = ChildWatch(probe, start_seconds=0.6, hang_seconds=0.6)
     is_known.set()
     try:
-        until(lambda: len(verdicts) > 3)
-        assert set(verdicts) == {None}
+        until(lambda: len(kill_reasons) > 3)
+        assert set(kill_reasons) == {None}
     finally:
-        pulse.stop()
+        watch.stop()
 
 
 @pytest.mark.slow

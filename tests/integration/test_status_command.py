@@ -83,7 +83,7 @@ def test_a_dataset_that_was_moved_is_loud_and_no_new_one_takes_its_name(
     assert [watched.name for watched in webhook.watched] == ["team/facts"]
     [(message, step)] = [each for each in wrong() if "was moved to" in each[0]]
     assert message == (
-        "the dataset local/facts was moved to team/facts, so pushes to it start no jobs"
+        "the dataset local/facts was moved to team/facts, so pushes to team/facts start no jobs"
     )
     assert step.startswith('write dataset = "team/facts" under [[pipelines]] in pipeline.toml')
     assert message in pipeline("status") and step in pipeline("status")

@@ -57,6 +57,7 @@ FILTERS: list[dict[str, Any]] = [
     {"top_p": 1e-12},
     {"min_p": 0.4},
     {"top_k": 3},
+    {"top_k": 40, "temperature": 3.0},
     {"top_k": 70, "top_p": 0.8, "min_p": 0.02, "temperature": 0.6},
 ]
 

@@ -68,7 +68,7 @@ def test_jobs_get_the_users_own_token_and_never_the_stacks_for_it(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", variable)
     tokens = Tokens(hub="stack", admin="a", webhook="w", key="k")
-    assert by_hand._own_token(tokens) == given
+    assert by_hand._user_token_variable(tokens) == given
 
 
 def test_every_module_to_preload_exists() -> None:

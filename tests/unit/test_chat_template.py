@@ -66,6 +66,58 @@ def test_a_final_message_is_continued_as_transformers_does(source: str) -> None:
     assert found == wanted
 
 
+PARTS = [
+    {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+    {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "It "}, {"type": "text", "text": "stands"}],
+    },
+]
+LOOP = (
+    "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "<end>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_parts_are_rendered_as_transformers_does(continues: bool) -> None:
+    (wanted,), _ = render_jinja_template(
+        [PARTS], chat_template=LOOP, continue_final_message=continues
+    )
+    found = ChatTemplate(LOOP, {}).render(
+        PARTS, add_generation_prompt=False, continue_final_message=continues
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_parts"),
+    [
+        (PLAIN, False),
+        (LOOP, True),
+        (LOOP.replace("m.content", "m['content'][1:] | reverse"), True),
+        ("{% set content = messages[0].content %}{% for part in content %}{% endfor %}", True),
+        ("{% for call in messages[0].tool_calls %}{{ call.content }}{% endfor %}", False),
+    ],
+)
+def test_the_template_says_whether_it_takes_parts(source: str, takes_parts: bool) -> None:
+    template = ChatTemplate(source, {}, PLAIN)
+    assert template.takes_parts(with_tools=False) == takes_parts
+    assert not template.takes_parts(with_tools=True)
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "source"])
+def test_variables_may_have_any_name(name: str) -> None:
+    source = f"{{{{ {name} }}}}" if name == "source" else "1"
+    assert ChatTemplate(source, {}).render(MESSAGES, **{name: 1}) == "1"
+
+
+def test_a_template_that_calls_itself_without_end_is_refused() -> None:
+    template = ChatTemplate("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {})
+    with pytest.raises(ChatTemplateError):
+        template.render(MESSAGES)
+
+
 def test_a_final_message_that_cannot_be_continued_is_refused() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     options = {"add_generation_prompt": False, "continue_final_message": True}

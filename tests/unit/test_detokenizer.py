@@ -81,6 +81,16 @@ def test_the_first_token_after_a_prompt_keeps_its_space() -> None:
     assert [detokenizer.add(token_id) for token_id in (2, 1)] == [" b", " a"]
 
 
+@given(st.text("aé日😀 ", max_size=12), st.text(" aé日😀", min_size=1, max_size=12))
+def test_bytes_after_a_prompt_of_bytes(prompt: str, text: str) -> None:
+    """Byte fallback decodes adjacent bytes only as a whole, and bytes may be spaces."""
+    tokenizer = metaspace()
+    before, token_ids = ([4 + byte for byte in each.encode()] for each in ("a" + prompt, text))
+    detokenizer = Detokenizer(tokenizer, before)
+    found = "".join([*map(detokenizer.add, token_ids), detokenizer.flush()])
+    assert found == text
+
+
 def test_special_tokens_are_shown_if_they_are_asked_for() -> None:
     detokenizer = Detokenizer(BYTES, skip_special_tokens=False)
     assert detokenizer.add(256) == "<eos>"
@@ -101,6 +111,17 @@ def test_tokens_that_never_form_a_character_wait_for_few(token_id: int) -> None:
     found = pieces(counting, [token_id] * 500)
     assert "".join(found) == BYTES.decode([token_id] * 500)
     assert longest <= 40
+
+
+@given(st.text(max_size=40))
+def test_the_bytes_of_the_tokens_are_those_of_the_text(text: str) -> None:
+    assert b"".join(map(BYTES.token_bytes, BYTES.encode(text))) == text.encode()
+
+
+def test_bytes_of_tokens_for_bytes_and_of_special_tokens() -> None:
+    assert metaspace().token_bytes(4 + 0xE2) == b"\xe2"
+    assert metaspace().token_bytes(1) == b"a"
+    assert BYTES.token_bytes(256) == b"<eos>"
 
 
 def test_a_leading_space_is_kept_inside_a_text() -> None:
@@ -129,15 +150,13 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
             break
     else:
         given_out += finder.flush()
-    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    assert bool(stopped) == bool(ends)
-    if not stopped:
-        assert given_out == text
-    else:
-        # The one that is complete first ends the text, where it begins.
-        begins = [text.find(s) for s in stops if s in text]
-        assert any(given_out == text[:begin] for begin in begins)
-        assert len(given_out) <= min(ends)
+    # As if each character were a piece: the stop string that is complete first ends the text.
+    complete = (
+        (end, stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)
+    )
+    end, stop = next(complete, (len(text), None))
+    assert stopped == stop
+    assert given_out == text[: end - len(stop or "")]
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:

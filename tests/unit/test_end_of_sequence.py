@@ -22,6 +22,7 @@ IM_END, BEYOND = EOS + 1, EOS + 2
         ({"content": "<|im_end|>"}, {"eos_token_id": [EOS, 7]}, {}, {IM_END, EOS, 7}),
         ("<|im_end|>", {"eos_token_id": IM_END}, {}, {IM_END}),
         (None, {"eos_token_id": 7}, {"eos_token_id": EOS}, {7}),
+        (None, {"eos_token_id": -1}, {}, set()),
         (None, {"eos_token_id": None}, {"eos_token_id": [EOS, 7]}, {EOS, 7}),
         ("<|im_end|>", {}, {}, {IM_END}),
         ("unknown", {}, {"eos_token_id": None}, set()),

@@ -57,7 +57,7 @@ def arrive(log: DeliveryLog, first: int, number: int = BATCH) -> list[bool]:
 def handle(log: DeliveryLog) -> int:
     """How many were due."""
     due = log.due(1.0, ["/x", "/y"])
-    log.settle([HandlerResult(path=each.path, id=each.id, due_at=None) for each in due])
+    log.store_results([HandlerResult(path=each.path, id=each.id, due_at=None) for each in due])
     return len(due)
 
 

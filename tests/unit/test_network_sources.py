@@ -93,7 +93,9 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
         name = "gpt_neox.layers.0.mlp.dense_h_to_4h.weight"
         stored[name] = stored[name].model_copy(update={"shape": (95, 64)})
 
-    with pytest.raises(ReleaseError, match=r"shape \[95, 64\], config.json asks for \[96, 64\]"):
+    with pytest.raises(
+        ReleaseError, match=r"shape \[95, 64\], but config.json asks for \[96, 64\]"
+    ):
         find("gpt_neox", tmp_path, cut)
 
 

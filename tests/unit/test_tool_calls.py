@@ -1,12 +1,13 @@
 """Calls of tools are found in the text of an answer, wherever its pieces end."""
 
 import json
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.tool_calls import FORMATS, FormatName, ToolCallReader, format_of
+from serving.tool_calls import FORMATS, FormatName, Found, ToolCallReader, format_of
 
 NAMES = ("add", "get_weather")
 ADD = ("add", {"a": 1, "b": [2, {"c": '} "\\ {'}]})
@@ -15,6 +16,27 @@ A = json.dumps({"name": ADD[0], "arguments": ADD[1]})
 W = json.dumps({"name": WEATHER[0], "arguments": WEATHER[1]}, ensure_ascii=False)
 LLAMA_A = json.dumps({"name": ADD[0], "parameters": ADD[1]})
 NOT_ONE = '{"temperature": 20}'
+
+
+def call_of(arguments: str) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+
+
+DEEP = "[" * 300 + "]" * 300
+NO_CALLS = [
+    call_of('{"a": NaN}'),
+    call_of('{"a": -Infinity}'),
+    call_of('{"a": "\\ud83d"}'),  # half of a surrogate pair, which UTF-8 cannot say
+    call_of('"{\\"a\\": \\"\\\\ud83d\\"}"'),
+    call_of(f'{{"a": {DEEP}}}'),
+    call_of(f'{{"a": {"9" * 4301}}}'),
+    call_of("[1]"),
+    call_of("null"),
+    call_of('"not json"'),
+    call_of('"[1]"'),
+    '<tool_call>{"name": {"first": "Ada"}}</tool_call>',
+    '<tool_call>{"name": "\\ud83d"}</tool_call>',
+]
 
 ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
     ("hermes", "No call, a < b.", "No call, a < b.", []),
@@ -33,16 +55,27 @@ ANSWERS: list[tuple[FormatName, str, str, list[tuple[str, object]]]] = [
     ("hermes", "<tool_call>{'name': 'add'}", "<tool_call>{'name': 'add'}", []),
     ("hermes", f"<tool_call>{A}</tool_call> Done.", "Done.", [ADD]),
     ("hermes", "it ends with <tool_", "it ends with <tool_", []),
+    ("hermes", f"I use <tool_call> tags.\n<tool_call>{W}", "I use <tool_call> tags.\n", [WEATHER]),
+    ("hermes", f"<tool_call>\n<tool_call>{A}", "", [ADD]),
+    ("hermes", f"{NO_CALLS[0]}\n<tool_call>{A}</tool_call>", f"{NO_CALLS[0]}\n", [ADD]),
+    ("hermes", f"<tool_call>[{A}, 5, {W}]", "5, " + W + "]", [ADD]),
+    ("hermes", f"<tool_call> x {A}", f"<tool_call> x {A}", []),
+    ("hermes", f"<tool_call>{' ' * 101}{A}", f"<tool_call>{' ' * 101}{A}", []),
+    *[("hermes", answer, answer, []) for answer in NO_CALLS],
     ("llama3_json", LLAMA_A, "", [ADD]),
     ("llama3_json", f" {LLAMA_A}; {W}", "", [ADD, WEATHER]),
     ("llama3_json", f"<|python_tag|>{LLAMA_A}", "", [ADD]),
     ("llama3_json", NOT_ONE, NOT_ONE, []),
     ("llama3_json", '{"name": "Ada", "born": 1815}', '{"name": "Ada", "born": 1815}', []),
+    ("llama3_json", '{"name": {"first": "Ada"}}', '{"name": {"first": "Ada"}}', []),
+    ("llama3_json", f"{LLAMA_A}; Done.", "Done.", [ADD]),
     ("llama3_json", f"Like {LLAMA_A}", f"Like {LLAMA_A}", []),
     ("llama3_json", "  \n", "  \n", []),
     ("mistral", f"[TOOL_CALLS] [{A}, {W}]", "", [ADD, WEATHER]),
     ("mistral", f"I see.[TOOL_CALLS][{W}]", "I see.", [WEATHER]),
+    ("mistral", f"[TOOL_CALLS] is it. [TOOL_CALLS][{W}]", "[TOOL_CALLS] is it. ", [WEATHER]),
     ("mistral", f"[TOOL_CALLS]add[ARGS]{json.dumps(ADD[1])}", "", [ADD]),
+    ("mistral", f"[TOOL_CALLS]add[ARGS] \n{json.dumps(ADD[1])}", "", [ADD]),
     (
         "mistral",
         f"[TOOL_CALLS]add[CALL_ID]x1[ARGS]{json.dumps(ADD[1])}"
@@ -63,17 +96,75 @@ def test_calls_and_text_are_the_same_wherever_pieces_end(
     cuts: list[int],
     by_character: bool,
 ) -> None:
-    reader = ToolCallReader(FORMATS[name], NAMES)
-    places = range(len(answer)) if by_character else sorted(min(c, len(answer)) for c in cuts)
-    pieces = [
-        answer[begin:end] for begin, end in zip([0, *places], [*places, len(answer)], strict=True)
-    ]
-    parts = [reader.add(piece) for piece in pieces] + [reader.add("", is_end=True)]
+    places = list(range(len(answer))) if by_character else [min(c, len(answer)) for c in cuts]
+    parts = read(name, answer, places)
     assert "".join(part.text for part in parts) == text
     found = [call for part in parts for call in part.calls]
     assert [(call.name, json.loads(call.arguments)) for call in found] == calls
     assert all(call.id.isalnum() and len(call.id) == 9 for call in found)
     assert len({call.id for call in found}) == len(found)
+
+
+def read(name: FormatName, answer: str, cuts: list[int]) -> list[Found]:
+    """What becomes final with each of the pieces of an answer that is cut at these places."""
+    reader = ToolCallReader(FORMATS[name], NAMES)
+    places = [0, *sorted(cuts), len(answer)]
+    pieces = [answer[begin:end] for begin, end in pairwise(places)]
+    return [*map(reader.add, pieces), reader.add("", is_end=True)]
+
+
+def joined(parts: list[Found]) -> tuple[str, list[tuple[str, str]]]:
+    calls = [(call.name, call.arguments) for part in parts for call in part.calls]
+    return "".join(part.text for part in parts), calls
+
+
+CALL_PARTS = [A, A, W, LLAMA_A, NOT_ONE, '{"a": 1}', "{", "}", "[", "]", ",", ";", '"', "\\"]
+OTHER_PARTS = [
+    "</tool_call>",
+    "</tool_call>",
+    "</",
+    "[ARGS]",
+    "[CALL_ID]",
+    "add",
+    " ",
+    "\n",
+    " Done. ",
+]
+
+
+@settings(max_examples=400)
+@given(name=st.sampled_from(list(FORMATS)), data=st.data())
+def test_any_text_is_read_the_same_wherever_pieces_end(
+    name: FormatName, data: st.DataObject
+) -> None:
+    begin = FORMATS[name].begin
+    parts = st.one_of(
+        st.sampled_from([begin, begin, begin[:1], begin[:4]]),
+        st.sampled_from(CALL_PARTS),
+        st.sampled_from(OTHER_PARTS),
+    )
+    fragments = data.draw(st.lists(parts, max_size=12))
+    answer = "".join(fragments)
+    whole = joined(read(name, answer, []))
+    cuts = data.draw(st.lists(st.integers(0, len(answer)), max_size=12))
+    assert joined(read(name, answer, cuts)) == whole
+    assert joined(read(name, answer, list(range(len(answer))))) == whole
+
+
+@pytest.mark.parametrize(
+    ("answer", "arguments"),
+    [
+        (call_of('{"a":1.0,  "b": 1e999}'), '{"a":1.0,  "b": 1e999}'),
+        (call_of(f'{{"a": {"9" * 4300}}}'), f'{{"a": {"9" * 4300}}}'),
+        (call_of('{"a": "\\u00e9"}'), '{"a": "\\u00e9"}'),
+        (call_of('"{\\"a\\": 1}"'), '{"a": 1}'),
+        ('<tool_call>{"parameters" : {"a": 1} , "name":"add"}', '{"a": 1}'),
+        ('<tool_call>{"name": "add"}', "{}"),
+        ('<tool_call>{"name": "add", "\\u0061rguments": {}, "arguments": {"a": 2}}', '{"a": 2}'),
+    ],
+)
+def test_arguments_are_passed_on_as_the_model_wrote_them(answer: str, arguments: str) -> None:
+    assert joined(read("hermes", answer, [])) == ("", [("add", arguments)])
 
 
 @pytest.mark.parametrize(

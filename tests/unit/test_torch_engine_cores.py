@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine import busy_lock, llama
+from serving.engines.torch_engine import engine as engine_module
 from serving.engines.torch_engine.busy_lock import BusyLock
 from serving.engines.torch_engine.runner import Batch
 from serving.engines.torch_engine.staging import Staged

@@ -1,13 +1,18 @@
 """Grammars inside the engine: bounds, dead ends, and what the other sequences notice of them."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from llguidance import LLMatcher, grammar_from
 
 from serving.engine import Generation, GenerationRefused, Grammar
 from serving.engines.torch_engine import grammars
+from serving.engines.torch_engine.grammars import GrammarState, NextTokens
+from serving.engines.torch_engine.logits_processor import LogitsProcessor, process_logits
 from tests.serving_fixtures import byte_tokenizer
 from tests.torch_engine_fixtures import (
     Published,
@@ -154,3 +159,45 @@ def test_unused_embeddings_are_never_chosen(published: Published) -> None:
 
     for found in asyncio.run(scenario()):
         assert max(found) <= 256
+
+
+def test_allowed_tokens_beside_a_grammar_in_a_full_vocabulary(tmp_path: Path) -> None:
+    """The tokenizer of a grammar has one token more than the vocabulary, and so one word of bits
+    more if the vocabulary fills its words."""
+    full = byte_tokenizer()
+    size = -(-full.get_vocab_size() // 32) * 32
+    full.add_tokens([f"extra{number}" for number in range(size - full.get_vocab_size())])
+    full.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"vocab_size": size, "max_position_embeddings": 512})
+    )
+    tokenizer = grammars._read_tokenizer(tmp_path, size)
+    matcher = LLMatcher(tokenizer, grammar_from("regex", "a+"), log_level=0)
+    allowing = LogitsProcessor(
+        Generation(prompt=(1,), max_tokens=9, allowed_token_ids=(5, 6)), frozenset()
+    )
+    constrained = LogitsProcessor(regex("a+"), frozenset())
+    constrained.grammar = GrammarState(matcher, tokenizer, "guided_regex")
+    next_tokens = NextTokens()
+    for processors in ([allowing], [allowing, constrained], [constrained, allowing], [allowing]):
+        logits = torch.zeros(len(processors), size)
+        process_logits(logits, processors, [[] for _ in processors], next_tokens)
+        found = dict(zip(processors, logits, strict=True))
+        assert found[allowing].isfinite().nonzero()[:, 0].tolist() == [5, 6]
+        if constrained in found:
+            words = [full.id_to_token(n) for n in found[constrained].isfinite().nonzero()[:, 0]]
+            assert words == ["a"]
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused(published: Published) -> None:
+    deep = '{"a":' * 20_000 + "1" + "}" * 20_000
+    grammar = Grammar(kind="json_schema", text=deep, param="guided_json")
+    asked = Generation(prompt=(1,), max_tokens=3, grammar=grammar)
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            with pytest.raises(GenerationRefused, match="nested too deeply") as refused:
+                await ask(engine, published.id, asked)
+            assert refused.value.param == "guided_json"
+
+    asyncio.run(scenario())

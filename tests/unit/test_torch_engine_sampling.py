@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from serving.engine import Generation
+from serving.engines.torch_engine import sampling
 from serving.engines.torch_engine.sampling import Sampler
 from serving.engines.torch_engine.sequence import Sequence
 from tests.torch_engine_fixtures import (
@@ -57,6 +58,7 @@ def test_draws_follow_the_distribution() -> None:
         ({"logit_bias": {4: 100.0}}, {4}),
         ({"logit_bias": {0: -100.0}, "top_k": 1}, {1}),
         ({"stop_token_ids": (0,), "min_tokens": 1, "top_k": 1}, {1}),
+        ({"stop_token_ids": (0, -5, 5), "min_tokens": 1, "top_k": 1}, {1}),
         ({"temperature": 0.0}, {0}),
         ({"temperature": 0.0, "logit_bias": {3: 9.0}}, {3}),
     ],
@@ -87,6 +89,33 @@ def test_penalties() -> None:
     repeated = sequence(temperature=0.0, repetition_penalty=3.0)
     present = sequence(temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)
     assert sampler.sample([repeated, present], favoured.repeat(2, 1)) == [0, 4]
+
+
+def test_a_stop_token_that_is_none_changes_no_other_row() -> None:
+    """Checkpoints name -1 as their end-of-sequence token if they have none."""
+    beside = sequence(temperature=0.0)
+    without_end = sequence(temperature=0.0, stop_token_ids=(-5,), min_tokens=3)
+    assert Sampler().sample([beside, without_end], LOGITS.repeat(2, 1)) == [0, 0]
+
+
+def test_a_large_top_k_widens_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[tuple[int, int]] = []
+    original = sampling.largest
+
+    def counted(values: torch.Tensor, count: int) -> Any:
+        searched.append((len(values), count))
+        return original(values, count)
+
+    monkeypatch.setattr(sampling, "largest", counted)
+    logits = torch.randn(4, 8192, generator=torch.Generator().manual_seed(0))
+    counts = (4, 8000, 9, 0)
+    found = Sampler().sample([sequence(seed=1, top_k=count) for count in counts], logits)
+    assert searched == [(2, 9)]
+    alone = [
+        Sampler().sample([sequence(seed=1, top_k=count)], row[None])[0]
+        for count, row in zip(counts, logits, strict=True)
+    ]
+    assert found == alone
 
 
 def test_what_is_sampled_leaves_the_logits_as_they_are() -> None:

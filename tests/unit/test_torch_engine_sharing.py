@@ -8,6 +8,7 @@ import pytest
 from transformers import GPT2Config, Qwen3Config
 
 from serving.engine import EngineError, StageError
+from serving.engines.torch_engine.loading import UnitPool
 from tests.torch_engine_changes import changed, first, flip, nudge, until
 from tests.torch_engine_fixtures import (
     Published,
@@ -23,6 +24,10 @@ from tests.torch_engine_fixtures import (
 )
 
 __all__ = ["first"]
+
+GPT2 = GPT2Config(
+    vocab_size=211, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3
+)
 
 
 def test_two_releases_generate_side_by_side_and_each_as_itself(tmp_path: Path) -> None:
@@ -152,10 +157,7 @@ def test_bytes_that_are_not_the_manifests_are_refused_if_they_would_be_read(
 
 
 def test_an_other_architecture_shares_its_tensors_too(tmp_path: Path) -> None:
-    config = GPT2Config(
-        vocab_size=211, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3
-    )
-    first = publish(build(config), tmp_path / "a")
+    first = publish(build(GPT2), tmp_path / "a")
     second = changed(first.network, tmp_path / "b", nudge("transformer.h.0.mlp.c_fc.weight"))
 
     async def scenario() -> Any:
@@ -163,6 +165,24 @@ def test_an_other_architecture_shares_its_tensors_too(tmp_path: Path) -> None:
             return engine.resident_releases()[second.id].read_bytes
 
     assert asyncio.run(scenario()) == 32 * 128 * 4
+
+
+def test_units_of_one_part_search_for_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search looks at all units in memory. With many experts it takes seconds."""
+
+    def search(*_: Any) -> None:
+        raise AssertionError("no unit of this network consists of parts")
+
+    monkeypatch.setattr(UnitPool, "find_with_part", search)
+    published = publish(build(GPT2), tmp_path)
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            assert engine.resident_releases()[published.id].shared_bytes == 0
+
+    asyncio.run(scenario())
 
 
 def test_bin_shards_are_read(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def upgrade() -> None:
 
 
 def _mark_jobs_by_hand(connection: sa.Connection) -> None:
-    """Mark the pending jobs that were submitted by hand. Their payload names the webhook `by-hand`.
-    A job that has absorbed a push is not marked."""
+    """Mark the pending jobs that were submitted by hand. In the payload of such a job, the webhook
+    has the id `by-hand`. A job that has absorbed a push is not marked."""
     pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
         JOBS.c.state == "SCHEDULING",
         JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
@@ -54,9 +54,9 @@ def _mark_jobs_by_hand(connection: sa.Connection) -> None:
 
 
 def _name_newest_commits(connection: sa.Connection) -> None:
-    """Record the newest commit of each job as the commit that the job's last delivery announced.
-    This is wrong if an older delivery arrived last, which is rare. The commits of the other
-    deliveries are not known."""
+    """For the last delivery of each job, record the job's newest commit as the commit that the
+    delivery announced. This is wrong if an older delivery arrived last, but this is rare. The
+    commits of the other deliveries are not known, so their `new_sha` stays NULL."""
     newest = (
         sa.select(LINKS.c.job_number, sa.func.max(LINKS.c.arrival).label("arrival"))
         .group_by(LINKS.c.job_number)

@@ -25,6 +25,11 @@ _BELOW_ONE = 1 - 2.0**-40
 """A number times this is always less than the number, even after rounding."""
 
 
+def max_quick_count(num_columns: int) -> int:
+    """The largest `count` for which `largest` is quick in rows of `num_columns` columns."""
+    return num_columns if num_columns < _SEARCHED_AT_ONCE else num_columns // _BLOCK // 4
+
+
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values in each row of `values` [rows, columns], and their columns. Both
     are [rows, count], with the largest value first.
@@ -34,7 +39,7 @@ def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     num_rows, num_columns = values.shape
     num_groups = num_columns // _BLOCK
-    if num_columns < _SEARCHED_AT_ONCE or 4 * count > num_groups:
+    if num_columns < _SEARCHED_AT_ONCE or count > max_quick_count(num_columns):
         best = values.topk(count, dim=-1)
         return best.values, best.indices
     grouped = values[:, : num_groups * _BLOCK].view(num_rows, _BLOCK, num_groups)

@@ -187,6 +187,7 @@ class TorchEngine:
     async def _submit_constrained(self, sequence: Sequence, resident: _Resident) -> None:
         grammar = sequence.generation.grammar
         if grammar is not None:
+            self._find(sequence.release_id)
             sequence.logits_processor.grammar = await self._grammars.begin(
                 resident.release, resident.folder, resident.vocab_size, grammar
             )

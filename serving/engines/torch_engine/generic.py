@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.engine import StageError
+from serving.engines.torch_engine.generic_rope import freeze_frequencies, keep_frequencies
 from serving.engines.torch_engine.runner import Batch, KvCacheSize
 from serving.engines.torch_engine.slots import KeyValueSlots, LayerShape
 from serving.engines.torch_engine.units import Built, Part, Unit
@@ -21,11 +22,29 @@ from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
 
-_WITHOUT_POSITIONS = ("bloom", "mpt")
-"""Networks without position ids, which add a bias to each key by its column (ALiBi,
-arXiv:2108.12409). In our slots the column is the position, so sequences of different lengths can be
-one batch. Other networks without position ids derive positions from the length of the batch, so
-their sequences are computed one by one."""
+BATCHED = frozenset(
+    (
+        "bloom", "cohere", "deepseek_v2", "deepseek_v3", "falcon", "gemma", "glm", "glm4", "gpt2",
+        "gpt_neox", "gptj", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral",
+        "mpt", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen3_moe", "stablelm",
+        "starcoder2",
+    )
+)  # fmt: skip
+"""The types of networks whose sequences are computed together, with one mask for all layers.
+
+In a forward pass with sequences of different lengths, a network must take the place of each token
+from its position, not from the end of the longest sequence. Only the code of the network shows
+whether it does, so a type belongs here only if a test compares it with `transformers`. All other
+networks compute one sequence at a time. Bloom and MPT have no position ids, but add a bias to each
+key by its column (ALiBi, arXiv:2108.12409), which in our slots is its position.
+"""
+BATCHED_BY_KIND = frozenset(
+    (
+        "cohere2", "exaone4", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "ministral", "olmo3",
+        "qwen2", "qwen2_moe", "qwen3", "smollm3",
+    )
+)  # fmt: skip
+"""The same, with a mask for each kind of layers."""
 
 
 def build_network(folder: Path) -> nn.Module:
@@ -75,13 +94,8 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
 
     # In 16 bits, because the operators of experts (MoE) compute shapes for no other dtypes.
     empty: Any = _built(folder, is_empty=True).to(torch.bfloat16)
-    for module in empty.modules():
-        # Some kinds of RoPE scaling read the values of positions, which do not exist here. Scaling
-        # changes no shape, so it is turned off.
-        if isinstance(kind := getattr(module, "rope_type", None), dict):
-            module.rope_type = dict.fromkeys(kind, "default")
-        elif kind is not None:
-            module.rope_type = "default"
+    # Scaling changes no shape, and it reads the values of positions, which do not exist here.
+    keep_frequencies(empty)
     recorder = ShapeRecorder()
     name = f"{folder / network.CONFIG_FILE}: {type(empty).__name__}"
     try:
@@ -102,7 +116,8 @@ def layer_shapes(folder: Path) -> list[LayerShape]:
 
 
 class TransformersRunner:
-    """Computes all decoding sequences in one forward pass, and each prefill chunk in another."""
+    """Computes all decoding sequences in one forward pass, or each in its own if the network is not
+    in `BATCHED` or `BATCHED_BY_KIND`. Each prefill chunk has its own forward pass too."""
 
     shares_prefixes = True
 
@@ -129,6 +144,8 @@ class TransformersRunner:
         network.load_state_dict(self._weights, assign=True)
         # Weights are on the device already. This moves the buffers that no checkpoint holds.
         self._network = network.to(device)
+        freeze_frequencies(self._network, cache_size.context)
+        self._is_batched = _is_batched(self._config)
         self._device = device
         self._dtype = next(network.parameters()).dtype
         self._takes = inspect.signature(network.forward).parameters.keys()
@@ -148,8 +165,7 @@ class TransformersRunner:
 
     def forward(self, batch: Batch) -> Tensor:
         rows = []
-        together = "position_ids" in self._takes or self._config.model_type in _WITHOUT_POSITIONS
-        size = max(1, len(batch.slots)) if together else 1
+        size = max(1, len(batch.slots)) if self._is_batched else 1
         for first in range(0, len(batch.slots), size):
             end = first + size
             token_ids = [[token_id] for token_id in batch.token_ids[first:end]]
@@ -180,3 +196,12 @@ class TransformersRunner:
         )
         logits: Tensor = answer.logits[:, -keep:].flatten(0, 1).float()
         return logits
+
+
+def _is_batched(config: Any) -> bool:
+    """Whether several sequences are computed together."""
+    if config.model_type in BATCHED_BY_KIND:
+        return True
+    # A configuration may name kinds of layers that its network ignores.
+    has_kinds = getattr(config.get_text_config(), "layer_types", None) is not None
+    return config.model_type in BATCHED and not has_kinds

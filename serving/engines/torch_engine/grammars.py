@@ -5,7 +5,8 @@ import asyncio
 import json
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, gramm
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
-from serving.engine import GenerationRefused, Grammar
+from serving.engine import EngineError, GenerationRefused, Grammar
 from serving.errors import ReleaseError
 from serving.tokenizer import load_tokenizer, tokenizer_files
 from serving.weights.release import Release
@@ -64,17 +65,39 @@ class GrammarState:
         return _one_line(self.matcher.get_error()) if self.matcher.is_error() else None
 
 
+class _Tokenizer:
+    """The tokenizer of releases with equal tokenizer files. It is read when a grammar is compiled
+    for the first time."""
+
+    def __init__(self, files: dict[str, str], vocab_size: int) -> None:
+        self.made_of = files, vocab_size
+        self._read: LLTokenizer | None = None
+
+    def get(self, folder: Path) -> LLTokenizer:
+        """Call it on the compiling thread. Raises ReleaseError, ValueError."""
+        if self._read is None:
+            _, vocab_size = self.made_of
+            self._read = _read_tokenizer(folder, vocab_size)
+        return self._read
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Compilation:
+    job: "Future[GrammarState]"
+    result: "asyncio.Future[GrammarState]"
+    """The result of `job` for the event loop."""
+    num_waiting: int = 0
+    """How many sequences wait for the result."""
+
+
 class Grammars:
     """Call it on the event loop. One thread compiles the grammars, one after the other."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch-engine-grammar")
-        self._tokenizers: dict[str, tuple[object, LLTokenizer]] = {}
-        """Release id → (what the tokenizer was made from, tokenizer). Releases with equal tokenizer
-        files share one tokenizer."""
-        self._compiled: OrderedDict[tuple[str, Grammar], asyncio.Future[GrammarState]] = (
-            OrderedDict()
-        )
+        self._tokenizers: dict[str, _Tokenizer] = {}
+        """Release id → tokenizer."""
+        self._compiled: OrderedDict[tuple[str, Grammar], _Compilation] = OrderedDict()
 
     async def begin(
         self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
@@ -82,28 +105,37 @@ class Grammars:
         """The state at the beginning of the text.
 
         Raises GenerationRefused if the grammar cannot be compiled for this release's tokenizer, or
-        not within the limits of time and size.
+        not within the limits of time and size. Raises EngineError if the engine is closed.
         """
         key = (release.id, grammar)
-        compiling = self._compiled.get(key)
-        if compiling is None:
-            compiling = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._compile, release, folder, vocab_size, grammar
-            )
+        compilation = self._compiled.get(key)
+        if compilation is None:
+            tokenizer = self._tokenizer(release, vocab_size)
+            job = self._thread.submit(_compile, tokenizer, folder, grammar)
+            compilation = _Compilation(job=job, result=asyncio.wrap_future(job))
             # Take the exception. Otherwise asyncio logs it if no request waits any more.
-            compiling.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._compiled[key] = compiling
+            compilation.result.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._compiled[key] = compilation
             while len(self._compiled) > _MAX_CACHED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(key)
+        compilation.num_waiting += 1
         try:
-            # After the timeout the compilation continues, and a later request can use its result.
-            first = await asyncio.wait_for(asyncio.shield(compiling), _COMPILE_SECONDS)
-        except TimeoutError:
+            await asyncio.wait({compilation.result}, timeout=_COMPILE_SECONDS)
+        finally:
+            compilation.num_waiting -= 1
+            # If nobody waits any more, a compilation that has not begun must not delay others. One
+            # that has begun continues, and a later request can use its result.
+            is_unwanted = not compilation.num_waiting and compilation.job.cancel()
+            if is_unwanted and self._compiled.get(key) is compilation:
+                del self._compiled[key]
+        if not compilation.result.done():
             raise GenerationRefused(
                 f"not compiled within {_COMPILE_SECONDS:g} s; simplify it", param=grammar.param
-            ) from None
-        return first.copy()
+            )
+        if compilation.result.cancelled():
+            raise EngineError("the engine was closed")
+        return compilation.result.result().copy()
 
     def forget(self, release_id: str) -> None:
         self._tokenizers.pop(release_id, None)
@@ -113,30 +145,11 @@ class Grammars:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def _compile(
-        self, release: Release, folder: Path, vocab_size: int, grammar: Grammar
-    ) -> GrammarState:
-        try:
-            text = _as_guidance(grammar)
-            tokenizer = self._tokenizer(release, folder, vocab_size)
-        except (ReleaseError, ValueError) as error:
-            raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
-        matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise GenerationRefused(
-                f"cannot be compiled: {_one_line(matcher.get_error())}", param=grammar.param
-            )
-        return GrammarState(matcher, tokenizer, grammar.param)
-
-    def _tokenizer(self, release: Release, folder: Path, vocab_size: int) -> LLTokenizer:
-        if release.id in self._tokenizers:
-            return self._tokenizers[release.id][1]
+    def _tokenizer(self, release: Release, vocab_size: int) -> _Tokenizer:
         files = {name: entry.sha256 for name, entry in tokenizer_files(release).items()}
-        made_of = (files, vocab_size)
-        same = [each for other, each in list(self._tokenizers.values()) if other == made_of]
-        tokenizer = same[0] if same else _read_tokenizer(folder, vocab_size)
-        self._tokenizers[release.id] = (made_of, tokenizer)
-        return tokenizer
+        made = _Tokenizer(files, vocab_size)
+        same = (each for each in self._tokenizers.values() if each.made_of == made.made_of)
+        return self._tokenizers.setdefault(release.id, next(same, made))
 
 
 class NextTokens:
@@ -146,8 +159,9 @@ class NextTokens:
         self._executor: LLExecutor | None = None
 
     def of(self, states: Seq[GrammarState | None], vocab_size: int) -> Bits:
-        """One row for each state. The states must be of one release. Without a state, every token
-        is allowed."""
+        """One row for each state, as wide as the vocabulary. The states must be of one release.
+        Without a state, every token is allowed."""
+        # A tokenizer may have more tokens than the vocabulary. llguidance writes all of them.
         num_tokens = max([vocab_size, *(each.tokenizer.vocab_size for each in states if each)])
         bits = np.full((len(states), (num_tokens + 31) // 32), -1, np.int32)
         found = [(state.matcher, row) for row, state in enumerate(states) if state]
@@ -161,7 +175,7 @@ class NextTokens:
             if state is not None:
                 end = state.tokenizer.eos_token
                 bits[row, end >> 5] &= ~np.left_shift(np.int32(1), np.int32(end & 31))
-        return bits
+        return bits[:, : (vocab_size + 31) // 32]
 
 
 def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
@@ -172,6 +186,23 @@ def _read_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
     tokenizer.add_special_tokens([AddedToken(_END, special=True)])
     end = tokenizer.get_vocab(with_added_tokens=True)[_END]
     return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=[end])
+
+
+def _compile(tokenizer: _Tokenizer, folder: Path, grammar: Grammar) -> GrammarState:
+    """Raises GenerationRefused."""
+    try:
+        text = _as_guidance(grammar)
+        read = tokenizer.get(folder)
+    except (ReleaseError, ValueError) as error:
+        raise GenerationRefused(_one_line(str(error)), param=grammar.param) from None
+    except RecursionError:
+        raise GenerationRefused("is nested too deeply", param=grammar.param) from None
+    matcher = LLMatcher(read, text, log_level=0, limits=_LIMITS)
+    if matcher.is_error():
+        raise GenerationRefused(
+            f"cannot be compiled: {_one_line(matcher.get_error())}", param=grammar.param
+        )
+    return GrammarState(matcher, read, grammar.param)
 
 
 def _as_guidance(grammar: Grammar) -> str:

@@ -164,9 +164,10 @@ class Loader:
 
     def _find_part(self, unit: Unit, key: UnitKey, number: int) -> Tensor | None:
         """The prepared values of a part, taken from a unit in memory; None if there is none."""
-        resident = self.pool.find_with_part(key, number)
-        if resident is not None and unit.extract_part is not None:
-            return unit.extract_part(resident, number)
+        if unit.extract_part is not None:
+            resident = self.pool.find_with_part(key, number)
+            if resident is not None:
+                return unit.extract_part(resident, number)
         # This is how a tied head finds the embedding.
         digest, shape = key[2][number], unit.parts[number].shape
         plain = self.pool.find((("plain", (shape,)), self.dtype, (digest,)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serving.engine import MIN_LOGPROB, TokenLogprob
-from serving.engines.torch_engine.drawing import draw, largest
+from serving.engines.torch_engine.drawing import draw, largest, max_quick_count
 from serving.engines.torch_engine.grammars import NextTokens
 from serving.engines.torch_engine.logits_processor import process_logits
 from serving.engines.torch_engine.sequence import Sequence
@@ -39,7 +39,7 @@ class Sampler:
         rows_by_method: dict[str, list[int]] = {"greedy": [], "top_k": [], "all": []}
         for row, sequence in enumerate(sequences):
             generation = sequence.generation
-            is_top_k = 0 < generation.top_k < logits.shape[1]
+            is_top_k = 0 < generation.top_k <= max_quick_count(logits.shape[1])
             method = "greedy" if generation.temperature == 0 else "top_k" if is_top_k else "all"
             rows_by_method[method].append(row)
         tokens = [0] * len(sequences)
@@ -51,7 +51,7 @@ class Sampler:
             if method == "greedy":
                 drawn = found.argmax(dim=-1).tolist()
             else:
-                draw_all = self._draw_from_top_k if method == "top_k" else self._draw
+                draw_all = self._draw_from_top_k if method == "top_k" else self._draw_from_all
                 drawn = draw_all(chosen, found)
             for row, token in zip(rows, drawn, strict=True):
                 tokens[row] = token
@@ -66,6 +66,18 @@ class Sampler:
         drawn = torch.tensor(self._draw(sequences, values), device=logits.device)
         found: list[int] = ids.gather(1, drawn[:, None])[:, 0].tolist()
         return found
+
+    def _draw_from_all(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
+        """The same as `_draw`, but tokens that a large `top_k` excludes are left out. Each row is
+        searched by itself, because a search in all rows would find as many tokens in each."""
+        counts = [sequence.generation.top_k for sequence in sequences]
+        if any(0 < count < logits.shape[1] for count in counts):
+            logits = logits.clone()
+            for row, count in zip(logits, counts, strict=True):
+                if 0 < count < len(row):
+                    best = row.topk(count, sorted=False)
+                    row.fill_(-torch.inf)[best.indices] = best.values
+        return self._draw(sequences, logits)
 
     def _draw(self, sequences: Seq[Sequence], logits: Tensor) -> list[int]:
         generations = [sequence.generation for sequence in sequences]

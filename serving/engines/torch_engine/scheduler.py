@@ -167,8 +167,8 @@ class Scheduler:
         """The largest number of prompt tokens for the next step.
 
         While sequences decode or another scheduler runs, this scheduler's share of `step_seconds`
-        limits the prefill.
-        The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token takes.
+        limits the prefill. The limit is `_MIN_PREFILL_TOKENS` until it is known how long one token
+        takes.
         """
         budget = self._settings.max_batch_tokens
         if not self._decoding and num_schedulers == 1:

@@ -40,7 +40,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] | None = (
             None if generation.num_prompt_logprobs is None else []
         )
-        self.stop_ids = frozenset(id for id in generation.stop_token_ids if id < vocab_size)
+        self.stop_ids = frozenset(id for id in generation.stop_token_ids if 0 <= id < vocab_size)
         self.logits_processor = LogitsProcessor(generation, self.stop_ids)
         self._random: random.Random | None = None
 

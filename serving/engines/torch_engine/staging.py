@@ -16,11 +16,11 @@ from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine import architecture, generic, llama, llama_units
 from serving.engines.torch_engine.architecture import LlamaShape
 from serving.engines.torch_engine.device import free_bytes, lower_thread_priority
+from serving.engines.torch_engine.generic_rope import allowed_context
 from serving.engines.torch_engine.loading import Loader, UnitPool
 from serving.engines.torch_engine.runner import KvCacheSize, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
 from serving.engines.torch_engine.slots import KeyValueSlots, block_tokens
-from serving.weights.network import context_length
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner
     shapes = generic.layer_shapes(loader.folder)
     cache_size = _cache_size(
         settings,
-        context_length(network.config),
+        allowed_context(network.config, settings.max_context),
         block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in shapes)),
         token_bytes=sum(each.token_bytes(loader.dtype) for each in shapes),
         is_paged=loader.device.type == "cpu",

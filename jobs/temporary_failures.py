@@ -5,10 +5,10 @@ import errno
 
 TEMPORARY_FAILURE = 75
 """The command of a pipeline's job exits with this code to report a temporary failure. The code is
-`EX_TEMPFAIL` of sysexits.h. If a plain command exits with it, the failure counts as lasting,
-because the code may mean something else there."""
+`EX_TEMPFAIL` of sysexits.h. If a plain command exits with this code, the failure counts as lasting,
+because the code may mean something else in that program."""
 
-_PASSING = frozenset(
+_TEMPORARY_ERRNOS = frozenset(
     (
         errno.ENOSPC,  # a full disk
         errno.EDQUOT,  # the user's share of the disk is used up
@@ -20,14 +20,14 @@ _PASSING = frozenset(
 )
 
 
-def can_pass(error: BaseException) -> bool:
-    """Whether the error is temporary: the error, or an error that led to it, says that memory, disk
-    space, processes or open files ran out."""
+def is_temporary(error: BaseException) -> bool:
+    """Whether the error is temporary. It is temporary if the error itself, or an error that led to
+    it, says that there is no memory, no disk space, no process or no open file left."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):
             return True
-        if isinstance(cause, OSError) and cause.errno in _PASSING:
+        if isinstance(cause, OSError) and cause.errno in _TEMPORARY_ERRNOS:
             return True
         cause = cause.__cause__ or cause.__context__
     return False

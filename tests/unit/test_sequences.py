@@ -1,0 +1,68 @@
+"""The sequences of a request: what fails, and what is computed only once."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.admission import LiveRelease
+from serving.completions import plan_completion
+from serving.engine import Generation, Step
+from serving.engines.echo_engine import EchoEngine
+from serving.openai_schemas import CompletionRequest
+from serving.sequences import generate
+from serving.tokenizer import load_tokenizer
+from tests.serving_fixtures import echo_release
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> LiveRelease:
+    release = echo_release(tmp_path, 1)
+    folder = tmp_path / release.id
+    return LiveRelease(
+        release=release, folder=folder, tokenizer=load_tokenizer(folder), live_since=0
+    )
+
+
+class Panic(BaseException):
+    """As a panic of a library in Rust: not an `Exception`."""
+
+
+class PanickingEngine(EchoEngine):
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        if generation.seed == 8:
+            raise Panic
+        yield Step(token_ids=(65,))
+        await asyncio.Event().wait()
+
+
+def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", "n": 3, "seed": 7})
+    plan = plan_completion(request, live, max_sequences=3)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(10):
+            async for _ in generate(PanickingEngine(), live, plan.generations, request):
+                pass
+
+    with pytest.raises(Panic):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        ({}, [True, False, False]),
+        ({"best_of": 3, "n": 1}, [True, False, False]),
+        # Each sequence of a stream may be the first that has text.
+        ({"stream": True}, [True, True, True]),
+    ],
+)
+def test_a_prompt_is_scored_once(
+    live: LiveRelease, settings: dict[str, Any], scored: list[bool]
+) -> None:
+    body = {"prompt": "Hello", "n": 3, "echo": True, "logprobs": 1, **settings}
+    plan = plan_completion(CompletionRequest.model_validate(body), live, max_sequences=3)
+    assert [each.num_prompt_logprobs is not None for each in plan.generations] == scored

@@ -1,0 +1,115 @@
+"""Grammars wait for the thread that compiles them, and leave nothing behind."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.engine import EngineError, GenerationRefused, Grammar
+from serving.engines.torch_engine import grammars
+from serving.engines.torch_engine.grammars import Grammars
+from tests.torch_engine_changes import until
+from tests.torch_engine_fixtures import Published, engine_with
+from tests.unit.test_torch_engine_grammars import NETWORK, regex, with_tokenizer
+
+
+@dataclass
+class Compiler:
+    """Compiles grammars, but waits at the beginning of each one until `gate` is set."""
+
+    published: Published
+    grammars: Grammars
+    begun: list[str] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, text: str) -> Any:
+        grammar = Grammar(kind="regex", text=text, param="guided_regex")
+        release, folder = self.published.release, self.published.folder
+        return asyncio.ensure_future(
+            self.grammars.begin(release, folder, NETWORK["vocab_size"], grammar)
+        )
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    made = Compiler(with_tokenizer(tmp_path, seed=0), Grammars())
+    original = grammars._as_guidance
+
+    def waits(grammar: Grammar) -> str:
+        made.begun.append(grammar.text)
+        assert made.gate.wait(30)
+        return original(grammar)
+
+    monkeypatch.setattr(grammars, "_as_guidance", waits)
+    yield made
+    made.gate.set()
+    made.grammars.close()
+
+
+def test_a_grammar_that_nobody_waits_for_is_not_compiled(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        unwanted, wanted = compiler.begin("b"), compiler.begin("c")
+        leaving, staying = compiler.begin("d"), compiler.begin("d")
+        await asyncio.sleep(0)
+        unwanted.cancel()
+        leaving.cancel()
+        await asyncio.wait({unwanted, leaving})
+        compiler.gate.set()
+        await asyncio.gather(first, wanted, staying)
+        await compiler.begin("b")
+
+    asyncio.run(scenario())
+    assert compiler.begun == ["a", "c", "d", "b"]
+
+
+def test_a_grammar_that_timed_out_before_it_began_is_not_compiled(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "_COMPILE_SECONDS", 0.0)
+            with pytest.raises(GenerationRefused, match="not compiled within"):
+                await compiler.begin("b")
+            with pytest.raises(GenerationRefused, match="not compiled within"):
+                await compiler.begin("a")
+        compiler.gate.set()
+        await asyncio.gather(first, compiler.begin("c"), compiler.begin("a"))
+
+    asyncio.run(scenario())
+    assert compiler.begun == ["a", "c"]
+
+
+def test_a_release_that_goes_during_a_compilation_leaves_nothing(compiler: Compiler) -> None:
+    async def scenario() -> None:
+        first = compiler.begin("a")
+        await until(lambda: compiler.begun == ["a"])
+        compiler.grammars.forget(compiler.published.id)
+        compiler.gate.set()
+        await first
+
+    asyncio.run(scenario())
+    assert not compiler.grammars._tokenizers
+    assert not compiler.grammars._compiled
+
+
+def test_a_sequence_of_a_release_that_went_compiles_nothing(tmp_path: Path) -> None:
+    published = with_tokenizer(tmp_path, seed=0)
+
+    async def scenario() -> None:
+        async with engine_with(published) as engine:
+            stream = engine.generate(published.id, regex("ab"))
+            await engine.unload(published.id)
+            await until(lambda: not engine.resident_releases())
+            with pytest.raises(EngineError, match="is not resident"):
+                await anext(stream)
+            assert not engine._grammars._tokenizers
+
+    asyncio.run(scenario())

@@ -1,0 +1,154 @@
+"""Networks of `transformers` that compute several sequences together answer as they do alone."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GPTNeoConfig, Ministral3Config, PreTrainedConfig
+
+from serving.engines.torch_engine.generic import BATCHED, BATCHED_BY_KIND
+from tests.hub_checkpoints import CONFIGS, config_of
+from tests.torch_engine_fixtures import (
+    VOCAB,
+    Published,
+    ask_all,
+    build,
+    engine_with,
+    expected,
+    greedy,
+    prompt,
+    publish,
+)
+
+WINDOW = 24
+LENGTHS = (3, 40, 60)
+"""Of prompts. Two of them are longer than the windows."""
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+SIZES = {
+    **COMMON,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GPT = {**COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "n_ctx": 128}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,
+}
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("Cohere", {**SIZES, "logit_scale": 1.0}),
+    "cohere2": ("Cohere2", {**SIZES, **KINDS, "logit_scale": 1.0}),
+    "deepseek_v2": ("DeepseekV2", {**SIZES, **LATENT}),
+    "deepseek_v3": ("DeepseekV3", {**SIZES, **LATENT, "q_lora_rank": 16}),
+    "exaone4": ("Exaone4", {**SIZES, **KINDS}),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 16}),
+    "glm": ("Glm", {**SIZES, "head_dim": 16}),
+    "glm4": ("Glm4", {**SIZES, "head_dim": 16}),
+    "gpt_oss": ("GptOss", {**SIZES, **KINDS, "head_dim": 16, "num_local_experts": 4}),
+    "gptj": ("GPTJ", {**GPT, "rotary_dim": 8}),
+    "granite": ("Granite", SIZES),
+    "granitemoe": ("GraniteMoe", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama": ("Llama", {**SIZES, **YARN}),
+    "ministral": ("Ministral", {**SIZES, **KINDS, "head_dim": 16}),
+    "ministral3": ("Ministral3", {**SIZES, "sliding_window": WINDOW, "head_dim": 16}),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "sliding_window": WINDOW}),
+    "mpt": ("Mpt", {**COMMON, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 128}),
+    "olmo": ("Olmo", SIZES),
+    "olmo3": ("Olmo3", {**SIZES, **KINDS}),
+    "olmoe": ("Olmoe", {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}),
+    "phi": ("Phi", SIZES),
+    "qwen2": ("Qwen2", {**SIZES, **KINDS, "use_sliding_window": True}),
+    "qwen2_moe": ("Qwen2Moe", {**SIZES, **KINDS, **EXPERTS, "num_experts": 4,
+                               "use_sliding_window": True,
+                               "shared_expert_intermediate_size": 48}),
+    "qwen3": ("Qwen3", {**SIZES, **KINDS, "use_sliding_window": True, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {**SIZES, **KINDS, "use_sliding_window": True}),
+    "stablelm": ("StableLm", SIZES),
+    "starcoder2": ("Starcoder2", {**SIZES, "sliding_window": WINDOW}),
+}  # fmt: skip
+TESTED_OVER_HTTP = {config_of(name).model_type for name in CONFIGS}
+"""By `test_matrix_of_architectures.py`."""
+
+
+def test_every_type_is_tested() -> None:
+    assert set(TYPES) | TESTED_OVER_HTTP == BATCHED | BATCHED_BY_KIND
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_together_as_transformers_does_alone(name: str, tmp_path: Path) -> None:
+    kind, settings = TYPES[name]
+    config: PreTrainedConfig = getattr(transformers, f"{kind}Config")(**settings)
+    assert config.model_type == name
+    published = publish(build(config), tmp_path)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    assert together(published, prompts) == [expected(published.network, each) for each in prompts]
+
+
+def together(published: Published, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    async def scenario() -> list[list[int]]:
+        async with engine_with(published) as engine:
+            return await ask_all(engine, published.id, map(greedy, prompts))
+
+    return asyncio.run(scenario())
+
+
+def test_a_type_that_measures_from_the_longest_sequence_is_computed_alone(tmp_path: Path) -> None:
+    """GPT-Neo measures its window from the end of the longest sequence."""
+    config: PreTrainedConfig = GPTNeoConfig(
+        **COMMON,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        max_position_embeddings=128,
+    )
+    published = publish(build(config), tmp_path)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    assert together(published, prompts) == [expected(published.network, each) for each in prompts]
+
+
+def test_kinds_of_layers_that_the_network_ignores(tmp_path: Path) -> None:
+    """Ministral 3 uses its window in all layers, whatever `layer_types` says."""
+    config: PreTrainedConfig = Ministral3Config(**SIZES, **KINDS, head_dim=16)
+    published = publish(build(config), tmp_path)
+    prompts = [prompt(length, seed=length) for length in LENGTHS]
+    assert together(published, prompts) == [recomputed(published.network, each) for each in prompts]
+
+
+@torch.inference_mode()
+def recomputed(network: Any, token_ids: tuple[int, ...]) -> list[int]:
+    """12 tokens, each from a forward pass without a cache. The cache of `transformers` believes
+    `layer_types`, and its forward pass fails."""
+    found = list(token_ids)
+    for _ in range(12):
+        found.append(int(network(torch.tensor([found]), use_cache=False).logits[0, -1].argmax()))
+    return found[len(token_ids) :]
