@@ -168,7 +168,7 @@ def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
         if route == "completions"
         else {"messages": [{"role": "user", "content": text}]}
     )
-    with running(echo_app(tmp_path, request_seconds=0.5)) as url:
+    with running(echo_app(tmp_path, request_seconds=3.0)) as url:
         assert httpx.get(f"{url}/health").is_success
         answers: list[httpx.Response] = []
         asking = threading.Thread(
