@@ -113,8 +113,8 @@ class Sequences(RuleBasedStateMachine):
         numbers = [slot.number for slot in slots] + self.allocator._empty
         assert sorted(numbers) == list(range(self.runner.cache_size.num_slots))
         used = sum(slot.num_blocks for slot in slots)
-        assert used + self.allocator._num_free == self.runner.cache_size.num_blocks
-        assert self.allocator._num_free >= 0
+        assert used + self.allocator.num_free == self.runner.cache_size.num_blocks
+        assert self.allocator.num_free >= 0
         for slot in slots:
             held = self.runner.held[slot.number]
             assert slot.length <= len(held) <= slot.num_blocks * 8
