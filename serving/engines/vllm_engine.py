@@ -109,12 +109,16 @@ class VllmEngine:
 
     async def commit(self, release_id: str) -> None:
         """A rollback to the last good release succeeds at once if vLLM is dead or being started,
-        because vLLM is started on this release. Otherwise waits until vLLM runs. Raises
-        EngineError."""
+        because vLLM is started on this release. Any other commit then fails at once, because the
+        new vLLM holds no other release. Raises EngineError."""
         if release_id == self._good:
             self._live = release_id
             if self._ensure_recovery():
                 return
+        elif self._ensure_recovery():
+            raise EngineError(
+                f"{release_id} is not staged: vLLM died and is started again on {self._good}"
+            )
         async with self._changing:
             process = await self._running_process()
             if not process.holds(release_id):

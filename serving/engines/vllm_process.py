@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, Self, cast
@@ -110,20 +110,22 @@ class VllmProcess:
             if self.way == "reload" or entry.digest != base.tensors[name].digest
         }
         await self._check_memory(release, changed)
-        await self.call("hotpush_stage", release.id, base.id, str(folder), changed)
         try:
+            await self.call("hotpush_stage", release.id, base.id, str(folder), changed)
             while True:
                 states = await self.call("hotpush_status", release.id)
                 if all(state["is_done"] for state in states):
                     break
                 await asyncio.sleep(_POLL_SECONDS)
-        except asyncio.CancelledError:
-            await asyncio.shield(self.call("hotpush_forget", release.id))
+            if refusals := {reason: None for state in states for reason in state["refusals"]}:
+                raise StageError(*refusals)
+            if errors := {state["error"] for state in states} - {None}:
+                raise EngineError(f"staging {release.id}: {'; '.join(sorted(errors))}")
+        except BaseException:
+            # The other workers may have staged the release, or may still do so.
+            with suppress(EngineError):  # a dead vLLM holds nothing that could be freed
+                await asyncio.shield(self.call("hotpush_forget", release.id))
             raise
-        if refusals := {reason: None for state in states for reason in state["refusals"]}:
-            raise StageError(*refusals)
-        if errors := {state["error"] for state in states} - {None}:
-            raise EngineError(f"staging {release.id}: {'; '.join(sorted(errors))}")
         self._held[release.id] = release
         self.read_bytes[release.id] = max(state["read_bytes"] for state in states)
         _log.info(

@@ -99,10 +99,8 @@ class HotpushWorker:
 
     def hotpush_forget(self, release_id: str) -> None:
         job = self.hotpush_jobs.pop(release_id, None)
-        if job is not None and not job.is_done:
-            job.is_unwanted = True
-            return
-        self.hotpush_weights.forget(release_id)
+        if job is None or not job.abandon():
+            self.hotpush_weights.forget(release_id)
 
 
 def _end_with_server(server_pid: int) -> None:
@@ -133,8 +131,9 @@ class _Staging(threading.Thread):
         super().__init__(name="hotpush-staging", daemon=True)
         self._stage = stage
         self._forget = forget
+        self._ending = threading.Lock()
+        self._is_unwanted = False
         self.is_done = False
-        self.is_unwanted = False
         self.refusals: tuple[str, ...] = ()
         self.error: str | None = None
         self.read_bytes = 0
@@ -152,6 +151,15 @@ class _Staging(threading.Thread):
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
         self.seconds = time.perf_counter() - started
-        self.is_done = True
-        if self.is_unwanted:
+        with self._ending:
+            self.is_done = True
+            is_unwanted = self._is_unwanted
+        if is_unwanted:
             self._forget()
+
+    def abandon(self) -> bool:
+        """If the thread still runs, it frees the weights when it ends. Returns False if it has
+        ended."""
+        with self._ending:
+            self._is_unwanted = True
+            return not self.is_done

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="make test-vllm has it", exc_type=ModuleNotFoundError)
 
-from serving.engine import StageError
+from serving.engine import EngineError, StageError
 from serving.engines import vllm_process
 from serving.engines.vllm_engine import VllmEngine
 from serving.engines.vllm_process import VllmProcess
@@ -31,6 +31,7 @@ class MadeUpLlm:
         self.reason: str | None = None
         self.needed_bytes = 0
         self.hangs_in: str | None = None
+        self.status: dict[str, Any] = {}
         self.asked: list[str] = []
         self.is_shut_down = False
         self.may_shut_down = threading.Event()
@@ -46,6 +47,7 @@ class MadeUpLlm:
             "hotpush_needed_bytes": self.needed_bytes,
             "hotpush_status": {
                 "is_done": True, "refusals": (), "error": None, "read_bytes": 0, "seconds": 0.0,
+                **self.status,
             },
         }  # fmt: skip
         return [answers.get(method)]
@@ -168,3 +170,30 @@ def test_too_little_memory_is_found_before_anything_is_read(
     else:
         asyncio.run(story())
         assert "hotpush_stage" in llm.asked
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ({"refusals": ("a.safetensors: tensor a: holds NaN",)}, "holds NaN"),
+        ({"error": "RuntimeError: no memory to pin"}, "no memory to pin"),
+    ],
+)
+def test_what_one_worker_cannot_stage_no_worker_keeps(
+    llm: MadeUpLlm, tmp_path: Path, status: dict[str, Any], reason: str
+) -> None:
+    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
+
+    async def story() -> None:
+        engine = engine_over()
+        await engine.stage(first, tmp_path / first.id)
+        await engine.commit(first.id)
+        try:
+            await engine.stage(second, tmp_path / second.id)
+        finally:
+            await engine.close()
+
+    llm.status = status
+    with pytest.raises((StageError, EngineError), match=reason):
+        asyncio.run(story())
+    assert llm.asked[-1] == "hotpush_forget"

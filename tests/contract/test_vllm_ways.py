@@ -1,6 +1,7 @@
 """Which models' weights are copied, and which are left to vLLM's own reload. Nothing starts."""
 
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from serving.engines import vllm_shadow, vllm_worker
 from serving.engines.vllm_shadow import CannotCopy, check_memory, check_plain
-from serving.engines.vllm_worker import HotpushWorker
+from serving.engines.vllm_worker import HotpushWorker, _Staging
 
 pytestmark = pytest.mark.vllm
 
@@ -122,3 +123,33 @@ def test_a_second_copy_that_finds_no_room_is_not_made(
     check_memory(shadow, num_copies=num_copies)
     with pytest.raises(CannotCopy, match=rf"needs {(num_copies + 1) * 200} bytes"):
         check_memory(shadow, num_copies=num_copies + 1)
+
+
+@pytest.mark.parametrize("ends", ["before", "meanwhile", "after"])
+def test_weights_that_nobody_wants_are_freed_whenever_their_staging_ends(ends: str) -> None:
+    may_end, freed = threading.Event(), []
+
+    class Staging(_Staging):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if ends == "meanwhile" and "is_unwanted" in name and value and not may_end.is_set():
+                may_end.set()
+                # Without a lock, the thread ends now and does not see that it is unwanted.
+                self.join(0.5)
+            super().__setattr__(name, value)
+
+    def stage() -> int:
+        may_end.wait()
+        return 0
+
+    worker = Worker()
+    worker.hotpush_weights = SimpleNamespace(forget=freed.append)  # type: ignore[assignment]
+    job = Staging(stage, lambda: freed.append("r000002-00000000"))
+    worker.hotpush_jobs = {"r000002-00000000": job}
+    job.start()
+    if ends == "before":
+        may_end.set()
+        job.join()
+    worker.hotpush_forget("r000002-00000000")
+    may_end.set()
+    job.join()
+    assert freed == ["r000002-00000000"]

@@ -115,8 +115,8 @@ class Sequences(RuleBasedStateMachine):
         used = sum(slot.num_blocks for slot in slots)
         running = sum(slot.num_blocks for slot in self.running)
         assert self.allocator.usage == running / self.runner.cache_size.num_blocks <= 1
-        assert used + self.allocator._num_free == self.runner.cache_size.num_blocks
-        assert self.allocator._num_free >= 0
+        assert used + self.allocator.num_free == self.runner.cache_size.num_blocks
+        assert self.allocator.num_free >= 0
         for slot in slots:
             held = self.runner.held[slot.number]
             assert slot.length <= len(held) <= slot.num_blocks * 8

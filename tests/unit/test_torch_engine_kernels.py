@@ -1,6 +1,7 @@
 """Batches come in few sizes, whose kernels are there before anybody waits for them."""
 
 import asyncio
+import weakref
 
 import pytest
 import torch
@@ -108,12 +109,13 @@ def test_memory_is_given_back_once_a_release_has_left(
         given = asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def remember() -> None:
-            assert first.id not in engine.resident_releases()
+        def remember(device: torch.device) -> None:
+            assert runner() is None
             loop.call_soon_threadsafe(given.set)
 
         async with engine_with(first, second) as engine:
-            monkeypatch.setattr(engine_module, "trim_heap", remember)
+            runner = weakref.ref(engine._steps._schedulers[first.id]._runner)
+            monkeypatch.setattr(engine_module, "return_unused_memory", remember)
             await engine.unload(first.id)
             async with asyncio.timeout(10):
                 await given.wait()

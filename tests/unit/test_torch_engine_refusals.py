@@ -228,6 +228,27 @@ def test_too_little_memory_is_found_before_anything_is_read(
         asyncio.run(scenario(kv_cache_bytes=65535, max_context=128))
 
 
+def test_memory_that_the_live_release_may_still_take_is_not_free(
+    first: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = changed(first.network, tmp_path / "b", nudge("model.norm.weight"))
+    # 8 MiB of keys and values for each release: 128 slots of two blocks of 32 KiB.
+    monkeypatch.setattr(staging, "free_bytes", lambda device: 64 << 20)
+
+    async def scenario(reserve: int) -> int:
+        async with engine_with(memory_reserve_bytes=reserve) as engine:
+            await engine.stage(first.release, first.folder)
+            await engine.commit(first.id)
+            await ask(engine, first.id, greedy(prompt(60), max_tokens=1))
+            await engine.stage(second.release, second.folder)
+            return len(engine.resident_releases())
+
+    # One block of them has been taken.
+    with pytest.raises(StageError, match=r"other releases may still take 8355840\."):
+        asyncio.run(scenario(49 << 20))
+    assert asyncio.run(scenario(47 << 20)) == 2
+
+
 def test_addresses_that_the_system_does_not_give_are_named(
     first: Published, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +256,7 @@ def test_addresses_that_the_system_does_not_give_are_named(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(slots.mmap, "mmap", refuse)
+    monkeypatch.setattr(loading, "read_tensors", None)
 
     async def scenario() -> None:
         async with engine_with() as engine:

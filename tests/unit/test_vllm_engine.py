@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.engine import StageError
+from serving.engine import EngineError, StageError
 from serving.engines.vllm_engine import VllmEngine
 from serving.engines.vllm_settings import VllmEngineSettings
 from serving.weights.publish import publish_state_dict
@@ -93,3 +93,29 @@ def test_vllm_keeps_the_dtype_of_the_first_release_that_it_starts_on(tmp_path: P
             await engine.close()
 
     asyncio.run(story())
+
+
+def test_a_commit_fails_at_once_if_vllm_has_died_since_the_release_was_staged(
+    tmp_path: Path,
+) -> None:
+    """Requests wait meanwhile, and a new vLLM does not hold the release."""
+    pipeline_dir = tmp_path / "releases"
+    first, second = (release_with(pipeline_dir, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    async def story() -> None:
+        stub = StubbedVllm()
+        engine = VllmEngine(VllmEngineSettings(), stub.start)
+        try:
+            await engine.stage(first, pipeline_dir / first.id)
+            await engine.commit(first.id)
+            await engine.stage(second, pipeline_dir / second.id)
+            stub.hangs_starts = 1
+            assert stub.process is not None
+            await stub.process.end()
+            with pytest.raises(EngineError, match=f"{second.id} is not staged: vLLM died and is"):
+                await engine.commit(second.id)
+            await engine.commit(first.id)
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(story(), 10))

@@ -58,9 +58,12 @@ def _cgroup_free() -> int | None:
     return int(limit) - used + int(stat.get("inactive_file", 0))
 
 
-def trim_heap() -> None:
-    """Return unused pages of the heap to the system. After a release is unloaded, glibc keeps such
-    pages between those that are still in use. Does nothing if malloc is not that of glibc."""
+def return_unused_memory(device: torch.device) -> None:
+    """Return to the system what allocators keep after a release is unloaded. torch keeps blocks of
+    a GPU's memory, which `free_bytes` does not count as free. glibc keeps unused pages of the heap
+    between those that are still in use; another malloc is left alone."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

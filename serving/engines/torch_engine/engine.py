@@ -12,7 +12,7 @@ from typing import Any, Self
 from serving.engine import EngineError, Generation, StageError, Step
 from serving.engines.dtype import choose_dtype
 from serving.engines.torch_engine.busy_lock import BusyLock
-from serving.engines.torch_engine.device import choose_device, trim_heap
+from serving.engines.torch_engine.device import choose_device, return_unused_memory
 from serving.engines.torch_engine.grammars import Grammars
 from serving.engines.torch_engine.loading import StagingCancelled, UnitPool
 from serving.engines.torch_engine.sampling import Sampler
@@ -156,9 +156,20 @@ class TorchEngine:
         resident.is_unloading = True
         loop = asyncio.get_running_loop()
 
-        def on_unloaded() -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._forget, release_id)
+        def free(removed: list[Scheduler]) -> None:
+            removed.clear()
+            try:
+                return_unused_memory(self._device)
+            finally:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(self._forget, resident)
+
+        def on_unloaded(removed: list[Scheduler]) -> None:
+            if self._is_closed:
+                free(removed)
+            else:
+                # Steps and event loop go on meanwhile. The next release is loaded after this.
+                self._loader.submit(free, removed)
 
         self._steps.unload(release_id, on_unloaded)
 
@@ -231,12 +242,13 @@ class TorchEngine:
         resident.is_unloading = False
         return True
 
-    def _forget(self, release_id: str) -> None:
-        self._residents.pop(release_id, None)
-        self._grammars.forget(release_id)
+    def _forget(self, resident: _Resident) -> None:
+        release_id = resident.release.id
+        # The same release may have been loaded again.
+        if self._residents.get(release_id) is resident:
+            del self._residents[release_id]
+            self._grammars.forget(release_id)
         self._one_unloaded.set()
-        if not self._is_closed:
-            self._loader.submit(trim_heap)
 
     async def _wait_for_room(self, release_id: str) -> None:
         try:
@@ -261,6 +273,8 @@ class TorchEngine:
             pool=self._pool,
             settings=self._settings,
             device=self._device,
+            # On a GPU, the memory for the whole KV cache is taken when it is made.
+            promised_bytes=self._steps.untouched_bytes if self._device.type == "cpu" else 0,
             is_cancelled=lambda: is_unwanted.is_set() or self._stop_staging.is_set(),
             pause_share=lambda: _PAUSE_SHARE_BESIDE_REQUESTS if self._steps.is_busy else 0.0,
         )

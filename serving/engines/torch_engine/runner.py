@@ -28,6 +28,11 @@ class KvCacheSize:
     def memory_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    @property
+    def slot_tokens(self) -> int:
+        """The length of a slot's address range: a context, in whole blocks."""
+        return self.blocks(self.context) * self.block_tokens
+
     def blocks(self, num_tokens: int) -> int:
         """The number of blocks for `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_tokens)

@@ -11,11 +11,11 @@ from serving.engines.torch_engine.runner import Batch, Chunk, Runner
 from serving.engines.torch_engine.sampling import Sampler, logprobs
 from serving.engines.torch_engine.sequence import Sequence
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.engines.torch_engine.slot_allocator import Slot, SlotAllocator
+from serving.engines.torch_engine.slot_allocator import COPIED_PER_PREFILLED, Slot, SlotAllocator
 
 _MIN_PREFILL_TOKENS = 16
-_COPIED_PER_PREFILLED = 32
-"""Prefilling one token takes at least as long as copying the keys and values of this many."""
+_PROMPT_LOGITS_BYTES = 64 << 20
+"""The most memory that a step takes for the logits of prompt tokens."""
 
 Event = tuple[Sequence, Step | EngineError]
 
@@ -36,6 +36,10 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
         self._prefilling: list[Sequence] = []
+        self._events: list[Event] = []
+        """The events of the current step. If it fails, `fail` still returns those of sequences that
+        have ended in it."""
+        self._max_scored_tokens = max(1, _PROMPT_LOGITS_BYTES // (4 * runner.vocab_size))
         self._arrivals = count()
         self._seconds_per_prompt_token = 0.0
         self._seconds_per_decoding = 0.0
@@ -55,6 +59,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self._decoding or self._prefilling)
+
+    @property
+    def untouched_bytes(self) -> int:
+        """The memory that the KV cache may still take on a CPU."""
+        return self._allocator.num_free * self._runner.cache_size.block_bytes
 
     def step(self, *, num_schedulers: int) -> list[Event]:
         """Compute one step. Returns the new events and the sequences that they belong to.
@@ -80,16 +89,23 @@ class Scheduler:
         self._learn_speed(batch, time.perf_counter() - started)
         for slot in slots:
             slot.length += 1
-        return self._finish_step(decoding, chunks, logits)
+        self._finish_step(decoding, chunks, logits)
+        return self._take_events()
 
     def fail(self, error: EngineError) -> list[Event]:
-        """Remove every sequence. Returns `error` as an event for each of them."""
+        """Remove every sequence, after an error in `step`. Returns `error` as an event for each of
+        them, after the events of the step that failed."""
         for sequence in (*self._decoding, *self._prefilling):
             self._allocator.free(_slot(sequence))
         everyone = [*self._decoding, *self._prefilling, *self._waiting]
         self._decoding, self._prefilling = [], []
         self._waiting.clear()
-        return [(sequence, error) for sequence in everyone]
+        self._events.extend((sequence, error) for sequence in everyone)
+        return self._take_events()
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
     def _drop_cancelled(self) -> None:
         for running in (self._decoding, self._prefilling):
@@ -125,9 +141,11 @@ class Scheduler:
                 if not self._admit():
                     break
                 copied = _slot(self._prefilling[-1]).num_copied
-                budget = max(1, budget - copied // _COPIED_PER_PREFILLED)
+                budget = max(1, budget - copied // COPIED_PER_PREFILLED)
             sequence = self._prefilling[len(chunks)]
             slot = _slot(sequence)
+            if sequence.prompt_logprobs is not None:
+                budget = min(budget, self._max_scored_tokens)
             unread = slot.tokens[slot.length : slot.length + budget]
             budget -= len(unread)
             is_last = slot.length + len(unread) == len(slot.tokens)
@@ -197,8 +215,7 @@ class Scheduler:
         decoding: list[Sequence],
         chunks: list[Chunk],
         logits: Tensor,
-    ) -> list[Event]:
-        events: list[Event] = []
+    ) -> None:
         sampled, rows = list(decoding), list(range(len(decoding)))
         row = len(decoding)
         scored: list[Sequence] = []
@@ -220,27 +237,24 @@ class Scheduler:
                 sampled.append(sequence)
                 rows.append(row - 1)
         if sampled:
-            events.extend(self._sample(sampled, logits if len(rows) == row else logits[rows]))
+            self._sample(sampled, logits if len(rows) == row else logits[rows])
         for sequence in scored:
+            self._events.append((sequence, sequence.take_scores()))
             self._finish(sequence)
-            events.append((sequence, sequence.take_scores()))
-        return events
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> list[Event]:
+    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
         token_ids = self._sampler.sample(sequences, logits)
         found = _token_logprobs(sequences, token_ids, logits)
-        events: list[Event] = []
         for sequence, token_id in zip(sequences, token_ids, strict=True):
             if sequence.logits_processor.refusal is not None:
-                events.append((sequence, sequence.logits_processor.refusal))
+                self._events.append((sequence, sequence.logits_processor.refusal))
                 self._finish(sequence)
                 continue
             reason = sequence.add(token_id, found.get(sequence), self._runner.cache_size.context)
             if (step := sequence.take_step(reason)) is not None:
-                events.append((sequence, step))
+                self._events.append((sequence, step))
             if reason is not None:
                 self._finish(sequence)
-        return events
 
     def _finish(self, sequence: Sequence) -> None:
         self._decoding.remove(sequence)

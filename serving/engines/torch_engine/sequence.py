@@ -64,6 +64,7 @@ class Sequence:
 
     def reset_for_preemption(self) -> None:
         """Forget the slot. The output stays, and prompt logprobs will be computed again."""
+        self.slot = None
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()
 

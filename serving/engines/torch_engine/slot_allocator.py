@@ -3,13 +3,17 @@ finished sequences (prefix cache): a new sequence that begins with the same toke
 them again."""
 
 import heapq
+from array import array
 from dataclasses import dataclass
 
 from serving.engines.torch_engine.runner import Runner
 
 MIN_SHARED_TOKENS = 16
 """With fewer common tokens, prefilling them again is as fast as copying them."""
-_TOKENS_PER_COMPARISON = 256
+COPIED_PER_PREFILLED = 32
+"""Prefilling one token takes at least as long as copying the keys and values of this many."""
+_TOKEN_BYTES = array("I").itemsize
+_BYTES_PER_COMPARISON = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -19,6 +23,8 @@ class Slot:
     number: int
     tokens: tuple[int, ...] = ()
     """The tokens that the sequence prefills. In a cached slot: all tokens that the slot holds."""
+    packed: bytes = b""
+    """`tokens` as an array of C. Two of them are compared in a fraction of the time."""
     length: int = 0
     """The number of tokens whose keys and values the slot holds. The generated tokens follow those
     of `tokens`."""
@@ -38,7 +44,8 @@ class SlotAllocator:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._cache_size = runner.cache_size
-        self._num_free = runner.cache_size.num_blocks
+        self.num_free = runner.cache_size.num_blocks
+        """The number of blocks that no slot has."""
         self._empty = list(range(runner.cache_size.num_slots))
         """The numbers of the empty slots, as a heap. The lowest number is used first, so that
         running slots are adjacent if possible."""
@@ -61,11 +68,12 @@ class SlotAllocator:
         """
         size = self._cache_size.blocks(min(len(tokens) + 1, self._cache_size.context))
         num_cached_blocks = sum(slot.num_blocks for slot in self._cached)
-        if size + num_spare > self._num_free + num_cached_blocks:
+        if size + num_spare > self.num_free + num_cached_blocks:
             return None
         source, length = None, 0
+        packed = _pack(tokens)
         if may_share and self._runner.shares_prefixes:
-            source, length, is_worth_waiting = self._find(tokens)
+            source, length, is_worth_waiting = self._find(packed)
             if is_worth_waiting:
                 return None
         slot = self._choose(source, length, size + num_spare, num_cached_blocks)
@@ -76,11 +84,15 @@ class SlotAllocator:
             self._cached[source] = self._cached.pop(source)  # the most recently used
         self._free_blocks(size - slot.num_blocks, without=source)
         self._resize(slot, size)
-        slot.tokens, slot.length, slot.num_copied = tokens, length, 0
-        if source is not None and source is not slot:
-            self._runner.copy(source.number, slot.number, length)
-            slot.num_copied = length
+        slot.tokens, slot.packed, slot.length, slot.num_copied = tokens, packed, length, 0
         self._running.add(slot)
+        if source is not None and source is not slot:
+            try:
+                self._runner.copy(source.number, slot.number, length)
+            except BaseException:
+                self.free(slot)
+                raise
+            slot.num_copied = length
         return slot
 
     def grow(self, slot: Slot, num_tokens: int) -> bool:
@@ -88,7 +100,7 @@ class SlotAllocator:
         size = self._cache_size.blocks(num_tokens)
         if size > slot.num_blocks:
             self._free_blocks(size - slot.num_blocks)
-            if size - slot.num_blocks > self._num_free:
+            if size - slot.num_blocks > self.num_free:
                 return False
             self._resize(slot, size)
         return True
@@ -101,6 +113,7 @@ class SlotAllocator:
             return
         self._running.remove(slot)
         slot.tokens = tokens[: slot.length]
+        slot.packed = _pack(slot.tokens)
         self._cached[slot] = None
         self._resize(slot, self._cache_size.blocks(slot.length))
 
@@ -111,8 +124,8 @@ class SlotAllocator:
         self._resize(slot, 0)
         heapq.heappush(self._empty, slot.number)
 
-    def _find(self, tokens: tuple[int, ...]) -> tuple[Slot | None, int, bool]:
-        """Find the slot that shares the longest prefix with `tokens`.
+    def _find(self, packed: bytes) -> tuple[Slot | None, int, bool]:
+        """Find the slot that shares the longest prefix with the tokens `packed`.
 
         Returns this slot, the length of the prefix, and whether to wait because a running slot will
         soon hold a longer prefix. The prefix never includes the last token, because its logits must
@@ -120,7 +133,11 @@ class SlotAllocator:
         """
         best, length, awaited = None, 0, 0
         for slot in (*self._cached, *self._running):
-            common = min(_num_common(slot.tokens, tokens), len(tokens) - 1)
+            # Often many slots share the same prefix, such as a system prompt, and only that.
+            following = slice(length * _TOKEN_BYTES, (length + 1) * _TOKEN_BYTES)
+            if slot.packed[following] != packed[following]:
+                continue
+            common = min(_num_common(slot.packed, packed), len(packed) // _TOKEN_BYTES - 1)
             awaited = max(awaited, common)
             if min(common, slot.length) >= max(length + 1, MIN_SHARED_TOKENS):
                 best, length = slot, min(common, slot.length)
@@ -131,16 +148,18 @@ class SlotAllocator:
     ) -> Slot | None:
         """Choose the slot for a sequence that shares `length` tokens with `source`.
 
-        This is `source` itself if it is cached and would lose at most half of its tokens, or if
-        there is no memory or no slot beside it.
+        This is `source` itself if it is cached and there is no memory or no slot beside it. It is
+        `source` also if prefilling the tokens that it would lose takes no longer than a copy, as
+        in a continued conversation, which loses none.
         """
         is_cached = source is not None and source in self._cached
         if source is not None and is_cached:
             others = num_cached_blocks - source.num_blocks
-            is_alone = num_blocks > self._num_free + others or not (
+            is_alone = num_blocks > self.num_free + others or not (
                 self._empty or len(self._cached) > 1
             )
-            if 2 * length >= source.length or is_alone:
+            lost = source.length - length
+            if is_alone or lost * COPIED_PER_PREFILLED <= length:
                 return source
         if self._empty:
             return Slot(heapq.heappop(self._empty))
@@ -149,7 +168,7 @@ class SlotAllocator:
     def _free_blocks(self, number: int, *, without: Slot | None = None) -> None:
         """Free cached slots until `number` blocks are free, or no cached slot is left. The slot
         `without` is not freed."""
-        while number > self._num_free:
+        while number > self.num_free:
             slot = next((slot for slot in self._cached if slot is not without), None)
             if slot is None:
                 return
@@ -158,18 +177,23 @@ class SlotAllocator:
     def _resize(self, slot: Slot, num_blocks: int) -> None:
         if num_blocks < slot.num_blocks:
             self._runner.truncate(slot.number, num_blocks * self._cache_size.block_tokens)
-        self._num_free += slot.num_blocks - num_blocks
+        self.num_free += slot.num_blocks - num_blocks
         slot.num_blocks = num_blocks
 
 
-def _num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The length of the common prefix."""
-    if one is other:
-        return len(one)
-    for start in range(0, min(len(one), len(other)), _TOKENS_PER_COMPARISON):
-        end = start + _TOKENS_PER_COMPARISON
-        if one[start:end] != other[start:end]:
-            pairs = zip(one[start:end], other[start:end], strict=False)
-            differs = (number for number, (a, b) in enumerate(pairs) if a != b)
-            return start + next(differs, min(len(one), len(other), end) - start)
-    return min(len(one), len(other))
+def _pack(tokens: tuple[int, ...]) -> bytes:
+    return array("I", tokens).tobytes()
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """The number of tokens in the common prefix."""
+    size = min(len(one), len(other))
+    start = 0
+    step = _BYTES_PER_COMPARISON
+    while step >= _TOKEN_BYTES:
+        end = min(start + step, size)
+        if start < end and one[start:end] == other[start:end]:
+            start = end
+        else:
+            step //= 2
+    return start // _TOKEN_BYTES

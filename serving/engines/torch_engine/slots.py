@@ -5,8 +5,10 @@ it. On a CPU the operating system does the paging, as a GPU's driver does for vA
 (arXiv:2405.04437): a page takes memory from the first write until it is freed.
 """
 
+import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -41,8 +43,27 @@ class LayerShape:
         return 2 * self.num_heads * self.head_dim * dtype.itemsize
 
 
+def page_table_bytes(num_heads: int, num_slots: int, slot_head_bytes: int) -> int:
+    """The memory of the page tables when every slot has been used. `num_heads` counts the KV heads
+    of all layers; the keys of one head have an address range of `slot_head_bytes` in each slot, and
+    so have its values.
+
+    A page table is one page, and its entries of 8 bytes map `PAGESIZE / 8` pages. Most of these
+    ranges are longer than that, so each of them needs a table of its own for its first tokens. The
+    tables stay until the release is unloaded.
+    """
+    num_ranges = 2 * num_heads * num_slots
+    num_mapped = num_ranges * slot_head_bytes // (mmap.PAGESIZE * mmap.PAGESIZE // 8) + 1
+    return min(num_ranges, num_mapped) * mmap.PAGESIZE
+
+
 class KeyValueSlots:
-    """Each layer has one tensor [2, slots, KV heads, tokens, head dim]: keys, then values."""
+    """Each layer has one tensor [2, slots, KV heads, tokens, head dim]: keys, then values.
+
+    The tensors never hold NaN or infinity. Attention reads old content: tokens that earlier
+    sequences left in a slot, and the slots between those of a batch. A mask gives such columns the
+    probability 0, but 0 times NaN is NaN.
+    """
 
     def __init__(
         self,
@@ -59,7 +80,6 @@ class KeyValueSlots:
         system does not provide the address range."""
         shape = (2, num_slots, num_kv_heads, num_tokens, head_dim)
         self._pages = [_Pages(shape, dtype) for _ in range(num_layers if _is_cpu(device) else 0)]
-        # Zeros, because columns after a sequence's end are masked, and a mask does not remove NaN.
         self._layers = [pages.tensor for pages in self._pages] or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)
         ]
@@ -78,12 +98,15 @@ class KeyValueSlots:
         return (((kind * num_slots + slot) * num_heads + head) * num_tokens + token).flatten()
 
     def write_rows(self, layer: int, row_indices: Tensor, keys_values: Tensor) -> None:
-        """Write tokens of several slots. `keys_values` is [rows, 2, KV heads, head dim]."""
+        """Write tokens of several slots. `keys_values` is [rows, 2, KV heads, head dim]. It is
+        changed: numbers that are not finite become 0."""
+        keys_values.nan_to_num_(0.0, 0.0, 0.0)
         self._by_row[layer].index_copy_(0, row_indices, keys_values.reshape(len(row_indices), -1))
 
     def write_run(self, layer: int, slot: int, start: int, keys_values: Tensor) -> None:
         """Write the tokens of one slot from position `start` on. `keys_values` is
-        [tokens, 2, KV heads, head dim]."""
+        [tokens, 2, KV heads, head dim]. It is changed: numbers that are not finite become 0."""
+        keys_values.nan_to_num_(0.0, 0.0, 0.0)
         run = self._layers[layer][:, slot, :, start : start + len(keys_values)]
         run.copy_(keys_values.permute(1, 2, 0, 3))
 
@@ -115,12 +138,14 @@ class _Pages:
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0),
         )
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            # Otherwise the first token of each head would take a page of 2 MB.
-            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+            # Otherwise the first token of each head would take a page of 2 MB. A kernel without
+            # huge pages refuses the advice, and does not need it.
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype, count=numel).view(shape)
 
     def free(self, slot: int, length: int) -> None:
-        if not hasattr(mmap, "MADV_DONTNEED"):  # then the pages stay for the slot's next sequence
+        if (advice := _advice_to_free()) is None:  # then the pages stay for the next sequence
             return
         kinds, num_slots, num_heads, num_tokens, head_dim = self.tensor.shape
         row_bytes = head_dim * self.tensor.itemsize
@@ -128,7 +153,13 @@ class _Pages:
             for head in range(num_heads):
                 row = ((kind * num_slots + slot) * num_heads + head) * num_tokens + length
                 if size := (num_tokens - length) * row_bytes:
-                    self._memory.madvise(mmap.MADV_DONTNEED, row * row_bytes, size)
+                    self._memory.madvise(advice, row * row_bytes, size)
+
+
+def _advice_to_free() -> int | None:
+    """macOS frees nothing for MADV_DONTNEED. After MADV_FREE, old content may still be read."""
+    name = "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED"
+    return getattr(mmap, name, None)
 
 
 def _is_cpu(device: torch.device) -> bool:

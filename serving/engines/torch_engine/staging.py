@@ -4,7 +4,8 @@ priority."""
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ from serving.engines.torch_engine.generic_rope import allowed_context
 from serving.engines.torch_engine.loading import Loader, UnitPool
 from serving.engines.torch_engine.runner import KvCacheSize, Runner
 from serving.engines.torch_engine.settings import TorchEngineSettings
-from serving.engines.torch_engine.slots import KeyValueSlots, block_tokens
+from serving.engines.torch_engine.slots import (
+    KeyValueSlots,
+    LayerShape,
+    block_tokens,
+    page_table_bytes,
+)
+from serving.engines.torch_engine.units import Unit
 from serving.weights.release import Release
 
 _log = logging.getLogger(__name__)
@@ -48,13 +55,15 @@ def load_runner(
     pool: UnitPool,
     settings: TorchEngineSettings,
     device: torch.device,
+    promised_bytes: int,
     is_cancelled: Callable[[], bool],
     pause_share: Callable[[], float],
 ) -> Staged:
     """Load a release and make its runner. Blocks, and lowers the priority of the calling thread.
 
-    The manifest and the free memory are checked before any tensor is read. Raises StageError and
-    StagingCancelled.
+    The manifest and the free memory are checked before any tensor is read, and the KV cache gets
+    its address range. `promised_bytes` is free memory that other releases may still take. Raises
+    StageError and StagingCancelled.
     """
     lower_thread_priority()
     started = time.perf_counter()
@@ -71,7 +80,7 @@ def load_runner(
     shape = architecture.llama_shape(config)
     with torch.inference_mode():
         load = _load_generic if shape is None else lambda *args: _load_llama(shape, *args)
-        runner, read_bytes, shared_bytes = load(loader, settings)
+        runner, read_bytes, shared_bytes = load(loader, settings, promised_bytes)
     staged = Staged(
         runner=runner,
         read_bytes=read_bytes,
@@ -89,55 +98,38 @@ def load_runner(
 
 
 def _load_llama(
-    shape: LlamaShape, loader: Loader, settings: TorchEngineSettings
+    shape: LlamaShape, loader: Loader, settings: TorchEngineSettings, promised_bytes: int
 ) -> tuple[Runner, int, int]:
     units = llama_units.units(shape)
     ignored = llama_units.ignored(loader.release.tensors)
     loader.check(units, llama_units.ties(shape), ignored)
-    cache_size = _cache_size(
-        settings,
-        shape.context,
-        block_tokens=block_tokens(shape.head_dim, loader.dtype),
-        token_bytes=2
-        * (shape.num_layers * shape.num_kv_heads * shape.head_dim * loader.dtype.itemsize),
-        is_paged=loader.device.type == "cpu",
+    layer = LayerShape(
+        num_heads=shape.num_kv_heads, key_size=shape.head_dim, value_size=shape.head_dim
     )
-    _check_memory(loader, settings, loader.missing_bytes(units), cache_size.memory_bytes)
+    layers = [layer] * shape.num_layers
+    cache_size = _plan_cache(loader, settings, shape.context, layers)
+    _check_memory(loader, settings, units, cache_size, layers, promised_bytes)
+    slots = _slots(loader, cache_size, layer, num_layers=shape.num_layers)
     loaded = loader.load(units)
-    slots = _slots(
-        loader,
-        cache_size,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
     runner = llama.LlamaRunner(
         shape, loaded.units, slots, cache_size=cache_size, device=loader.device
     )
     return runner, loaded.read_bytes, loaded.shared_bytes
 
 
-def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner, int, int]:
+def _load_generic(
+    loader: Loader, settings: TorchEngineSettings, promised_bytes: int
+) -> tuple[Runner, int, int]:
     network: Any = generic.build_network(loader.folder)
     sources = generic.find_sources(network, loader.release)
     units = generic.units(sources)
     loader.check(units, sources.ties, sources.ignored)
     shapes = generic.layer_shapes(loader.folder)
-    cache_size = _cache_size(
-        settings,
-        allowed_context(network.config, settings.max_context),
-        block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in shapes)),
-        token_bytes=sum(each.token_bytes(loader.dtype) for each in shapes),
-        is_paged=loader.device.type == "cpu",
-    )
-    _check_memory(loader, settings, loader.missing_bytes(units), cache_size.memory_bytes)
+    context = allowed_context(network.config, settings.max_context)
+    cache_size = _plan_cache(loader, settings, context, shapes)
+    _check_memory(loader, settings, units, cache_size, shapes, promised_bytes)
+    layers = [_slots(loader, cache_size, each, num_layers=1) for each in shapes]
     loaded = loader.load(units)
-    layers = [
-        _slots(
-            loader, cache_size, num_layers=1, num_kv_heads=each.num_heads, head_dim=each.head_dim
-        )
-        for each in shapes
-    ]
     runner = generic.TransformersRunner(
         network, loaded.units, layers, shapes, cache_size=cache_size, device=loader.device
     )
@@ -145,15 +137,17 @@ def _load_generic(loader: Loader, settings: TorchEngineSettings) -> tuple[Runner
 
 
 def _slots(
-    loader: Loader, cache_size: KvCacheSize, *, num_layers: int, num_kv_heads: int, head_dim: int
+    loader: Loader, cache_size: KvCacheSize, layer: LayerShape, *, num_layers: int
 ) -> KeyValueSlots:
+    """Slots for layers of the same shape. They are made before the weights are loaded, so that a
+    refusal of the system comes early."""
     try:
         return KeyValueSlots(
             num_layers=num_layers,
             num_slots=cache_size.num_slots,
-            num_kv_heads=num_kv_heads,
-            num_tokens=cache_size.blocks(cache_size.context) * cache_size.block_tokens,
-            head_dim=head_dim,
+            num_kv_heads=layer.num_heads,
+            num_tokens=cache_size.slot_tokens,
+            head_dim=layer.head_dim,
             dtype=loader.dtype,
             device=loader.device,
         )
@@ -163,6 +157,19 @@ def _slots(
             f"provide their address range ({error}); lower max_batch or max_context under "
             "[serving.torch], or raise the limit of virtual memory (ulimit -v)"
         ) from error
+
+
+def _plan_cache(
+    loader: Loader, settings: TorchEngineSettings, allowed: int, layers: Seq[LayerShape]
+) -> KvCacheSize:
+    """The size of the KV cache of a network that allows a context of `allowed` tokens."""
+    return _cache_size(
+        settings,
+        allowed,
+        block_tokens=math.lcm(*(block_tokens(each.head_dim, loader.dtype) for each in layers)),
+        token_bytes=sum(each.token_bytes(loader.dtype) for each in layers),
+        is_paged=loader.device.type == "cpu",
+    )
 
 
 def _cache_size(
@@ -207,14 +214,30 @@ def _cache_size(
 
 
 def _check_memory(
-    loader: Loader, settings: TorchEngineSettings, weight_bytes: int, kv_bytes: int
+    loader: Loader,
+    settings: TorchEngineSettings,
+    units: Mapping[str, Unit],
+    cache_size: KvCacheSize,
+    layers: Seq[LayerShape],
+    promised_bytes: int,
 ) -> None:
     free = free_bytes(loader.device)
+    weight_bytes, kv_bytes = loader.missing_bytes(units), cache_size.memory_bytes
+    if loader.device.type == "cpu":
+        kv_bytes += sum(
+            page_table_bytes(
+                layer.num_heads,
+                cache_size.num_slots,
+                cache_size.slot_tokens * layer.head_dim * loader.dtype.itemsize,
+            )
+            for layer in layers
+        )
     needed = weight_bytes + kv_bytes + settings.memory_reserve_bytes
-    if free is not None and needed > free:
+    if free is not None and needed > free - promised_bytes:
         raise StageError(
             f"too little memory on {loader.device}: {loader.release.id} needs {weight_bytes} bytes "
             f"for weights and {kv_bytes} for keys and values, with "
-            f"{settings.memory_reserve_bytes} to spare; {free} are free. "
+            f"{settings.memory_reserve_bytes} to spare; {free} are free, of which other releases "
+            f"may still take {promised_bytes}. "
             "Lower max_batch, max_context or kv_cache_bytes under [serving.torch]"
         )

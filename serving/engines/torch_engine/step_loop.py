@@ -19,6 +19,13 @@ from serving.engines.torch_engine.sequence import Sequence
 
 _log = logging.getLogger(__name__)
 
+_MAX_FAILED_STEPS = 8
+"""After so many failed steps in a row, the engine reports a failure. Some errors never end, such as
+most errors of CUDA."""
+
+
+OnUnloaded = Callable[[list[Scheduler]], None]
+
 
 class StepLoop:
     """All methods may be called from any thread. All but `join` return at once.
@@ -37,7 +44,9 @@ class StepLoop:
         """The first scheduler, until it has been warmed up. Later ones are not warmed up: most
         releases have the same shape, so their kernels exist, and a warm-up would delay running
         sequences."""
-        self._unloading: dict[str, Callable[[], None]] = {}
+        self._unloading: dict[str, OnUnloaded] = {}
+        self._num_failed_steps = 0
+        """The number of steps that have failed since the last one that did not."""
         self._liveness_checks: list[asyncio.Future[None]] = []
         self._cpu_clock: int | None = None
         self._is_core_reserved = False
@@ -64,8 +73,18 @@ class StepLoop:
 
     @property
     def failure(self) -> str | None:
-        """The error that ended the thread; None while the thread runs."""
-        return None if self._failure is None else str(self._failure)
+        """The error that ended the thread, or that many steps in a row have failed. None while
+        there is neither."""
+        if self._failure is not None:
+            return str(self._failure)
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            return f"the last {self._num_failed_steps} steps failed; the log has the errors"
+        return None
+
+    @property
+    def untouched_bytes(self) -> int:
+        """The memory that the KV caches may still take on a CPU."""
+        return sum(scheduler.untouched_bytes for scheduler in list(self._schedulers.values()))
 
     @property
     def cpu_seconds(self) -> float | None:
@@ -105,15 +124,20 @@ class StepLoop:
             self._schedulers[release_id] = scheduler
             self._changed.notify()
 
-    def unload(self, release_id: str, on_unloaded: Callable[[], None]) -> None:
+    def unload(self, release_id: str, on_unloaded: OnUnloaded) -> None:
         """Remove the release's scheduler as soon as it is idle, then call `on_unloaded`. The call
-        is made on the loop's thread, or on the calling thread if the loop's thread has ended."""
+        is made on the loop's thread, or on the calling thread if the loop's thread has ended.
+
+        The argument of the call is a list with the only reference to the scheduler. It takes long
+        to free a scheduler, because the system must free each of its pages. So clear the list on a
+        thread for which nobody waits.
+        """
         with self._changed:
             if self._failure is None:
                 self._unloading[release_id] = on_unloaded
                 self._changed.notify()
                 return
-        on_unloaded()
+        on_unloaded([])
 
     def cancel_unload(self, release_id: str) -> bool:
         """Undo `unload`. Returns False if the scheduler has already been removed."""
@@ -227,7 +251,9 @@ class StepLoop:
         for release_id, scheduler in schedulers:
             try:
                 events.extend(scheduler.step(num_schedulers=len(schedulers)))
+                self._num_failed_steps = 0
             except Exception as error:
+                self._num_failed_steps += 1
                 _log.exception("a step of release %s failed", release_id)
                 failure = EngineError(f"a step of release {release_id} failed: {error}")
                 events.extend(scheduler.fail(failure))
@@ -237,13 +263,13 @@ class StepLoop:
         with self._changed:
             # A sequence may have been submitted after this step began.
             wanted = {sequence.release_id for sequence in self._submitted}
-            unloaded = []
+            unloaded: list[tuple[OnUnloaded, list[Scheduler]]] = []
             for release_id in list(self._unloading):
                 if release_id not in wanted and self._schedulers[release_id].is_idle:
-                    del self._schedulers[release_id]
-                    unloaded.append(self._unloading.pop(release_id))
-        for on_unloaded in unloaded:
-            on_unloaded()
+                    removed = [self._schedulers.pop(release_id)]
+                    unloaded.append((self._unloading.pop(release_id), removed))
+        for on_unloaded, removed in unloaded:
+            on_unloaded(removed)
 
     def _end(self, error: EngineError) -> None:
         with self._changed:
@@ -259,7 +285,7 @@ class StepLoop:
             self._answer_liveness_checks(error)
         _deliver(events)
         for on_unloaded in unloaded:
-            on_unloaded()
+            on_unloaded([])
 
 
 def _answer_liveness_check(check: "asyncio.Future[None]", error: EngineError | None) -> None:

@@ -1,0 +1,133 @@
+"""What a step computes, and what becomes of its events if it fails."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from serving.engine import EngineError, Generation, Step
+from serving.engines.torch_engine import scheduler as scheduler_module
+from serving.engines.torch_engine.runner import Batch, KvCacheSize
+from serving.engines.torch_engine.sampling import Sampler
+from serving.engines.torch_engine.scheduler import Scheduler
+from serving.engines.torch_engine.sequence import Sequence
+from serving.engines.torch_engine.settings import TorchEngineSettings
+
+VOCAB = 32
+
+
+class Runner:
+    """Every logit is 0. Remembers the batches."""
+
+    vocab_size = VOCAB
+    shares_prefixes = True
+    cache_size = KvCacheSize(
+        num_slots=8, num_blocks=80, block_tokens=16, block_bytes=100, context=160
+    )
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.batches.append(batch)
+        sizes = {"none": 0, "last": 1}
+        num_rows = sum(sizes.get(each.wants, len(each.token_ids)) for each in batch.chunks)
+        return torch.zeros(len(batch.slots) + num_rows, VOCAB)
+
+    def warm_up(self) -> None: ...
+
+    def truncate(self, slot: int, length: int) -> None: ...
+
+    def copy(self, source: int, target: int, length: int) -> None: ...
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def submit(
+    scheduler: Scheduler, generation: Generation, loop: asyncio.AbstractEventLoop
+) -> Sequence:
+    sequence = Sequence("r000001-00000000", generation, loop, vocab_size=VOCAB)
+    scheduler.submit(sequence)
+    return sequence
+
+
+def test_a_sequence_that_ended_in_a_step_that_failed_gets_its_end(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(Runner(), Sampler(), TorchEngineSettings())
+    first = submit(scheduler, Generation(prompt=(1, 2), max_tokens=1, temperature=0.0), loop)
+    second = submit(scheduler, Generation(prompt=(3, 4), max_tokens=5, temperature=0.0), loop)
+
+    def fail(token_id: int) -> bool:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(second.logits_processor, "add", fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        scheduler.step(num_schedulers=1)
+    error = EngineError("a step failed")
+    (ended, end), (failed, found) = scheduler.fail(error)
+    assert ended is first
+    assert isinstance(end, Step)
+    assert end.finish_reason == "length"
+    assert (failed, found) == (second, error)
+    assert scheduler.fail(error) == []
+    assert scheduler.untouched_bytes == 80 * 100
+
+
+def test_logits_of_prompts_take_no_more_memory_in_a_step_than_is_allowed(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "_PROMPT_LOGITS_BYTES", 40 * 4 * VOCAB)
+    runner = Runner()
+    scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
+    answers: dict[Sequence, list[Step | EngineError]] = {}
+    for number in range(6):
+        scored = number % 3 != 2
+        generation = Generation(
+            prompt=tuple(range(number, number + 25)) * 3,
+            max_tokens=3,
+            temperature=0.0,
+            num_prompt_logprobs=0 if scored else None,
+        )
+        answers[submit(scheduler, generation, loop)] = []
+    while not scheduler.is_idle:
+        for sequence, event in scheduler.step(num_schedulers=1):
+            answers[sequence].append(event)
+    num_rows = [
+        sum(len(chunk.token_ids) for chunk in batch.chunks if chunk.wants == "all")
+        for batch in runner.batches
+    ]
+    assert max(num_rows) == 40
+    assert sum(num_rows) == 4 * 75
+    for sequence, (first, *_) in answers.items():
+        assert isinstance(first, Step)
+        is_scored = sequence.generation.num_prompt_logprobs is not None
+        assert len(first.prompt_logprobs or ()) == (74 if is_scored else 0)
+
+
+def test_a_preempted_sequence_takes_no_memory_while_it_waits(
+    loop: asyncio.AbstractEventLoop,
+) -> None:
+    runner = Runner()
+    runner.cache_size = KvCacheSize(
+        num_slots=8, num_blocks=10, block_tokens=16, block_bytes=100, context=160
+    )
+    scheduler = Scheduler(runner, Sampler(), TorchEngineSettings())
+    for number in range(3):
+        generation = Generation(prompt=(number,) * 30, max_tokens=100, temperature=0.0)
+        submit(scheduler, generation, loop)
+    while not scheduler.is_idle:
+        scheduler.step(num_schedulers=1)
+        batch = runner.batches[-1]
+        assert batch.slots or batch.chunks
+        lengths = [length + 1 for length in batch.lengths]
+        lengths += [chunk.start + len(chunk.token_ids) for chunk in batch.chunks]
+        held = sum(runner.cache_size.blocks(length) for length in lengths)
+        assert scheduler.untouched_bytes <= (10 - held) * 100
+    assert any(len(chunk.token_ids) > 30 for batch in runner.batches for chunk in batch.chunks)
