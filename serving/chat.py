@@ -12,15 +12,15 @@ from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
 from serving.chat_schemas import ChatPrompt, ChatRequest
-from serving.chat_template import ChatTemplateError
+from serving.chat_template import ChatTemplateError, ChatTemplateTooCostly
 from serving.engine import Generation
+from serving.prompts import encode_prompt
 from serving.request_errors import RequestError
 from serving.sequences import (
     Delta,
     Sequence,
     TokenText,
     check_num_sequences,
-    encode_prompt,
     make_generations,
 )
 from serving.settings import ServingSettings
@@ -41,8 +41,7 @@ def add_chat(router: APIRouter, answers: Answers) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPlan:
-    """The `Plan` of a chat. `chunks` and `choices` keep state, so use a plan for one answer only.
-    """
+    """The `Plan` of a chat. `chunks` and `choices` keep state: use a plan for one answer only."""
 
     request: ChatRequest
     tokenizer: ReleaseTokenizer
@@ -234,6 +233,13 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
                 **(request.chat_template_kwargs or {}),
             },
         )
+    except ChatTemplateTooCostly as error:
+        raise RequestError(
+            400,
+            f"messages: {live.id}: {error}; send fewer or shorter messages",
+            param="messages",
+            code="invalid_value",
+        ) from None
     except ChatTemplateError as error:
         raise RequestError(
             400,

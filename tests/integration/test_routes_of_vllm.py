@@ -178,11 +178,16 @@ def test_dashboards_and_autoscalers_of_vllm_find_their_metrics(
     assert after["vllm:num_requests_waiting"] == 0
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+# A short chat too, because its template may take long.
+@pytest.mark.parametrize(
+    ("route", "length"),
+    [("completions", 5000), ("chat/completions", 5000), ("chat/completions", 1)],
+)
 def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, length: int
 ) -> None:
-    set_current(tmp_path, echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE).id)
+    release = echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE, context=8192)
+    set_current(tmp_path, release.id)
     begun, go_on = threading.Event(), threading.Event()
     encode = ReleaseTokenizer.encode
 
@@ -193,7 +198,7 @@ def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
         return encode(self, text, **options)
 
     monkeypatch.setattr(ReleaseTokenizer, "encode", slow)
-    text = "y" * 5000
+    text = "y" * length
     body = (
         {"prompt": text}
         if route == "completions"
