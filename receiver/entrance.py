@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from receiver.cross_site import other_host
+from serving.http.cross_site import other_host
 
 
 class TunnelEntrance:

@@ -20,7 +20,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from receiver.cross_site import other_host, other_site
 from receiver.durable import DurableDeliveries
 from receiver.errors import BodyTooLarge, FromElsewhere, ReceiverError, WorkerNotRunning
 from receiver.history import History, Received
@@ -29,6 +28,7 @@ from receiver.payload import WebhookPayload, unknown_value
 from receiver.senders import NotAPush, read_event
 from receiver.verify import Proof, is_svix
 from serving.http.bodies import BodiesInFlight
+from serving.http.cross_site import other_host, other_site
 
 _logger = logging.getLogger(__name__)
 

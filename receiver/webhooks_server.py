@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 
 from receiver import listen
 from receiver.blocks import block_until_interrupted, is_blocks, show_as_running
-from receiver.cross_site import host_name
 from receiver.durable import DurableDeliveries
 from receiver.entrance import TunnelEntrance
 from receiver.errors import OpenToEveryone
@@ -46,6 +45,7 @@ from receiver.tunnel import Tunnel
 from receiver.ui import application_of
 from receiver.verify import Proof, ProofScheme
 from serving.http.bodies import BodiesInFlight
+from serving.http.cross_site import host_name
 from serving.http.server import Server, http_config
 
 if TYPE_CHECKING:

@@ -9,16 +9,18 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from serving.admission import Admission, LiveRelease, NothingServed, QueueFull
+from serving.chat_schemas import ChatPrompt
+from serving.disconnects import unless_disconnected
 from serving.engine import Engine, Generation
 from serving.metrics import Metrics, RequestTimes, WaitingRequest
 from serving.openai_schemas import SamplingRequest
@@ -35,10 +37,14 @@ from serving.sequences import Delta, Sequence, generate
 from serving.settings import ServingSettings
 
 T = TypeVar("T")
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 LARGE_BODY_BYTES = 4096
-"""The prompt of a larger body is tokenised in a thread. The prompt of a smaller one takes only a
+"""The prompt of a larger body is tokenised in a thread. The text of a smaller one takes only a
 millisecond or two."""
+LARGE_ANSWER_TOKENS = 1024
+"""An answer with more tokens, counting the prompts, is written in a thread. With `logprobs`, each
+token takes some microseconds."""
 
 
 class Plan(Protocol):
@@ -62,7 +68,7 @@ class Plan(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int: ...
-    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+    def choices(self, sequences: list[Sequence]) -> Iterable[dict[str, Any]]:
         """The choices of a complete answer, from the complete `sequences`."""
 
     def chunks(self, index: int, delta: Delta) -> Iterable[str]:
@@ -84,22 +90,29 @@ class Answer:
     waiting: WaitingRequest
     """Counts this request and its sequences as waiting until their first steps."""
     id: str
+    threads: ThreadPoolExecutor
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> bytes:
         """The complete answer. Raises EngineError."""
         sequences = [Sequence() for _ in self.plan.generations]
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 sequences[index].add(delta)
-        return {
-            **self._head(self.plan.objects[0]),
-            "choices": self.plan.choices(sequences),
-            "usage": self._usage(
-                [each.num_tokens for each in sequences],
-                [each.num_cached_tokens for each in sequences],
-            ),
-        }
+        num_new = [each.num_tokens for each in sequences]
+        if self.plan.num_prompt_tokens + sum(num_new) > LARGE_ANSWER_TOKENS:
+            return await in_thread(self.threads, self._written, sequences)
+        return self._written(sequences)
+
+    def _written(self, sequences: list[Sequence]) -> bytes:
+        # No other thread can run while a value is written, so write each choice by itself.
+        choices = ",".join(map(_json, self.plan.choices(sequences)))
+        usage = self._usage(
+            [each.num_tokens for each in sequences],
+            [each.num_cached_tokens for each in sequences],
+        )
+        head = _json(self._head(self.plan.objects[0]))[:-1]
+        return f'{head},"choices":[{choices}],"usage":{_json(usage)}}}'.encode()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """The answer as server-sent events; `[DONE]` is the last one. Raises EngineError."""
@@ -116,7 +129,10 @@ class Answer:
                     num_prompt = len(generations[index].prompt)
                     usage = _usage(num_prompt, num_new[index], num_cached[index])
                     end = f'], "usage": {json.dumps(usage)}}}\n\n'
-                for choice in self.plan.chunks(index, delta):
+                chunks = self.plan.chunks(index, delta)
+                if len(delta.prompt_logprobs or ()) > LARGE_ANSWER_TOKENS:
+                    chunks = await in_thread(self.threads, list, chunks)
+                for choice in chunks:
                     yield f"{start}{choice}{end}"
         if request.includes_usage:
             yield f'{start}], "usage": {json.dumps(self._usage(num_new, num_cached))}}}\n\n'
@@ -191,6 +207,10 @@ class Answers:
     settings: ServingSettings
     metrics: Metrics
     pipeline: str
+    threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="answers")
+    )
+    """Tokenise, render chat templates and write large answers. No swap waits for these threads."""
 
     async def respond(
         self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
@@ -205,22 +225,19 @@ class Answers:
         started = time.perf_counter()
         deadline = asyncio.get_running_loop().time() + self.settings.request_seconds
         route = request.url.path
-        if self.admission.is_stopping:
-            raise unavailable("the server is stopping")
         with ExitStack() as leaving:
             # A request for more sequences than this is refused.
             num_sequences = min(asked.num_sequences, self.settings.max_sequences)
             waiting = WaitingRequest(self.metrics, num_sequences)
             leaving.callback(waiting.end)
             async with asyncio.timeout_at(deadline):
-                live = await self._admit(request)
+                live = await self.admit(request, asked.model)
             leaving.callback(self.admission.leave, live)
-            if asked.model not in (None, self.pipeline, live.id):
-                raise model_not_found(asked.model, self.pipeline)
-            if len(await request.body()) > LARGE_BODY_BYTES:
-                # Tokenise a long prompt in a thread, so that no running stream waits for it.
+            is_chat = isinstance(asked, ChatPrompt)
+            if is_chat or len(await request.body()) > LARGE_BODY_BYTES:
+                # No running stream should wait for a long prompt or a slow chat template.
                 async with asyncio.timeout_at(deadline):
-                    planned = await asyncio.to_thread(plan, live)
+                    planned = await in_thread(self.threads, plan, live)
             else:
                 planned = plan(live)
             answer = Answer(
@@ -232,6 +249,7 @@ class Answers:
                 started=started,
                 waiting=waiting,
                 id=asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex,
+                threads=self.threads,
             )
             if asked.stream:
                 leave = leaving.pop_all().close
@@ -246,9 +264,13 @@ class Answers:
             async with asyncio.timeout_at(deadline):
                 content = await unless_disconnected(request.receive, answer.body())
             self.metrics.requests.labels(route, 200).inc()
-            return JSONResponse(content, headers=answer.headers)
+            return Response(content, headers=answer.headers, media_type="application/json")
 
-    async def _admit(self, request: Request) -> LiveRelease:
+    async def admit(self, request: Request, model: str | None) -> LiveRelease:
+        """The release for `request`, which asks for `model`. Pass it to `admission.leave` when the
+        request ends. Raises RequestError."""
+        if self.admission.is_stopping:
+            raise unavailable("the server is stopping")
         entering = asyncio.create_task(self.admission.enter())
         try:
             live = await unless_disconnected(request.receive, entering)
@@ -266,28 +288,16 @@ class Answers:
         if exact is not None and exact != live.id:
             self.admission.leave(live)
             raise release_not_live(exact, live.id)
+        if model not in (None, self.pipeline, live.id):
+            self.admission.leave(live)
+            raise model_not_found(model, self.pipeline)
         return live
 
 
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client disconnects before `work` ends, cancels `work` and raises
-    ClientGone.
-
-    If this function is cancelled in the same turn of the event loop in which `work` ends, the
-    result of `work` is lost. A caller that must release this result should pass a task, and look at
-    the task's result after the cancellation.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+async def in_thread(threads: ThreadPoolExecutor, function: Callable[..., T], *args: Any) -> T:
+    """The result of `function`, which runs in one of `threads`. A call that is cancelled before a
+    thread is free does not run."""
+    return await asyncio.get_running_loop().run_in_executor(threads, function, *args)
 
 
 class EventStream(Response):
@@ -348,8 +358,3 @@ class EventStream(Response):
             event_bytes = b"data: " + bytes(response.body) + b"\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": event_bytes, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.errors import ServerErrorMiddleware
 
 from serving.admission import Admission, LiveRelease
 from serving.answer import Answers
@@ -30,6 +31,7 @@ from serving.chat import add_chat
 from serving.completions import add_completions
 from serving.engine import Engine, EngineError
 from serving.http.bodies import LimitedBodies, json_routes
+from serving.http.cross_site import other_host
 from serving.http.request_ids import RequestIds
 from serving.metrics import Metrics
 from serving.request_errors import (
@@ -37,6 +39,7 @@ from serving.request_errors import (
     model_not_found,
     nothing_served,
     translated,
+    wrong_host,
 )
 from serving.settings import ServingSettings
 from serving.swap import Swapper
@@ -93,8 +96,10 @@ def create_app(
         finally:
             await swapper.close()
             await engine.close()
+            answers.threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
+    _add_error_handlers(app, metrics)  # inside the other middlewares
     app.add_middleware(LimitedBodies, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(RequestIds)
     if settings.cors_origins:
@@ -106,11 +111,12 @@ def create_app(
             expose_headers=["*"],
         )
     app.state.admission = admission
-    _add_error_handlers(app, metrics)
 
     async def check_key(request: Request) -> None:
         if api_keys:
             check_api_key(request, api_keys)
+        elif (host := other_host(request.headers, request.scope.get("server"), ())) is not None:
+            raise wrong_host(host)
 
     async def check_swap(request: Request) -> None:
         given = bearer_of(request, "the admin token")
@@ -251,5 +257,8 @@ def _add_error_handlers(app: FastAPI, metrics: Metrics) -> None:
         metrics.requests.labels(getattr(route, "path", "unknown"), problem.status).inc()
         return problem.response()
 
-    for kind in (HTTPException, RequestValidationError, EngineError, TimeoutError, Exception):
+    for kind in (HTTPException, RequestValidationError, EngineError, TimeoutError):
         app.add_exception_handler(kind, on_error)
+    # An exception handler for `Exception` would run outside all other middlewares, so its answer
+    # would have no `X-Request-Id` and no CORS headers.
+    app.add_middleware(ServerErrorMiddleware, handler=on_error)

@@ -12,15 +12,15 @@ from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import ChatAnswer
 from serving.chat_schemas import ChatPrompt, ChatRequest, NamedTool
-from serving.chat_template import ChatTemplateError
+from serving.chat_template import ChatTemplateError, ChatTemplateTooCostly
 from serving.engine import Generation
+from serving.prompts import encode_prompt
 from serving.request_errors import RequestError
 from serving.sequences import (
     Delta,
     Sequence,
     TokenText,
     check_num_sequences,
-    encode_prompt,
     make_generations,
 )
 from serving.settings import ServingSettings
@@ -244,6 +244,13 @@ def encode_chat(request: ChatPrompt, live: LiveRelease) -> tuple[int, ...]:
                 **(request.chat_template_kwargs or {}),
             },
         )
+    except ChatTemplateTooCostly as error:
+        raise RequestError(
+            400,
+            f"messages: {live.id}: {error}; send fewer or shorter messages",
+            param="messages",
+            code="invalid_value",
+        ) from None
     except ChatTemplateError as error:
         raise RequestError(
             400,

@@ -12,6 +12,7 @@ from pydantic import (
     field_validator,
 )
 
+from serving.field_limits import MAX_ITEMS, FewItems
 from serving.openai_schemas import MAX_LOGPROBS, RequestBody, SamplingRequest
 from serving.tool_calls import parse_object
 from serving.unsupported_fields import UnsupportedChat
@@ -56,8 +57,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    content: str | Annotated[list[dict[str, Any]], FewItems] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FewItems] | None = None
     """The calls that an earlier answer of the model contains."""
     tool_call_id: str | None = None
     """In a message with the role `tool`: the id of the call whose result the message contains."""
@@ -129,20 +130,20 @@ class NamedTool(BaseModel):
 class ChatPrompt(RequestBody):
     """The fields from which the chat template makes a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the beginning of a new message of the assistant. null means
     true, or false if `continue_final_message` is true."""
     continue_final_message: bool = False
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to those that the template writes."""
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], FewItems] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the template."""
     reasoning_effort: str | None = None
     """A variable that some templates use. It also sets their variable `enable_thinking`, to false
     for `none` and to true for other values."""
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FewItems] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     """null means `auto`."""
 

@@ -5,6 +5,7 @@ The template gets the filters, functions and blocks that `transformers` gives to
 """
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -25,17 +26,29 @@ from jinja2.nodes import (
     Test,
 )
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from serving.errors import ReleaseError
+from serving.template_sandbox import BoundedSandbox, TooCostly, render_bounded
+
+logger = logging.getLogger(__name__)
 
 _END_OF_FINAL_MESSAGE = "END_OF_FINAL_MESSAGE "
 """A marker for the end of the last message in a prompt. It ends with a space, because a prompt
 without this space shows that the template strips spaces."""
 
 
+_REFUSALS = (
+    TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError
+)  # fmt: skip
+"""What a template raises if it does not fit the messages."""
+
+
 class ChatTemplateError(Exception):
     """The template refuses the messages of a request. The client gets the reason."""
+
+
+class ChatTemplateTooCostly(ChatTemplateError):
+    """The template takes too long for the messages of a request, or makes too long texts."""
 
 
 class ChatTemplate:
@@ -50,7 +63,7 @@ class ChatTemplate:
 
         Raises ReleaseError if one of the two templates has a syntax error.
         """
-        environment = ImmutableSandboxedEnvironment(
+        environment = BoundedSandbox(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
@@ -68,7 +81,7 @@ class ChatTemplate:
                 False: _loops_over_parts(environment.parse(source)),
                 True: _loops_over_parts(environment.parse(with_tools or source)),
             }
-        except TemplateError as error:
+        except (TemplateError, SyntaxError, RecursionError) as error:
             raise ReleaseError(f"chat_template: {error}") from None
         used = [token for name, token in special_tokens.items() if name in self.source]
         self.texts = "".join([self.source, *used])
@@ -98,7 +111,8 @@ class ChatTemplate:
 
         With `add_generation_prompt`, the prompt ends with the beginning of a new message of the
         assistant. With `continue_final_message`, it ends with the text of the last message. Raises
-        ChatTemplateError if both are set, or if the template refuses the messages.
+        ChatTemplateError if both are set, or if the template refuses the messages; and
+        ChatTemplateTooCostly.
         """
         if continue_final_message:
             if add_generation_prompt:
@@ -116,17 +130,22 @@ class ChatTemplate:
         }
         try:
             template = self._template if tools is None else self._with_tools
-            prompt = template.render(variables)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+            prompt = render_bounded(template, variables)
+        except TooCostly as error:
+            raise ChatTemplateTooCostly(f"the chat template {error}") from None
+        except _REFUSALS as error:
             raise ChatTemplateError(str(error)) from None
         return _cut_at_mark(prompt) if continue_final_message else prompt
+
+    def check(self) -> None:
+        """Render a plain message. Raises ReleaseError if this takes too long or makes too long
+        texts. The template may refuse the message, because it may want others."""
+        try:
+            self.render([{"role": "user", "content": "Hello"}])
+        except ChatTemplateTooCostly as error:
+            raise ReleaseError(f"chat_template: {error}, already for one short message") from None
+        except ChatTemplateError as error:
+            logger.warning("the chat template refuses a plain message of a user: %s", error)
 
 
 class _GenerationBlock(Extension):

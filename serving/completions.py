@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,17 +11,18 @@ from fastapi import APIRouter, Request, Response
 from serving.admission import LiveRelease
 from serving.answer import Answers
 from serving.answer_schemas import CompletionAnswer
+from serving.detokenizer import text_offsets
 from serving.engine import Generation, TokenLogprob
 from serving.openai_schemas import CompletionRequest
+from serving.prompts import encode_prompt
 from serving.sequences import (
     Delta,
     Sequence,
     TokenText,
     check_num_sequences,
-    encode_prompt,
     make_generations,
 )
-from serving.tokenizer import Detokenizer, ReleaseTokenizer
+from serving.tokenizer import ReleaseTokenizer
 
 
 def add_completions(router: APIRouter, answers: Answers) -> None:
@@ -56,9 +58,9 @@ class CompletionPlan:
     def num_prompt_tokens(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
 
-    def choices(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+    def choices(self, sequences: list[Sequence]) -> Iterator[dict[str, Any]]:
         request = self.request
-        choices: list[dict[str, Any]] = []
+        indices = count()
         for number, (prompt, echo) in enumerate(zip(self.prompts, self.echoes, strict=True)):
             found = sequences[number * self.num_each : (number + 1) * self.num_each]
             prompt_logprobs = found[0].prompt_logprobs or ()
@@ -71,16 +73,13 @@ class CompletionPlan:
                     if request.echo:
                         logprobs.add_prompt(prompt, prompt_logprobs)
                     logprobs.add(sequence.tokens, len(echo))
-                choices.append(
-                    {
-                        "index": len(choices),
-                        "text": echo + sequence.text,
-                        "logprobs": logprobs.body if logprobs else None,
-                        "finish_reason": sequence.finish_reason,
-                        "stop_reason": sequence.stop_reason,
-                    }
-                )
-        return choices
+                yield {
+                    "index": next(indices),
+                    "text": echo + sequence.text,
+                    "logprobs": logprobs.body if logprobs else None,
+                    "finish_reason": sequence.finish_reason,
+                    "stop_reason": sequence.stop_reason,
+                }
 
     def chunks(self, index: int, delta: Delta) -> Iterator[str]:
         text = delta.text
@@ -170,13 +169,11 @@ class _Logprobs:
         return bool(self._tokens)
 
     def add_prompt(self, prompt: tuple[int, ...], logprobs: Iterable[TokenLogprob]) -> None:
+        offsets = text_offsets(self._tokenizer, prompt)
         # The first token has no logprob, because there is no token before it.
-        self._append(prompt[0], 0, None, ())
-        detokenizer = Detokenizer(self._tokenizer)
-        offset = len(detokenizer.add(prompt[0]))
-        for token_id, found in zip(prompt[1:], logprobs, strict=True):
+        self._append(prompt[0], next(offsets), None, ())
+        for token_id, offset, found in zip(prompt[1:], offsets, logprobs, strict=True):
             self._append(token_id, offset, found.logprob, found.top)
-            offset += len(detokenizer.add(token_id))
 
     def add(self, tokens: Iterable[TokenText], offset: int) -> None:
         for token in tokens:

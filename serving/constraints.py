@@ -2,11 +2,12 @@
 `structured_outputs`, and the older fields `guided_*` of vLLM."""
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from serving.engine import Grammar
+from serving.field_limits import FewItems
 
 MAX_GRAMMAR_CHARS = 2**17
 FIELDS = (
@@ -15,7 +16,7 @@ FIELDS = (
 )  # fmt: skip
 
 Schema = str | dict[str, Any] | bool
-Choice = list[str]
+Choice = Annotated[list[str], FewItems]
 
 
 class JsonSchema(BaseModel):
@@ -55,6 +56,14 @@ class StructuredOutputs(BaseModel):
     disable_additional_properties: Literal[False] = False
     whitespace_pattern: None = None
     structural_tag: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: object) -> object:
+        # Each unknown field is an error of its own, so do not look at thousands of them.
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            raise ValueError(f"has {len(value)} fields; only {len(cls.model_fields)} are known")
+        return value
 
 
 class Constraints(BaseModel):

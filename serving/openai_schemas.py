@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from serving.constraints import Constraints
+from serving.field_limits import MAX_ITEMS, MAX_TOKEN_IDS, FewItems
 from serving.unsupported_fields import Unsupported
 
 MAX_LOGPROBS = 20
@@ -29,8 +30,8 @@ MAX_TOKEN_ID_DIGITS = 18
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 TokenId = Annotated[int, Field(ge=0)]
-# With `fail_fast`, a list with a million wrong ids gives one error, not a million.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Prompts = Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)
 
 
 def _check_prompt(value: object, check: ValidatorFunctionWrapHandler) -> object:
@@ -39,17 +40,16 @@ def _check_prompt(value: object, check: ValidatorFunctionWrapHandler) -> object:
     except ValidationError:
         raise ValueError(
             "must be a string, a list of strings, a list of token ids, or a list of lists of token "
-            "ids; a list must not be empty"
+            f"ids; a list must not be empty, and have at most {MAX_ITEMS} prompts or "
+            f"{MAX_TOKEN_IDS} token ids"
         ) from None
 
 
 Prompt = Annotated[
     str
     | Annotated[TokenIds, Field(min_length=1)]
-    | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-    | Annotated[
-        list[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, fail_fast=True)
-    ],
+    | Annotated[list[str], Prompts]
+    | Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Prompts],
     Field(union_mode="left_to_right"),
     WrapValidator(_check_prompt),
 ]
@@ -90,8 +90,8 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     n: int = Field(default=1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: TokenIds = Field(default=[])
+    stop: str | Annotated[list[str], FewItems] | None = None
+    stop_token_ids: Annotated[list[TokenId], FewItems] = []
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     """The only tokens that may be generated; null allows all."""
     seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
@@ -103,7 +103,7 @@ class SamplingRequest(RequestBody, Constraints, Unsupported):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], FewItems] | None = None
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
     include_stop_str_in_output: bool = False

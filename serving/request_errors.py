@@ -4,6 +4,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from itertools import islice
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -21,6 +22,8 @@ NO_RETRY = {"X-Should-Retry": "false"}
 Without it, they send a request with the status 409 or 504 again."""
 MAX_REASONS = 10
 """An error names at most this many faults of a request."""
+MAX_READ = 100
+"""Of all faults, only so many are read. Several may be equal, or about the same field."""
 MAX_SHOWN = 60
 """An error contains the wrong value itself only if the value has at most this many characters. A
 prompt, for example, would be too long for an error."""
@@ -68,7 +71,7 @@ def from_validation(error: RequestValidationError) -> RequestError:
     """The error for a request that does not fit its schema. It names the first `MAX_REASONS`
     faults; `param` is the field of the first one."""
     reasons: dict[str, str | None] = {}
-    for each in error.errors():
+    for each in islice(error.errors(), MAX_READ):
         # `loc` begins with "body". The rest names fields and numbers of list items, but also
         # members of unions and validators. The names of the members of a union of whole bodies
         # contain a space (`serving/token_routes.py`), so these names are left out. The others never
@@ -78,7 +81,7 @@ def from_validation(error: RequestValidationError) -> RequestError:
         place = ".".join([param, *inner] if inner and inner[0].isdigit() else [param])
         message = _JSON_MESSAGES.get(each["type"], each["msg"]).removeprefix("Value error, ")
         given = each["input"]
-        if isinstance(given, str | int | float) and len(repr(given)) <= MAX_SHOWN:
+        if _is_short(given):
             message += f", got {json.dumps(given)}"
         reasons.setdefault(f"{place}: {message}" if param else message, param or None)
         if len(reasons) > MAX_REASONS:
@@ -86,6 +89,12 @@ def from_validation(error: RequestValidationError) -> RequestError:
     shown = list(reasons)[:MAX_REASONS] + ["…"] * (len(reasons) > MAX_REASONS)
     first = next(iter(reasons.values()), None)
     return RequestError(400, "; ".join(shown), param=first, code="invalid_value")
+
+
+def _is_short(value: object) -> bool:
+    if isinstance(value, str) and len(value) > MAX_SHOWN:
+        return False
+    return isinstance(value, str | int | float) and len(repr(value)) <= MAX_SHOWN
 
 
 def model_not_found(model: str | None, pipeline: str) -> RequestError:
@@ -113,6 +122,18 @@ def queue_full(max_queue: int) -> RequestError:
         type="rate_limit_error",
         code="queue_full",
         headers={"Retry-After": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def wrong_host(host: str) -> RequestError:
+    """For a server without keys. A page of another site can let its own host name lead to this
+    machine (DNS rebinding), and could then read the answers."""
+    return RequestError(
+        403,
+        f"{host!r} is not a name of this server: call 127.0.0.1 or localhost, or set [serving] "
+        "api_key",
+        type="permission_error",
+        code="wrong_host",
     )
 
 
@@ -156,7 +177,7 @@ def translated(error: Exception) -> RequestError:
         )
     if isinstance(error, RequestValidationError):
         return from_validation(error)
-    if isinstance(error.__cause__, ClientDisconnect):
+    if isinstance(error, ClientDisconnect):
         return ClientGone()
     if isinstance(error, HTTPException) and error.status_code == 503:
         return unavailable(str(error.detail))

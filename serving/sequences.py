@@ -7,48 +7,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from serving.admission import LiveRelease
+from serving.detokenizer import Detokenizer
 from serving.engine import Engine, Generation, Step, TokenLogprob
 from serving.openai_schemas import MAX_SEED, MIN_SEED, SamplingRequest
+from serving.prompts import check_token_ids, too_long
 from serving.request_errors import RequestError
 from serving.stop_strings import StopStrings
-from serving.tokenizer import Detokenizer
 
 MAX_STEP_TOKENS = 16
 """The largest number of tokens in one step of a request that is not a stream. With more tokens per
 step, the event loop would save little, and streams would wait longer while it handles a step."""
-
-
-def encode_prompt(
-    live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
-) -> tuple[int, ...]:
-    """The token ids of a prompt. Raises RequestError if there are none, or if the network has no
-    embedding for one of them. `param` is the field of the request that contains the prompt."""
-    if isinstance(prompt, str):
-        token_ids = live.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-    else:
-        token_ids = tuple(prompt)
-    check_token_ids(live, token_ids, param)
-    if not token_ids:
-        raise RequestError(
-            400,
-            f"{param}: is empty, and the tokenizer adds no token to it; give at least one token",
-            param=param,
-            code="empty_prompt",
-        )
-    return token_ids
-
-
-def check_token_ids(live: LiveRelease, token_ids: tuple[int, ...], param: str) -> None:
-    """Raise RequestError if the network has no embedding for one of `token_ids`."""
-    limit = live.tokenizer.vocab_size
-    largest = max(token_ids, default=0)
-    if largest >= limit:
-        raise RequestError(
-            400,
-            f"{param}: token id {largest} is not below {limit}, the size of the vocabulary",
-            param=param,
-            code="invalid_value",
-        )
 
 
 def make_generations(
@@ -73,13 +41,13 @@ def make_generations(
     context = live.context_length
     room = context - len(prompt)
     if room < (0 if max_tokens == 0 else 1):
-        raise _too_long(
+        raise too_long(
             f"the prompt has {len(prompt)} tokens, and the context {context} tokens; shorten the "
             "prompt",
             param,
         )
     if max_tokens is not None and max_tokens > room:
-        raise _too_long(
+        raise too_long(
             f"the context has {context} tokens: {len(prompt)} of the prompt and {max_tokens} new "
             f"tokens do not fit; ask for at most {room} new tokens",
             max_tokens_param,
@@ -149,10 +117,6 @@ def check_num_sequences(number: int, limit: int, param: str) -> None:
 def _within_64_bits(seed: int) -> int:
     """`seed`, but after the largest signed 64-bit number the count continues with the smallest."""
     return seed if seed <= MAX_SEED else seed - MAX_SEED + MIN_SEED - 1
-
-
-def _too_long(message: str, param: str) -> RequestError:
-    return RequestError(400, message, param=param, code="context_length_exceeded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,19 +270,22 @@ async def generate(
             async for delta in deltas:
                 yield 0, delta
         return
-    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue()
+    # A sequence waits while its delta does not fit into the queue, so that a client that reads
+    # slowly fills no memory.
+    queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
+    queue = asyncio.Queue(maxsize=len(generations))
 
     async def pump(number: int, generation: Generation) -> None:
         try:
             async with aclosing(_deltas(engine, live, generation, request)) as deltas:
                 async for delta in deltas:
-                    queue.put_nowait((number, delta))
-            queue.put_nowait(None)
+                    await queue.put((number, delta))
+            await queue.put(None)
         except asyncio.CancelledError:
             raise
         # Also a panic of a library in Rust, which is not an `Exception`.
         except BaseException as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]
     try:

@@ -19,7 +19,7 @@ from jobs.environment import COMMITTER_DOMAIN
 from jobs.store import JobStore
 from pipeline.hub.errors import Forbidden, RepositoryNotFound, TokenMissing, Unauthorized
 from pipeline.hub.repositories import Repository
-from receiver.cross_site import other_host, other_site
+from serving.http.cross_site import other_host, other_site
 
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 OF_ITS_BODY_ONLY = "/api/validate-yaml"

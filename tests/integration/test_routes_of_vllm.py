@@ -147,11 +147,16 @@ def test_pages_elsewhere_read_answers_only_if_the_settings_say_so(
         assert "access-control-allow-origin" not in other.headers
 
 
-@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+# A short chat too, because its template may take long.
+@pytest.mark.parametrize(
+    ("route", "length"),
+    [("completions", 5000), ("chat/completions", 5000), ("chat/completions", 1)],
+)
 def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str, length: int
 ) -> None:
-    set_current(tmp_path, echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE).id)
+    release = echo_release(tmp_path, 1, chat_template=CHAT_TEMPLATE, context=8192)
+    set_current(tmp_path, release.id)
     begun, go_on = threading.Event(), threading.Event()
     encode = ReleaseTokenizer.encode
 
@@ -162,7 +167,7 @@ def test_a_long_prompt_is_read_off_the_loop_and_within_the_deadline(
         return encode(self, text, **options)
 
     monkeypatch.setattr(ReleaseTokenizer, "encode", slow)
-    text = "y" * 5000
+    text = "y" * length
     body = (
         {"prompt": text}
         if route == "completions"

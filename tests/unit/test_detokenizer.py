@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
+from serving.detokenizer import Detokenizer, text_offsets
 from serving.errors import ReleaseError
 from serving.stop_strings import StopStrings
-from serving.tokenizer import Detokenizer, ReleaseTokenizer, load_tokenizer
+from serving.tokenizer import ReleaseTokenizer, load_tokenizer
 from tests.serving_fixtures import byte_tokenizer
 
 
@@ -43,6 +44,9 @@ def metaspace() -> ReleaseTokenizer:
         ]
     )
     return wrapped(tokenizer)
+
+
+METASPACE = metaspace()
 
 
 def pieces(tokenizer: ReleaseTokenizer, token_ids: list[int]) -> list[str]:
@@ -162,3 +166,38 @@ def test_stop_strings_cut_the_same_wherever_pieces_end(
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ReleaseError, match=r"tokenizer\.json: missing"):
         load_tokenizer(tmp_path)
+
+
+@given(st.text(alphabet="ab c é世🙂", max_size=30), st.sampled_from(["bytes", "metaspace"]))
+def test_offsets_are_those_of_tokens_that_come_one_by_one(text: str, kind: str) -> None:
+    tokenizer = BYTES if kind == "bytes" else METASPACE
+    token_ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    wanted, offset = [], 0
+    for token_id in token_ids:
+        wanted.append(offset)
+        offset += len(detokenizer.add(token_id))
+    assert list(text_offsets(tokenizer, token_ids)) == wanted
+
+
+def test_offsets_of_plain_text_need_one_call_of_the_decoder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    token_ids = BYTES.encode("plain text " * 50)
+    list(text_offsets(BYTES, token_ids))  # reads the texts of all tokens once
+    num_calls = 0
+    decode = ReleaseTokenizer.decode
+
+    def counted(*args: Any, **options: Any) -> str:
+        nonlocal num_calls
+        num_calls += 1
+        return decode(*args, **options)
+
+    monkeypatch.setattr(ReleaseTokenizer, "decode", counted)
+    assert list(text_offsets(BYTES, token_ids)) == list(range(550))
+    assert num_calls == 1
+
+
+def test_many_tokens_are_decoded_as_few_are() -> None:
+    token_ids = BYTES.encode("Grüße " * 400)
+    assert BYTES.decode(token_ids) == "Grüße " * 400

@@ -1,0 +1,14 @@
+"""Limits of the lists and dicts in request bodies.
+
+A body of 8 MiB can contain a list of four million wrong items. Without limits, pydantic would make
+an error of each item, which takes minutes and gigabytes. So the validation of each list ends at its
+first wrong item (`fail_fast`), and no list may be longer than its limit. A dict whose values may
+have any type needs no limit, because none of its values is wrong.
+"""
+
+from pydantic import Field
+
+MAX_ITEMS = 2**14
+MAX_TOKEN_IDS = 2**20
+
+FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)

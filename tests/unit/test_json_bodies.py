@@ -1,0 +1,151 @@
+"""Large bodies are read off the event loop, and a body of wrong items makes few errors."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, TypeAdapter, ValidationError, field_validator
+
+from serving.chat_schemas import ChatRequest
+from serving.field_limits import MAX_ITEMS
+from serving.http.bodies import LARGE_JSON_BYTES, json_routes
+from serving.openai_schemas import CompletionRequest
+from serving.request_errors import MAX_SHOWN, from_validation
+from serving.token_routes import DetokenizeRequest, TokenizeRequest
+
+BODIES: dict[str, TypeAdapter[Any]] = {
+    "completions": TypeAdapter(CompletionRequest),
+    "chat": TypeAdapter(ChatRequest),
+    "tokenize": TypeAdapter(TokenizeRequest),
+    "detokenize": TypeAdapter(DetokenizeRequest),
+}
+JSON = {"Content-Type": "application/json"}
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def nodes(schema: object) -> Iterator[dict[str, Any]]:
+    """All parts of a schema of pydantic."""
+    if isinstance(schema, dict):
+        yield schema
+        for part in schema.values():
+            yield from nodes(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from nodes(part)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_every_list_of_a_body_is_bounded_and_stops_at_its_first_error(name: str) -> None:
+    lists = []
+    for node in nodes(BODIES[name].core_schema):
+        is_list = node.get("type") == "list"
+        values = node.get("values_schema")
+        is_dict = node.get("type") == "dict" and values is not None and values["type"] != "any"
+        if is_list or is_dict:
+            lists.append(node)
+    assert lists
+    for node in lists:
+        assert node.get("fail_fast") and "max_length" in node, node
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"messages": [0] * 3}),
+    ("chat", {"messages": [{"role": "user", "content": [0] * 3}]}),
+    ("chat", {"messages": [{"role": "assistant", "tool_calls": [0] * 3}]}),
+    ("chat", {"messages": HI, "tools": [0] * 3}),
+    ("chat", {"messages": HI, "documents": [0] * 3}),
+    ("tokenize", {"messages": [0] * 3}),
+    ("completions", {"prompt": "a", "stop": [0] * 3}),
+    ("completions", {"prompt": "a", "guided_choice": [0] * 3}),
+    ("completions", {"prompt": "a", "structured_outputs": {"choice": [0] * 3}}),
+    ("completions", {"prompt": "a", "structured_outputs": {str(i): 0 for i in range(30)}}),
+    ("completions", {"prompt": "a", "logit_bias": {str(i): "" for i in range(3)}}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), WRONG)
+def test_the_number_of_errors_does_not_grow_with_the_wrong_items(
+    name: str, body: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as raised:
+        BODIES[name].validate_python(body)
+    few = raised.value.error_count()
+    longer = json.loads(json.dumps(body), object_hook=lengthened)
+    with pytest.raises(ValidationError) as raised:
+        BODIES[name].validate_python(longer)
+    assert raised.value.error_count() == few
+
+
+def lengthened(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with ten times as many wrong items."""
+    for key, items in value.items():
+        if items == [0] * 3:
+            value[key] = items * 10
+    if all(key.isdigit() for key in value):
+        return {str(i): next(iter(value.values())) for i in range(10 * len(value))}
+    return value
+
+
+def test_too_many_items_are_an_error() -> None:
+    with pytest.raises(ValidationError, match=str(MAX_ITEMS)):
+        BODIES["chat"].validate_python({"messages": HI * (MAX_ITEMS + 1)})
+    BODIES["chat"].validate_python({"messages": HI * MAX_ITEMS})
+
+
+def test_an_error_reads_few_faults_and_shows_short_values_only() -> None:
+    class Fault(dict[str, Any]):
+        num_read = 0
+
+        def __getitem__(self, key: str) -> Any:
+            Fault.num_read += key == "loc"
+            return super().__getitem__(key)
+
+    fault = Fault(type="x", loc=("body", "a"), msg="wrong", input="y" * (MAX_SHOWN + 1))
+    error = from_validation(RequestValidationError([fault] * 100_000))
+    assert error.detail == "a: wrong"
+    assert Fault.num_read <= 100
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_large_body_is_validated_in_a_thread(is_large: bool) -> None:
+    threads: list[threading.Thread] = []
+
+    class Asked(BaseModel):
+        text: str
+
+        @field_validator("text")
+        @classmethod
+        def _note_thread(cls, text: str) -> str:
+            threads.append(threading.current_thread())
+            if text.endswith("!"):
+                raise ValueError("too loud")
+            return text
+
+    async def check(_: object) -> None:
+        threads.append(threading.current_thread())
+
+    router = APIRouter(route_class=json_routes(check))
+
+    @router.post("/")
+    async def answer(asked: Asked) -> int:
+        return len(asked.text)
+
+    app = FastAPI()
+    app.include_router(router)
+    text = "x" * (LARGE_JSON_BYTES if is_large else 10)
+    with TestClient(app) as client:
+        assert client.post("/", json={"text": text}).json() == len(text)
+        # Validated once, and on the loop's thread only if it is small.
+        loop, validated = threads
+        assert (validated is not loop) == is_large
+        wrong: httpx.Response = client.post("/", json={"text": text + "!"})
+        assert wrong.status_code == 422
+        assert wrong.json()["detail"][0]["loc"] == ["body", "text"]
+        assert client.post("/", content=b"{", headers=JSON).status_code == 400
+        assert client.post("/", content=b"", headers=JSON).status_code == 422
