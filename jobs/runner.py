@@ -39,8 +39,8 @@ _ALIVE_SECONDS = 0.25
 """The shortest time between two touches of a runner's `alive_file`."""
 
 _RETRY_FACTOR = 4
-"""Each earlier attempt of a job that was lost or failed makes the wait for the job's next attempt
-this many times longer."""
+"""The wait before a job's next attempt is multiplied by this number once for each earlier attempt
+that was lost or failed."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
 
@@ -122,9 +122,9 @@ class Runner:
         self._run(stop, until_idle=False)
 
     def run_until_idle(self, stop: threading.Event) -> None:
-        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. A
-        pending job whose pipeline has a running job of another runner does not count: this method
-        does not wait for it."""
+        """Run jobs until this runner has no job and no job is pending, or until `stop` is set. If
+        another runner runs a job of a pipeline, this method does not wait for the pending jobs of
+        that pipeline."""
         self._run(stop, until_idle=True)
 
     def _run(self, stop: threading.Event, *, until_idle: bool) -> None:

@@ -2,8 +2,9 @@
 
 The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
 
-A *push job* is a job of a pipeline that was not submitted by hand. While a push job is pending, it
-*absorbs* later pushes: it answers for their commits too.
+A pipeline's job is a *push job* if it was not submitted by hand. While a push job is pending, it
+*absorbs* later pushes: its outcome is then also the outcome of their commits. The docstring of the
+package `jobs` explains the other terms, such as "answers for", "plain command" and "lost".
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -280,9 +281,9 @@ class JobStore(JobReader):
         return forget_jobs(self._engine, before, newest=newest, kept=kept)
 
     def replace_reasons(self, job_ids: Collection[str], reason: str) -> None:
-        """Replace the reasons in the outcomes of these jobs. This is for rows of a dataset that
-        must be deleted everywhere, because a reason may quote such rows. An outcome without a
-        reason does not change, and an unknown job id is skipped."""
+        """Replace the reasons in the outcomes of these jobs. Call this when rows of a dataset must
+        be deleted everywhere: the reason of a job may quote such rows. An outcome without a reason
+        does not change, and an unknown job id is skipped."""
         for job_id in job_ids:
             with writing(self._engine) as connection:
                 try:

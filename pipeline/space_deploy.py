@@ -54,7 +54,12 @@ def deploy(
             with _translated(space, endpoint):
                 api.create_repo(space, repo_type="space", space_sdk="gradio", exist_ok=True)
                 # Set the secret before the upload, because the app refuses to start without it.
-                api.add_space_secret(space, SECRET, secret, description="Proves each delivery")
+                api.add_space_secret(
+                    space,
+                    SECRET,
+                    secret,
+                    description="Shows that a delivery comes from your webhook",
+                )
                 commit = api.upload_folder(
                     repo_id=space,
                     repo_type="space",

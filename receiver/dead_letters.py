@@ -90,8 +90,8 @@ def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> li
 def _opened(file: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connection]:
     if not file.exists():
         raise ReceiverError(
-            f"{file} does not exist: no durable handler has stored a delivery there. Name the"
-            " receiver's `deliveries_path` with --file."
+            f"{file} does not exist: no durable handler has stored a delivery there. If the"
+            " receiver's `deliveries_path` is another file, give that file with --file."
         )
     try:
         uri = f"{file.absolute().as_uri()}?mode={mode}"

@@ -41,7 +41,8 @@ class RetrainRule(BaseModel):
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
     """A job may start once no newer commit has arrived for this long."""
     max_wait_seconds: Annotated[float, Field(ge=0)] = 30.0
-    """This long after its first commit, a job may start even if newer commits keep arriving."""
+    """A job may start once this long has passed since its first commit arrived, even if newer
+    commits keep arriving."""
     settings: dict[str, Any] = {}
     """Settings for the job's command. They are copied into a job when the job is submitted, so a
     later change of the rule does not change this job."""
@@ -210,9 +211,11 @@ def _host_and_path_of_ssh(url: str) -> str | None:
 
 
 def _host_and_path(url: str) -> str:
-    """The host and path of a URL, without user and port. If a rule has the SSH URL of a repository,
-    URLs are compared by this text: senders use the HTTPS URL of the repository, in which the user
-    and the port are different. If `url` has another form, returns `url` itself."""
+    """The host and path of a URL, without user and port. If `url` has another form, returns `url`
+    itself.
+
+    If a rule has the SSH URL of a repository, `watches` compares only host and path. Senders use
+    the HTTPS URL of the repository, and its user and port differ from those of the SSH URL."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

@@ -52,7 +52,7 @@ def wait(
     """
     home, deadline = Home.find(), deadline_in(timeout)
     if commit is not None and (job is not None or latest):
-        raise PipelineError("name one job by its id, or use --latest, or --commit")
+        raise PipelineError("--commit cannot be combined with a job id or --latest; give only one")
     with reading_store(home) as store:
         if commit is None:
             store, found = find_job(store, job, latest)
@@ -82,8 +82,8 @@ def commit_id(name: str) -> str:
         ) from None
     if found.returncode != 0:
         raise PipelineError(
-            f"--commit {name}: this folder is in no git clone that has such a commit; change to a "
-            "clone of the dataset, or give the commit's full id"
+            f"--commit {name}: git finds no such commit from this folder; change to a clone of the "
+            "dataset, or give the commit's full id"
         )
     return found.stdout.strip()
 

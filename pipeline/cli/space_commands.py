@@ -177,8 +177,8 @@ def _stored_variables(space: str) -> Mapping[str, str]:
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The URL of the hub, and the token for this hub. The token is None if `endpoint` names another
-    hub, and the user has no token for other hubs."""
+    """The URL of the hub, and the token for this hub. If `endpoint` names another hub, this is the
+    user's own token, or None if the user has none."""
     from pipeline.retrain.own_token import own_token
     from pipeline.tokens import load_tokens
 
@@ -191,6 +191,4 @@ def _access(endpoint: str | None) -> tuple[str, str | None]:
 
 def _check_name(space: str) -> None:
     if space.count("/") != 1 or not all(space.split("/")):
-        raise PipelineError(
-            f"{space!r} is not a folder, and not the name of a Space: write OWNER/NAME"
-        )
+        raise PipelineError(f"{space!r} is not the name of a Space: write OWNER/NAME")

@@ -32,7 +32,8 @@ def upgrade() -> None:
         rows = []
         for delivery_id in delivery_ids:
             # If a job took over a delivery from a failed job, both jobs list the delivery. Both
-            # rows must get the same arrival number.
+            # rows must get the same arrival number, because the number says when the delivery
+            # arrived, not when a job took it over.
             key = job.pipeline, delivery_id
             row = {
                 "job_number": job.number,
