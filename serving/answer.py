@@ -37,14 +37,14 @@ from serving.sequences import Delta, Sequence, generate
 from serving.settings import ServingSettings
 
 T = TypeVar("T")
-_json = json.JSONEncoder(separators=(",", ":")).encode
+_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 LARGE_BODY_BYTES = 4096
 """The prompt of a larger body is tokenised in a thread. The text of a smaller one takes only a
 millisecond or two."""
 LARGE_ANSWER_TOKENS = 1024
-"""An answer with more tokens, counting the prompts, is written in a thread. With `logprobs`, each
-token takes some microseconds."""
+"""An answer with more tokens, counting the prompts and the `logprobs` of each token, is written in
+a thread. With `logprobs`, each token takes some microseconds."""
 
 
 class Plan(Protocol):
@@ -99,8 +99,9 @@ class Answer:
         async with aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 sequences[index].add(delta)
-        num_new = [each.num_tokens for each in sequences]
-        if self.plan.num_prompt_tokens + sum(num_new) > LARGE_ANSWER_TOKENS:
+        num_tokens = self.plan.num_prompt_tokens + sum(each.num_tokens for each in sequences)
+        num_top = max(each.num_logprobs or 0 for each in self.plan.generations)
+        if num_tokens * (1 + num_top) > LARGE_ANSWER_TOKENS:
             return await in_thread(self.threads, self._written, sequences)
         return self._written(sequences)
 
@@ -207,10 +208,14 @@ class Answers:
     settings: ServingSettings
     metrics: Metrics
     pipeline: str
-    threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(thread_name_prefix="answers")
+    planners: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(4, thread_name_prefix="answers-plan")
     )
-    """Tokenise, render chat templates and write large answers. No swap waits for these threads."""
+    """Tokenise prompts and render chat templates. No swap waits for these threads."""
+    writers: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="answers-write")
+    )
+    """Write large answers. They are other threads, so that no answer waits for a slow template."""
 
     async def respond(
         self, request: Request, asked: SamplingRequest, plan: Callable[[LiveRelease], Plan]
@@ -237,7 +242,8 @@ class Answers:
             if is_chat or len(await request.body()) > LARGE_BODY_BYTES:
                 # No running stream should wait for a long prompt or a slow chat template.
                 async with asyncio.timeout_at(deadline):
-                    planned = await in_thread(self.threads, plan, live)
+                    planning = in_thread(self.planners, plan, live)
+                    planned = await unless_disconnected(request.receive, planning)
             else:
                 planned = plan(live)
             answer = Answer(
@@ -249,7 +255,7 @@ class Answers:
                 started=started,
                 waiting=waiting,
                 id=asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex,
-                threads=self.threads,
+                threads=self.writers,
             )
             if asked.stream:
                 leave = leaving.pop_all().close

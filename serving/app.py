@@ -96,7 +96,8 @@ def create_app(
         finally:
             await swapper.close()
             await engine.close()
-            answers.threads.shutdown(wait=False, cancel_futures=True)
+            for threads in (answers.planners, answers.writers):
+                threads.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPIOffline(title="hotpush", redoc_url=None, lifespan=lifespan)
     _add_error_handlers(app, metrics)  # inside the other middlewares

@@ -17,6 +17,12 @@ MIN_LOGPROB = -9999.0
 JSON cannot express its logprob, which is minus infinity."""
 
 
+def reported_logprob(logprob: float) -> float:
+    """`logprob`, or `MIN_LOGPROB` if it is smaller or not a number. A network computes NaN if its
+    numbers overflow."""
+    return logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grammar:
     """A form that the text of a sequence must have."""

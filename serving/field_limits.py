@@ -9,6 +9,6 @@ have any type needs no limit, because none of its values is wrong.
 from pydantic import Field
 
 MAX_ITEMS = 2**14
-MAX_TOKEN_IDS = 2**20
+MAX_TOKEN_IDS = 2**22
 
 FewItems = Field(max_length=MAX_ITEMS, fail_fast=True)

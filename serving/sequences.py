@@ -274,6 +274,7 @@ async def generate(
     # slowly fills no memory.
     queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
     queue = asyncio.Queue(maxsize=len(generations))
+    is_read = True
 
     async def pump(number: int, generation: Generation) -> None:
         try:
@@ -285,6 +286,8 @@ async def generate(
             raise
         # Also a panic of a library in Rust, which is not an `Exception`.
         except BaseException as error:
+            if not is_read:
+                raise  # nobody makes room in the queue any more
             await queue.put(error)
 
     tasks = [asyncio.create_task(pump(number, each)) for number, each in enumerate(generations)]
@@ -299,6 +302,7 @@ async def generate(
             else:
                 yield item
     finally:
+        is_read = False
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,8 +18,9 @@ MAX_RENDER_SECONDS = 5.0
 """The largest CPU time of one rendering. Time in which other threads run does not count, so a busy
 machine refuses no more templates than an idle one."""
 MAX_LENGTH = 2**24
-"""The largest length of a prompt, and of each text and list that a template makes of others, in
-characters or items. For an integer: of bits."""
+"""The largest length of a prompt, and of each text and list that an operator, a call or a block of
+a template makes, in characters or items. For an integer: of bits. The result of a filter or of a
+method is measured only when it has been made."""
 
 _BUDGET = "the budget of this rendering"
 """The name of the variable with the budget. A template cannot use this name, because of its spaces.
@@ -74,10 +75,13 @@ def render_bounded(template: Template, variables: dict[str, Any]) -> str:
     budget = _Budget()
     length = 0
     pieces = []
-    for piece in template.generate({**variables, _BUDGET: budget}):
-        pieces.append(piece)
-        length += len(piece)
-        budget.check_length(length)
+    try:
+        for piece in template.generate({**variables, _BUDGET: budget}):
+            pieces.append(piece)
+            length += len(piece)
+            budget.check_length(length)
+    except MemoryError:  # from a filter, whose result is measured only when it is made
+        raise TooCostly("makes a text that does not fit into memory") from None
     return "".join(pieces)
 
 

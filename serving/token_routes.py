@@ -14,6 +14,7 @@ from serving.answer import Answers, in_thread
 from serving.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from serving.chat import encode_chat
 from serving.chat_schemas import ChatPrompt
+from serving.disconnects import unless_disconnected
 from serving.openai_schemas import ModelName, RequestBody, TokenIds
 from serving.prompts import check_token_ids
 from serving.unsupported_fields import Unsupported, UnsupportedChat
@@ -55,7 +56,8 @@ def add_token_routes(router: APIRouter, answers: Answers) -> None:
         async with asyncio.timeout(answers.settings.request_seconds):
             live = await answers.admit(request, model)
             try:
-                return await in_thread(answers.threads, answer, live)
+                answering = in_thread(answers.planners, answer, live)
+                return await unless_disconnected(request.receive, answering)
             finally:
                 answers.admission.leave(live)
 

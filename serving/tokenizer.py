@@ -48,6 +48,8 @@ class ReleaseTokenizer:
     vocab_size: int
     """The size of the network's vocabulary: the network has embeddings for all smaller token ids.
     """
+    max_token_chars: int
+    """The number of characters of the longest token."""
     chat_template: ChatTemplate | None
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
     """Field of a request → the value that `generation_config.json` sets for requests without this
@@ -80,11 +82,6 @@ class ReleaseTokenizer:
         default."""
         added = self.tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
-
-    @cached_property
-    def max_token_chars(self) -> int:
-        """The number of characters of the longest token."""
-        return max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def is_special(self, text: str) -> bool:
         """Whether `text` is a special token, which `decode` leaves out by default."""
@@ -145,6 +142,7 @@ def load_tokenizer(folder: Path) -> ReleaseTokenizer:
         eos_token_ids=end_of_sequence_ids(own_eos, generation, config, vocab_size),
         context_length=context_length,
         vocab_size=vocab_size,
+        max_token_chars=max(map(len, ids), default=1),
         chat_template=chat_template,
         sampling_defaults=sampling_defaults(generation),
     )

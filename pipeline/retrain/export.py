@@ -47,7 +47,7 @@ def export(
     tied: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         place = tensor.data_ptr()
-        if place in cast:
+        if tensor.numel() and place in cast:  # tensors without numbers are all at place 0
             tied[name] = cast[place]
         else:
             kind = dtype if tensor.is_floating_point() else tensor.dtype

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from serving.engine import MIN_LOGPROB, EngineError, Generation, Step, TokenLogprob
+from serving.engine import EngineError, Generation, Step, TokenLogprob, reported_logprob
 
 
 class WrongWeights(Exception):
@@ -95,8 +95,8 @@ def _logprobs(meta: dict[str, Any], side: str, num_top: int) -> tuple[TokenLogpr
         found.append(
             TokenLogprob(
                 token_id=token_id,
-                logprob=max(logprob, MIN_LOGPROB),
-                top=tuple((other, max(value, MIN_LOGPROB)) for value, other, _ in top),
+                logprob=reported_logprob(logprob),
+                top=tuple((other, reported_logprob(value)) for value, other, _ in top),
             )
         )
     return tuple(found)

@@ -9,13 +9,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from serving.engine import (
-    MIN_LOGPROB,
     EngineError,
     Generation,
     GenerationRefused,
     Grammar,
     Step,
     TokenLogprob,
+    reported_logprob,
 )
 
 
@@ -124,6 +124,6 @@ def _logprob(token_id: int, found: Mapping[int, Any], num_top: int) -> TokenLogp
     best = sorted(found.items(), key=lambda item: -item[1].logprob)[:num_top]
     return TokenLogprob(
         token_id=token_id,
-        logprob=max(found[token_id].logprob, MIN_LOGPROB),
-        top=tuple((other, max(each.logprob, MIN_LOGPROB)) for other, each in best),
+        logprob=reported_logprob(found[token_id].logprob),
+        top=tuple((other, reported_logprob(each.logprob)) for other, each in best),
     )

@@ -35,7 +35,7 @@ def other_host(
     headers: Mapping[str, str], server: tuple[str, int | None] | None, names: Collection[str]
 ) -> str | None:
     """The `Host` header of a request over loopback, if this host is not loopback and is not one of
-    `names`. None for any other request.
+    `names`. None for any other request, and for one without `Host`: browsers always send it.
 
     `server` is the local address of the connection (host and port), as in an ASGI scope. `names`
     are the other host names of this server, in lower case.
@@ -43,9 +43,10 @@ def other_host(
     if server is None or not _is_loopback(server[0]):
         return None
     host = _host(headers)
-    name = host_name(f"//{host}")
-    is_own = name == "localhost" or _is_loopback(name) or (name != "" and name in names)
-    return None if is_own else host
+    name = host_name(f"//{host}").removesuffix(".")
+    # Browsers resolve `localhost` and names that end in `.localhost` to loopback (RFC 6761, 6.3).
+    is_loopback = name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+    return None if host == "" or is_loopback or (name != "" and name in names) else host
 
 
 def host_name(url: str) -> str:

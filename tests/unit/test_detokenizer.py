@@ -22,6 +22,7 @@ def wrapped(tokenizer: Tokenizer) -> ReleaseTokenizer:
         eos_token_ids=(),
         context_length=100,
         vocab_size=tokenizer.get_vocab_size(),
+        max_token_chars=10,
         chat_template=None,
     )
 

@@ -9,7 +9,7 @@ import pytest
 
 from serving.admission import LiveRelease
 from serving.completions import plan_completion
-from serving.engine import Generation, Step
+from serving.engine import EngineError, Generation, Step
 from serving.engines.echo_engine import EchoEngine
 from serving.openai_schemas import CompletionRequest
 from serving.sequences import generate
@@ -49,6 +49,28 @@ def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
 
     with pytest.raises(Panic):
         asyncio.run(scenario())
+
+
+class EngineThatFailsAtTheEnd(EchoEngine):
+    async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
+        try:
+            while True:
+                yield Step(token_ids=(65,))
+        finally:
+            raise EngineError("the connection is gone")
+
+
+def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelease) -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", "n": 3})
+    plan = plan_completion(request, live, max_sequences=3)
+
+    async def scenario() -> None:
+        async with asyncio.timeout(10):
+            deltas = generate(EngineThatFailsAtTheEnd(), live, plan.generations, request)
+            await anext(deltas)
+            await deltas.aclose()
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from serving.engine import Generation, TokenLogprob
+from serving.engine import MIN_LOGPROB, Generation, TokenLogprob, reported_logprob
 from serving.engines import sglang_requests
 from serving.engines.torch_engine.sampling import logprobs
 
@@ -17,6 +17,12 @@ WANTED = [TokenLogprob(token_id=1, logprob=-9999.0, top=((0, 0.0), (1, -9999.0))
 
 def test_of_the_torch_engine() -> None:
     assert logprobs([1], [2], torch.tensor([[5.0, -math.inf]])) == WANTED
+
+
+def test_logprobs_that_are_no_numbers_are_reported_as_the_smallest() -> None:
+    assert reported_logprob(math.nan) == MIN_LOGPROB
+    [found] = logprobs([1], [1], torch.tensor([[math.nan, 1.0]]))
+    assert (found.logprob, found.top[0][1]) == (MIN_LOGPROB, MIN_LOGPROB)
 
 
 def test_of_sglang() -> None:

@@ -111,7 +111,10 @@ class Grammars:
         compilation = self._compiled.get(key)
         if compilation is None:
             tokenizer = self._tokenizer(release, vocab_size)
-            job = self._thread.submit(_compile, tokenizer, folder, grammar)
+            try:
+                job = self._thread.submit(_compile, tokenizer, folder, grammar)
+            except RuntimeError:  # the thread has been shut down
+                raise EngineError("the engine was closed") from None
             compilation = _Compilation(job=job, result=asyncio.wrap_future(job))
             # Take the exception. Otherwise asyncio logs it if no request waits any more.
             compilation.result.add_done_callback(lambda done: done.cancelled() or done.exception())

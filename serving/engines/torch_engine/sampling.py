@@ -107,11 +107,16 @@ def logprobs(token_ids: Seq[int], num_top: Seq[int], logits: Tensor) -> list[Tok
         rows = logits[start : start + _ROWS_AT_ONCE]
         chosen = torch.tensor(token_ids[start : start + len(rows)], device=logits.device)
         whole = rows.logsumexp(dim=-1, keepdim=True)
-        of_chosen = (rows.gather(1, chosen[:, None]) - whole).clamp_min(MIN_LOGPROB)[:, 0].tolist()
+        of_chosen = _reported(rows.gather(1, chosen[:, None]) - whole)[:, 0].tolist()
         best, at = largest(rows, most)
-        values, ids = (best - whole).clamp_min(MIN_LOGPROB).tolist(), at.tolist()
+        values, ids = _reported(best - whole).tolist(), at.tolist()
         for row, (logprob, token_id) in enumerate(zip(of_chosen, chosen.tolist(), strict=True)):
             count = num_top[start + row]
             top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
             found.append(TokenLogprob(token_id=token_id, logprob=logprob, top=top))
     return found
+
+
+def _reported(logprobs: Tensor) -> Tensor:
+    """`reported_logprob` of each number."""
+    return logprobs.nan_to_num(nan=MIN_LOGPROB).clamp_min(MIN_LOGPROB)
