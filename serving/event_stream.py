@@ -1,0 +1,70 @@
+"""A response of server-sent events."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from serving.disconnects import unless_disconnected
+from serving.request_errors import ClientGone, translated
+
+
+class EventStream(Response):
+    """Sends the events of a generator as server-sent events.
+
+    If an error occurs before the first event, the client gets an error response. If it occurs
+    later, the stream ends with an error event. A stream that continues after `deadline`, a time of
+    the event loop's clock, counts as such an error. When the response ends, for any reason,
+    `on_end` is called once with the HTTP status for the metrics.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[str, None],
+        *,
+        headers: Mapping[str, str],
+        deadline: float,
+        on_end: Callable[[int], None],
+    ) -> None:
+        super().__init__(headers={**headers, "Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._deadline = deadline
+        self._on_end = on_end
+        self._status = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self._send(scope, receive, send))
+        except ClientGone as gone:
+            self._status = gone.status
+        finally:
+            try:
+                await self._events.aclose()
+            finally:
+                self._on_end(self._status)
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                async for event in self._events:
+                    if not has_started:
+                        has_started = True
+                        start = {"status": 200, "headers": self.raw_headers}
+                        await send({"type": "http.response.start", **start})
+                    body = {"body": event.encode(), "more_body": True}
+                    await send({"type": "http.response.body", **body})
+        except Exception as error:
+            problem = translated(error)
+            self._status = problem.status
+            response = problem.response()
+            if not has_started:
+                await response(scope, receive, send)
+                return
+            event_bytes = b"data: " + bytes(response.body) + b"\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": event_bytes, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
