@@ -122,9 +122,11 @@ class VllmProcess:
             if errors := {state["error"] for state in states} - {None}:
                 raise EngineError(f"staging {release.id}: {'; '.join(sorted(errors))}")
         except BaseException:
-            # The other workers may have staged the release, or may still do so.
-            with suppress(EngineError):  # a dead vLLM holds nothing that could be freed
-                await asyncio.shield(self.call("hotpush_forget", release.id))
+            # The other workers may have staged the release, or may still do so. A dead vLLM holds
+            # nothing that could be freed, and would never answer.
+            if not self.is_dead:
+                with suppress(EngineError):
+                    await asyncio.shield(self.call("hotpush_forget", release.id))
             raise
         self._held[release.id] = release
         self.read_bytes[release.id] = max(state["read_bytes"] for state in states)

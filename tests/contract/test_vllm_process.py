@@ -31,6 +31,7 @@ class MadeUpLlm:
         self.reason: str | None = None
         self.needed_bytes = 0
         self.hangs_in: str | None = None
+        self.dies_in: str | None = None
         self.status: dict[str, Any] = {}
         self.asked: list[str] = []
         self.is_shut_down = False
@@ -39,7 +40,10 @@ class MadeUpLlm:
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
         self.asked.append(method)
-        if method == self.hangs_in:
+        if method == self.dies_in:
+            self.errored = True
+            raise RuntimeError("EngineCore died")
+        if method == self.hangs_in or self.errored:
             await asyncio.Event().wait()
         way = "copy" if self.reason is None else "reload"
         answers = {
@@ -197,3 +201,16 @@ def test_what_one_worker_cannot_stage_no_worker_keeps(
     with pytest.raises((StageError, EngineError), match=reason):
         asyncio.run(story())
     assert llm.asked[-1] == "hotpush_forget"
+
+
+def test_a_vllm_that_died_is_asked_nothing_more(llm: MadeUpLlm, tmp_path: Path) -> None:
+    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
+
+    async def story() -> None:
+        process = await VllmProcess.start(first, tmp_path / first.id, VllmEngineSettings())
+        llm.dies_in = "hotpush_status"
+        async with asyncio.timeout(10):
+            await process.stage(second, tmp_path / second.id)
+
+    with pytest.raises(EngineError, match="EngineCore died"):
+        asyncio.run(story())
