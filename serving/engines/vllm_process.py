@@ -117,17 +117,20 @@ class VllmProcess:
                 if all(state["is_done"] for state in states):
                     break
                 await asyncio.sleep(_POLL_SECONDS)
-            if refusals := {reason: None for state in states for reason in state["refusals"]}:
-                raise StageError(*refusals)
-            if errors := {state["error"] for state in states} - {None}:
-                raise EngineError(f"staging {release.id}: {'; '.join(sorted(errors))}")
-        except BaseException:
-            # The other workers may have staged the release, or may still do so. A dead vLLM holds
-            # nothing that could be freed, and would never answer.
-            if not self.is_dead:
-                with suppress(EngineError):
-                    await asyncio.shield(self.call("hotpush_forget", release.id))
+        except asyncio.CancelledError:
+            await asyncio.shield(self.call("hotpush_forget", release.id))
             raise
+        refusals = {reason: None for state in states for reason in state["refusals"]}
+        errors = {state["error"] for state in states} - {None}
+        if refusals or errors:
+            # The other workers may have staged the release. This is not done if a call fails: then
+            # vLLM has died, holds nothing that could be freed, and may never answer.
+            with suppress(EngineError):
+                await self.call("hotpush_forget", release.id)
+        if refusals:
+            raise StageError(*refusals)
+        if errors:
+            raise EngineError(f"staging {release.id}: {'; '.join(sorted(errors))}")
         self._held[release.id] = release
         self.read_bytes[release.id] = max(state["read_bytes"] for state in states)
         _log.info(
