@@ -270,8 +270,8 @@ async def generate(
             async for delta in deltas:
                 yield 0, delta
         return
-    # A sequence waits while its delta does not fit into the queue, so that a client that reads
-    # slowly fills no memory.
+    # If the client reads slowly, at most one delta of each sequence waits here. The engine may hold
+    # the further steps; a client that reads nothing is ended by the limits of its connection.
     queue: asyncio.Queue[tuple[int, Delta] | BaseException | None]
     queue = asyncio.Queue(maxsize=len(generations))
     is_read = True

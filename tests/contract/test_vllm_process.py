@@ -150,29 +150,29 @@ def test_why_swaps_take_the_slower_way_is_logged(
     assert "slower way: RuntimeError: no such kernel" in caplog.text
 
 
+async def stage_a_second_release(pipeline_dir: Path) -> None:
+    first, second = (echo_release(pipeline_dir, seed) for seed in (1, 2))
+    engine = engine_over()
+    await engine.stage(first, pipeline_dir / first.id)
+    await engine.commit(first.id)
+    try:
+        await engine.stage(second, pipeline_dir / second.id)
+    finally:
+        await engine.close()
+
+
 @pytest.mark.parametrize("free", [999, 1000, None])
 def test_too_little_memory_is_found_before_anything_is_read(
     llm: MadeUpLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int | None
 ) -> None:
-    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
-
-    async def story() -> None:
-        engine = engine_over()
-        await engine.stage(first, tmp_path / first.id)
-        await engine.commit(first.id)
-        try:
-            await engine.stage(second, tmp_path / second.id)
-        finally:
-            await engine.close()
-
     llm.needed_bytes = 1000
     monkeypatch.setattr(vllm_process, "free_bytes", lambda device: free)
     if free == 999:
         with pytest.raises(StageError, match="needs 1000 bytes to be staged, 999 are free"):
-            asyncio.run(story())
+            asyncio.run(stage_a_second_release(tmp_path))
         assert "hotpush_stage" not in llm.asked
     else:
-        asyncio.run(story())
+        asyncio.run(stage_a_second_release(tmp_path))
         assert "hotpush_stage" in llm.asked
 
 
@@ -186,20 +186,9 @@ def test_too_little_memory_is_found_before_anything_is_read(
 def test_what_one_worker_cannot_stage_no_worker_keeps(
     llm: MadeUpLlm, tmp_path: Path, status: dict[str, Any], reason: str
 ) -> None:
-    first, second = (echo_release(tmp_path, seed) for seed in (1, 2))
-
-    async def story() -> None:
-        engine = engine_over()
-        await engine.stage(first, tmp_path / first.id)
-        await engine.commit(first.id)
-        try:
-            await engine.stage(second, tmp_path / second.id)
-        finally:
-            await engine.close()
-
     llm.status = status
     with pytest.raises((StageError, EngineError), match=reason):
-        asyncio.run(story())
+        asyncio.run(stage_a_second_release(tmp_path))
     assert llm.asked[-1] == "hotpush_forget"
 
 

@@ -21,7 +21,7 @@ class TokenSlots:
         self.held: list[list[int]] = [[] for _ in range(cache_size.num_slots)]
 
     def forward(self, batch: Batch) -> None:  # type: ignore[override]
-        raise NotImplementedError
+        raise AssertionError("an allocator computes no step")
 
     def warm_up(self) -> None: ...
 

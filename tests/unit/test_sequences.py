@@ -52,11 +52,14 @@ def test_one_sequence_that_fails_in_any_way_ends_all(live: LiveRelease) -> None:
 
 
 class EngineThatFailsAtTheEnd(EchoEngine):
+    num_ended = 0
+
     async def generate(self, release_id: str, generation: Generation) -> AsyncGenerator[Step, None]:
         try:
             while True:
                 yield Step(token_ids=(65,))
         finally:
+            self.num_ended += 1
             raise EngineError("the connection is gone")
 
 
@@ -64,13 +67,16 @@ def test_a_sequence_that_fails_when_it_is_ended_holds_nothing_up(live: LiveRelea
     request = CompletionRequest.model_validate({"prompt": "a", "n": 3})
     plan = plan_completion(request, live, max_sequences=3)
 
-    async def scenario() -> None:
+    async def scenario() -> int:
+        engine = EngineThatFailsAtTheEnd()
         async with asyncio.timeout(10):
-            deltas = generate(EngineThatFailsAtTheEnd(), live, plan.generations, request)
+            deltas = generate(engine, live, plan.generations, request)
             await anext(deltas)
             await deltas.aclose()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return engine.num_ended
 
-    asyncio.run(scenario())
+    assert asyncio.run(scenario()) == 3
 
 
 @pytest.mark.parametrize(
