@@ -8,8 +8,8 @@ def encode_prompt(
     live: LiveRelease, prompt: str | list[int], param: str, *, add_special_tokens: bool
 ) -> tuple[int, ...]:
     """The token ids of a prompt. Raises RequestError if there are none, if the network has no
-    embedding for one of them, or if the prompt is so long that it certainly does not fit into the
-    context. `param` is the field of the request that contains the prompt."""
+    embedding for one of them, or if `check_length` does. `param` is the field of the request that
+    contains the prompt."""
     check_length(live, prompt, param)
     if isinstance(prompt, str):
         token_ids = live.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
@@ -27,8 +27,9 @@ def encode_prompt(
 
 
 def check_length(live: LiveRelease, prompt: str | list[int], param: str) -> None:
-    """Raise RequestError if the prompt has more token ids, or surely more tokens, than fit into the
-    context. This takes no time, unlike the tokenizer."""
+    """Raise RequestError if the prompt has more token ids than fit into the context. A text may have
+    as many characters as that number of the longest token, as in vLLM. This check takes no time,
+    unlike the tokenizer."""
     limit, unit = live.context_length, "token ids"
     if isinstance(prompt, str):
         limit, unit = limit * live.tokenizer.max_token_chars, "characters"
