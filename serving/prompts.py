@@ -27,9 +27,9 @@ def encode_prompt(
 
 
 def check_length(live: LiveRelease, prompt: str | list[int], param: str) -> None:
-    """Raise RequestError if the prompt has more token ids than fit into the context. A text may have
-    as many characters as that number of the longest token, as in vLLM. This check takes no time,
-    unlike the tokenizer."""
+    """Raise RequestError if the prompt has more token ids than fit into the context, or if a text
+    has more characters than so many of the longest token would have, as in vLLM. This check takes
+    no time, unlike the tokenizer."""
     limit, unit = live.context_length, "token ids"
     if isinstance(prompt, str):
         limit, unit = limit * live.tokenizer.max_token_chars, "characters"
