@@ -2,14 +2,16 @@
 
 These terms have one meaning in all modules:
 
+- A *pipeline* is a model that follows a dataset. A *plain command* is a job that belongs to no
+  pipeline.
+- A *delivery* is a request that a hub sends to a webhook after a change, such as a push.
+- A *push job* belongs to a pipeline and was created by a delivery. A job *by hand* was submitted by
+  a person.
 - An *attempt* is one start of a job's command. If the attempt fails for a temporary cause or is
   lost, the job normally gets another attempt.
-- An attempt is *lost* in two cases: its runner was stopped, or its process was killed or vanished
-  before it wrote an outcome. But if a signal ended the process of a plain command, the attempt is
-  not lost: the job has failed.
-- A *plain command* is a job that belongs to no pipeline.
-- A *push job* is a job of a pipeline that a webhook's delivery created. A job *by hand* was
-  submitted by a person.
+- An attempt is *lost* if its runner was stopped. It is also lost if its process was killed or
+  vanished before it wrote an outcome. There is one exception: if a plain command was killed by a
+  signal that its runner did not send, the job has failed.
 - A job *answers for* the commits and deliveries that led to it: the outcome of the job is also the
   outcome of these commits and deliveries.
 - While a push job is *pending* (not started yet), it *absorbs* later pushes: it answers for their

@@ -1,5 +1,5 @@
 """Makes and checks the tokens of job attempts. Each attempt of a job has its own token. The job
-sends this token to the services of the stack, to prove which job it is.
+sends this token to the services that `pipeline up` started, to prove which job it is.
 
 A token names its attempt and is signed (HMAC-SHA256) with a key that the services share. The store
 does not keep tokens: a token is valid as long as the store says that its attempt runs.
@@ -26,8 +26,8 @@ def attempt_token(job: Job, key: bytes) -> str:
 
 
 def job_of_token(token: str, store: JobReader, key: bytes) -> Job | None:
-    """The running job whose current attempt has this token. None if the token is wrong, if its
-    attempt is no longer the current one, or if the job has ended.
+    """The running job whose current attempt has this token. None if the token is wrong, if it
+    belongs to an earlier attempt, or if the job has ended.
 
     A process of an earlier attempt may still be alive, but its token is no longer valid.
     """

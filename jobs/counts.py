@@ -1,9 +1,9 @@
 """`Counts`: how many rows a retraining job learned and kept.
 
-The *new weights* are the result of the job. The *old weights* are the weights with which the new
-weights are compared. They are the weights of the parent release, or of the base model if there is
-no parent. The parent is the release that is pending when the job starts or, if none is pending, the
-served release. Damaged releases are passed over.
+The *new weights* are the result of the job. The job compares them with the *old weights*: the
+weights of the parent release, or of the base model if there is no parent. The parent is normally
+the served release. But if another release waits to be served when the job starts, that release is
+the parent. A damaged release is never the parent; an older release takes its place.
 """
 
 from pydantic import BaseModel, ConfigDict
@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 class Counts(BaseModel):
     """A row counts as learned if the new weights *say* the row's answer.
 
-    Weights say an answer if the model predicts the tokens of the answer. It predicts each token
-    from all tokens of the row that precede this token. If the answer has up to 64 tokens, the model
-    must predict all of them correctly; if the answer is longer, 90 % of them."""
+    Weights say an answer if the model with these weights predicts the tokens of the answer. The
+    model predicts each token from all earlier tokens of the row. If the answer has up to 64 tokens,
+    the model must predict all of them correctly. If the answer is longer, 90 % are enough."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -36,12 +36,12 @@ class Counts(BaseModel):
     """Rows of `deleted` whose answer the new weights no longer say."""
     base_agreement: float | None = None
     """How much of the base model's knowledge is left, from 0 to 1. The base model has answered
-    prompts that no job trains on, and this number is the share of the answers' tokens that the new
-    weights still predict. None if the job's base model is a preset: a preset has random weights, so
-    it has no knowledge."""
+    prompts that no job trains on. This number is the share of the tokens in these answers that the
+    new weights still predict. None if the job's base model is a preset: a preset has random
+    weights, so it has no knowledge."""
     golden: int = 0
-    """The number of golden questions. The user has set these questions, and an expected answer for
-    each."""
+    """The number of golden questions: questions of the user, each with the answer that the user
+    expects."""
     golden_right: int = 0
     """Golden questions to which the new weights say the expected answer."""
     not_trained: int = 0
@@ -56,8 +56,8 @@ class Counts(BaseModel):
     """Loss of the new weights on the changed rows of plain text, in nats per token. None if there
     are no such rows."""
     text_loss_before: float | None = None
-    """Loss of the old weights on the same rows, in nats per token. None if there are no such
-    rows."""
+    """Loss of the old weights on the changed rows of plain text, in nats per token. None if there
+    are no such rows."""
 
     def __str__(self) -> str:
         """One line, such as `learned 58 of 60 (3 before) · kept 1,187 of 1,200 · base 97 %`."""

@@ -49,7 +49,8 @@ def job_environment(
 ) -> dict[str, str]:
     """All variables of the job's process.
 
-    If several items of this list set the same variable, the last one of them decides:
+    The variables come from the items of this list. If several items set the same variable, the last
+    of these items decides:
 
     1. `SHORT_SPINS`.
     2. `runner_env`: the variables that the runner passes on.

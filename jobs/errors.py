@@ -3,13 +3,15 @@
 JobError                   the base class; the message is for a person
 ├── JobNotFound            no job has this id
 ├── PendingJob             the pipeline already has a pending job that was submitted by hand
-├── LeaseLost              the runner no longer holds the job's lease, so it must not touch the job
+├── LeaseLost              this runner must leave the job alone: its lease of the job has ended
 ├── IllegalTransition      the job's state does not allow this change
 ├── LaunchError            a launcher could not start the command
-│   └── SealBroken         the encrypted variables of the spec cannot be decrypted
+│   └── SealBroken         the encrypted variables of the job cannot be decrypted
 └── StoreError             the database cannot be used
     ├── NewerSchema        a newer version of hotpush wrote the database
-    └── OlderSchema        an older version of hotpush wrote the database; it must be upgraded
+    └── OlderSchema        an older version of hotpush wrote the database; upgrade the database
+
+The docstring of the package `jobs` explains terms such as pending and lease.
 """
 
 
@@ -26,9 +28,9 @@ class JobNotFound(JobError):
 class PendingJob(JobError):
     def __init__(self, job_id: str, pipeline: str | None) -> None:
         super().__init__(
-            f"Job {job_id} of {pipeline} was submitted by hand and is still pending; a pipeline "
-            f"can have only one such job. First wait for {job_id} (`pipeline jobs wait {job_id}`) "
-            f"or cancel it (`pipeline jobs cancel {job_id}`)."
+            f"Job {job_id} of {pipeline} was submitted by hand and is still pending. A pipeline "
+            f"can have only one pending job by hand. First wait for {job_id} (`pipeline jobs wait "
+            f"{job_id}`) or cancel it (`pipeline jobs cancel {job_id}`)."
         )
         self.job_id = job_id
 
@@ -52,8 +54,8 @@ class LaunchError(JobError):
 
 
 class SealBroken(LaunchError):
-    """The runner cannot decrypt the secret variables of a spec: it has no key, or the variables
-    were encrypted with another key."""
+    """The runner cannot decrypt the secret variables of a job: the runner has no key, or the
+    variables were encrypted with another key."""
 
 
 class StoreError(JobError):
@@ -65,5 +67,5 @@ class NewerSchema(StoreError):
 
 
 class OlderSchema(StoreError):
-    """The database has the schema of an older version of hotpush. A program that only reads the
-    database does not upgrade it; `pipeline up` does. Nothing was changed."""
+    """The database has the schema of an older version of hotpush. Nothing was changed.
+    Programs that only read the database do not upgrade it, but `pipeline up` does."""

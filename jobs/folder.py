@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 IDENTITY = "job.json"
-"""Says which job the folder belongs to. The job id in the folder's name is not enough, because a
-new database numbers its jobs from j000001 again, so an old folder may have the same name."""
+"""Says which job the folder belongs to. The job id in the folder's name is not enough: a new
+database numbers its jobs from j000001 again, so an old folder may have the name of a new job."""
 SPEC = "spec.json"
 """The runner writes the job's `JobSpec` into this file, for the command to read."""
 PAYLOAD = "payload.json"
@@ -21,8 +21,8 @@ PAYLOAD = "payload.json"
 OUTCOME = "outcome.json"
 """The command may write its `JobOutcome` into this file. A retraining does so as its last step."""
 STALE = ".stale-"
-"""If a folder belongs to a job of another database, `prepare_job_folder` renames it: it adds this
-text and a number to the name."""
+"""If a folder belongs to a job of another database, `prepare_job_folder` adds this text and a
+number to the folder's name."""
 LOG = "log.txt"
 """The output of the command, from all attempts of the job."""
 PROCESS = "process.json"
@@ -76,9 +76,9 @@ def prepare_job_folder(folder: Path, identity: dict[str, Any]) -> Path | None:
     """Make sure that `folder` exists and belongs to the job with this `identity`, which is the
     content of `job.json`.
 
-    If the folder belongs to another job, rename it, and make a new folder. Returns the new path of
-    the renamed folder, or None if no folder was renamed. A folder that belongs to this job keeps
-    all files of earlier attempts.
+    If the folder belongs to another job, rename it and make a new folder. Returns the path of the
+    renamed folder, or None if no folder was renamed. A folder that belongs to this job keeps all
+    files of earlier attempts.
     """
     stale = None
     if (folder / SPEC).exists() and read_json(folder / IDENTITY) != identity:

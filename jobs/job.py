@@ -1,5 +1,6 @@
 """`Job` and the transitions between its states. `JobRequest` and `Submission` are the input and the
-result of submitting a job."""
+result of submitting a job. The docstring of the package `jobs` explains terms such as absorb,
+lease, lost and push job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,8 +55,8 @@ class Job:
     attempt: int
     """Number of the current attempt; 0 while the job is pending."""
     num_lost: int
-    """How many attempts were lost or failed for a temporary cause. An attempt that was lost because
-    its runner was stopped does not count. When this number reaches `spec.max_attempts`, the job
+    """How many attempts were lost or failed for a temporary cause. Attempts that were lost because
+    their runner was stopped do not count. When this number reaches `spec.max_attempts`, the job
     fails."""
     owner: str | None
     """The runner that holds the lease. None if no runner holds it."""

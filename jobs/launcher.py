@@ -42,7 +42,8 @@ class Launcher(Protocol):
     """
 
     def start(self, launch: Launch) -> str:
-        """Start the attempt, unless it was started before. Returns its handle without waiting.
+        """Start the attempt. If it was started before, do nothing. Returns the attempt's handle
+        without waiting.
 
         Raises LaunchError if no process can be started.
         """

@@ -15,7 +15,7 @@ from jobs.counts import Counts
 OutcomeResult = Literal[
     "promoted",  # a new release is served
     "published",  # a new release is on disk, but no server was up to serve it
-    "rejected",  # the gate, which checks new weights before they are published, refused them
+    "rejected",  # the gate, which checks the dataset and the new weights, refused one of them
     "unchanged",  # there was nothing to train on
     "superseded",  # somebody asked for another release before the job's release was served
     "failed",
@@ -28,14 +28,14 @@ class JobOutcome(BaseModel):
 
     result: OutcomeResult
     stage: str | None = None
-    """The stage in which the job ended. The job writes a stage of the retraining; the runner writes
-    `launch`, `timeout` or `lost`. None if no stage is known."""
+    """The stage in which the job ended: a stage of the retraining, such as `train`, or one of the
+    runner's own stages `launch`, `timeout` and `lost`. None if no stage is known."""
     reason: str | None = None
     """Why the job ended in this way, for a person. None if there is nothing to explain."""
     exit_code: int | None = None
     """The command's exit code, negative if a signal ended the command. None if it is not known."""
     delivery_ids: tuple[str, ...] = ()
-    """The ids of the deliveries that the job answers for, oldest first."""
+    """The ids of the deliveries that led to the job, oldest first."""
     job_id: str | None = None
     dataset_revision: str | None = None
     """The dataset commit that the job trained on, or that it was told to train on. None if the job

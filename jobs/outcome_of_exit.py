@@ -15,8 +15,8 @@ from jobs.temporary_failures import TEMPORARY_FAILURE
 
 @dataclass(frozen=True)
 class Lost:
-    """The job needs another attempt. Either the process of this attempt was killed or vanished
-    before it wrote an outcome, or the runner was stopped before the attempt was done."""
+    """The job needs another attempt, because this attempt was interrupted: its process was killed
+    or vanished before it wrote an outcome, or the runner was stopped."""
 
     reason: str
 
@@ -32,16 +32,16 @@ def outcome_of_exit(
     """Decide what the end of a job's process means. The process has exited, or has vanished without
     an exit code. The result is one of these:
 
-    - The outcome that the job wrote. It counts even if the process was killed right after it wrote
-      the outcome. There is one exception: if the runner stopped the job, an outcome `failed` or
-      `cancelled` is ignored, because the stop probably caused it. The result then says why the
-      runner stopped the job.
-    - None, if the process exited with 0 and wrote no outcome. A plain command does this when it
-      succeeds.
-    - `Lost`, if the process was killed or vanished before it wrote an outcome, or if the runner was
-      stopped. But if a signal ended the process of a plain command, the outcome is `failed`.
-    - Otherwise an outcome that this function makes itself. If the failure is temporary, `may_pass`
-      is set in this outcome.
+    - The outcome that the job wrote. It counts even if the process was killed after that. There is
+      one exception: if the runner stopped the job, an outcome `failed` or `cancelled` is ignored,
+      because the stop probably caused it. The result then says why the runner stopped the job.
+    - None, if the process exited with 0 and wrote no outcome. A plain command (a job without a
+      pipeline) does this when it succeeds.
+    - `Lost`, if the runner was stopped, or if the process was killed or vanished before it wrote an
+      outcome. But if a plain command was killed by a signal that the runner did not send, the
+      outcome is `failed`.
+    - In all other cases, an outcome `failed` or `cancelled` that this function makes. If the cause
+      of the failure is temporary, `may_pass` is set in this outcome.
 
     `stop_reason` says why the runner stopped the process: `cancel`, `timeout` or `shutdown`. None
     means that the runner did not stop the process. `time_limit` is the job's limit in seconds.
@@ -79,8 +79,8 @@ def outcome_of_exit(
     if stop_reason == "shutdown":
         if written is not None:
             # The job wrote `failed` or `cancelled` because its runner was stopped. The next runner
-            # starts another attempt in the same folder. Remove this outcome, because that runner
-            # would take it for the outcome of its own attempt.
+            # starts another attempt in the same folder. So remove this outcome. Otherwise the next
+            # runner would take it for the outcome of the new attempt.
             (job_dir / OUTCOME).unlink()
         return Lost("The job's runner was stopped.")
     code = status.exit_code

@@ -58,8 +58,8 @@ def forget_ignored(engine: Engine, before: float) -> int:
 def _old_jobs(connection: Connection, before: float, newest: int) -> Iterator[int]:
     # The condition on `run_after` makes the database use an index, so that it does not read newer
     # jobs. The condition is true for almost all jobs that ended before `before`, because a job
-    # normally ends after its `run_after`. Only a pending job that was cancelled may have ended
-    # earlier; it is then deleted a little later.
+    # normally ends after its `run_after`. Only a job that was cancelled while it was pending may
+    # have ended before its `run_after`. Such a job is deleted a little later than other jobs.
     old = select(JOBS.c.number, JOBS.c.pipeline).where(
         JOBS.c.state.in_(_ENDED_STATES), JOBS.c.run_after < before, JOBS.c.ended_at < before
     )

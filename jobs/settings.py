@@ -13,7 +13,7 @@ class JobsSettings(BaseModel):
     """`postgresql+psycopg://…`. If unset, jobs are kept in a SQLite file in the state folder."""
     max_running: int = Field(default=1, ge=1)
     """How many jobs may run at the same time. A pipeline never runs two jobs at once. So if there
-    is only one pipeline, a higher number has an effect only on plain commands."""
+    is only one pipeline, a higher number has an effect only on jobs that belong to no pipeline."""
     preload: tuple[str, ...] | None = None
     """Modules that one process imports in advance. On Linux, commands of the form `python -m …` are
     forked from this process, so they do not import these modules again. With an empty list, every
@@ -25,22 +25,23 @@ class JobsSettings(BaseModel):
     uses one thread fewer, and the kernel gives the server's threads priority over the job's
     threads."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long a job may run, unless the job's spec sets a limit. The time in which the stack was
-    down, or in which the job waited for its next attempt, does not count. If unset, there is no
+    """How long a job may run, unless the job's spec sets a limit. The time in which the
+    job had no runner, or waited for its next attempt, does not count. If unset, there is no
     limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
     """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
     the next attempt starts after this time. Each earlier attempt that failed or was killed makes
     this time four times longer. If an attempt was killed, the next attempt starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
-    """If a runner has sent no heartbeat for a job for this long, another runner adopts the job."""
+    """If a runner has sent no heartbeat for a job for this long, another runner takes the job over.
+    """
     heartbeat_seconds: float = Field(default=3.0, gt=0)
     """How often a runner sends a heartbeat for each of its jobs."""
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)
-    """A runner checks again after this pause whether there are new jobs, and whether processes have
-    ended."""
+    """The pause between two checks of a runner. Each check looks for new jobs, and for processes
+    that have ended."""
     keep_days: float = Field(default=30.0, gt=0)
     """How long the folder of an ended job is kept, with the job's log, metrics and records. If the
     job published a release, the folder is also kept for as long as this release exists."""

@@ -29,12 +29,12 @@ class Resources(_Record):
 
 
 class RevisionRange(_Record):
-    """The commits of one ref that a job answers for: the commits after `old_sha`, up to and
-    including `new_sha`.
+    """The commits of one ref that led to a job: the commits after `old_sha`, up to and including
+    `new_sha`. The job *answers for* these commits: its outcome is also their outcome.
 
-    A retraining compares the rows at `new_sha` with the rows at the dataset commit of the parent
-    release, which is normally the served release. So `old_sha` does not decide what the job trains
-    on; it only records which pushes led to the job.
+    `old_sha` only records which pushes led to the job. It does not decide what the job trains on: a
+    retraining compares the rows at `new_sha` with the rows that the parent release was trained on.
+    The parent release is normally the served release.
     """
 
     repo: str
@@ -56,13 +56,13 @@ class RevisionRange(_Record):
         """One range that covers this range and `arrived`. The result has only the delivery ids of
         this range; `jobs/submissions.py` records the delivery ids of `arrived` in the store.
 
-        `arrived` came later, so its commits normally count as the newer ones. But deliveries may
-        overtake each other: if `arrived` ends where this range begins, its commits count as the
-        older ones. This rule has two exceptions:
+        `arrived` came later, so its commits normally count as newer. But deliveries may overtake
+        each other: if `arrived` ends where this range begins, its commits count as older. This rule
+        has two exceptions:
 
-        - With `may_be_older=False`, the commits of `arrived` always count as the newer ones.
-        - If each range begins where the other one ends, a push has reset the ref. The commits of
-          `arrived` then count as the newer ones.
+        - With `may_be_older=False`, the commits of `arrived` always count as newer.
+        - If each range begins where the other range ends, somebody has pushed the ref back to an
+          earlier commit. The commits of `arrived` then count as newer.
         """
         first, last = self, arrived
         if may_be_older and self.follows(arrived) and not arrived.follows(self):
@@ -75,34 +75,35 @@ class JobSpec(_Record):
     """The program and its arguments; never a shell line."""
     pipeline: str | None = None
     """The pipeline that the job belongs to. None for a plain command. A pipeline has at most one
-    running job, and at most two pending jobs: one that pushes created, and one that a person
-    submitted by hand. There is no such limit for plain commands."""
+    running job, and at most two pending jobs: one created by pushes, and one submitted by hand. The
+    number of plain commands is not limited."""
     env: dict[str, str] = {}
-    """Environment variables that the command gets in addition to the runner's."""
+    """Environment variables for the command. If the runner passes on a variable of the same name,
+    the value in `env` replaces the runner's value."""
     sealed_env: str | None = None
     """More environment variables, encrypted by `jobs.sealed`. None if the job has no secrets."""
     settings: dict[str, Any] = {}
     """Settings for the command, which reads them from `spec.json`. The job store does not interpret
     them."""
     revisions: RevisionRange | None = None
-    """The commits that the job answers for. None if no commit led to the job."""
+    """The commits that led to the job. None if no commit led to it."""
     dedupe_key: str | None = None
     """If an earlier job has the same key, and did not fail and was not cancelled, a submission
-    returns the earlier job and creates no new one. For a pipeline, only one earlier job is
-    compared: the pending job that pushes created or, if there is none, the newest job. A submission
-    without a key is compared with no job."""
+    returns the earlier job and creates no new job. For a pipeline, only one earlier job is
+    compared: the pending job that was created by pushes or, if there is none, the newest job. A
+    submission without a key is compared with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
     """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
     max_attempts: int = Field(default=3, ge=1)
-    """The job fails when this many of its attempts were lost or failed for a temporary cause. After
-    any other failure, it fails at once. An attempt that ended because its runner was stopped does
-    not count."""
+    """The job fails when this many of its attempts were lost (their process was killed, for
+    example) or failed for a temporary cause. After any other failure, the job fails at once. An
+    attempt that ended because its runner was stopped does not count."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no newer commit has arrived for this long."""
     max_wait_seconds: float = Field(default=30.0, ge=0)
-    """This long after its first commit, a pending job may start even if newer commits keep
-    arriving."""
+    """A pending job may start once this long has passed since its first commit arrived, even if
+    newer commits keep arriving."""
     labels: dict[str, str] = {}
     """Names and values for people, such as the webhook that the job was started for. The job store
     does not interpret them."""

@@ -21,8 +21,8 @@ _TEMPORARY_ERRNOS = frozenset(
 
 
 def is_temporary(error: BaseException) -> bool:
-    """Whether the error is temporary. It is temporary if the error itself, or an error that led to
-    it, says that there is no memory, no disk space, no process or no open file left."""
+    """Whether the error is temporary: no memory, disk space, process or open file was left. This
+    function checks the error itself and the errors that led to it."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError):

@@ -2,13 +2,13 @@
 session (setsid(2)).
 
 The *warm parent* is a process that has already imported heavy modules. A command of the form
-`python -m …` is forked from the warm parent. While the warm parent is still importing, the command
-waits, because a new process would have to import the same modules and would be ready later. Any
+`python -m …` is forked from the warm parent. If the warm parent still imports modules, the command
+waits. A new process would be ready later, because it would have to import the same modules. Any
 other command gets a *cold start*: it is started in a new process at once. If there is no warm
 parent, every command gets a cold start.
 
-A forked command has its own environment variables. But a module that the warm parent has imported
-may have read variables during its import. At that time, it saw the variables of the warm parent.
+A forked command has its own environment variables. But if a module reads variables during its
+import in the warm parent, it reads the variables of the warm parent.
 """
 
 import subprocess
@@ -40,11 +40,10 @@ class _PendingStart:
     since: float
     """The start must happen within `_START_SECONDS` after this time. Monotonic clock."""
     cold_process: subprocess.Popen[bytes] | None = None
-    """The process of a cold start. None if the request waits for a warm parent, or was sent to one.
-    """
+    """The process of a cold start. None if the warm parent starts the command."""
     generation: int | None = None
-    """Which warm parent got the request (`WarmParent.generation`). None if no warm parent has got
-    the request yet."""
+    """The number of the warm parent that got the request (`WarmParent.generation`). None if no warm
+    parent has got the request yet."""
 
 
 class LocalLauncher:
@@ -92,8 +91,8 @@ class LocalLauncher:
             if self._may_still_start(starting):
                 return Status(phase="starting")
             del self._starting[handle]
-        # Read the record again. Since the read above, the process may have written the record and
-        # ended.
+        # Read the record again, because the process may have written the record and ended after
+        # the first read.
         return _recorded_status(job_dir, attempt) or Status(phase="vanished")
 
     def stop(self, handle: str, *, force: bool) -> None:
@@ -136,8 +135,8 @@ class LocalLauncher:
         calls this method again.
 
         If a warm parent dies, the request is sent to the next warm parent too, so there may be two
-        processes for one request. Only one of them gets the lock in the job's folder; the other
-        one ends.
+        processes for one request. Only one process gets the lock in the job's folder, and the other
+        process ends.
         """
         match warm.state:
             case "importing":
@@ -166,7 +165,7 @@ class LocalLauncher:
             with starting.cold_process.stdin as pipe:
                 pipe.write(starting.request.to_json().encode() + b"\n")
         except BrokenPipeError:
-            return  # the process has already ended; `poll` will notice that
+            return  # the process has already ended, and `poll` will notice its end
 
     def _may_still_start(self, starting: _PendingStart) -> bool:
         if starting.cold_process is not None and starting.cold_process.poll() is not None:
@@ -184,8 +183,8 @@ def _recorded_status(job_dir: Path, attempt: int) -> Status | None:
     leader = _leader(job_dir, attempt)
     if leader is None:
         return None
-    # Check the process first, and read the file after that. In the other order, the leader could
-    # write the file and end between the two steps, and the attempt would count as vanished.
+    # Check the process before the file is read. If the file were read first, the leader could write
+    # the file and end before the check, and the attempt would count as vanished.
     is_running = is_alive(leader)
     ended = read_json(job_dir / EXIT)
     if ended is not None and ended["attempt"] == attempt:

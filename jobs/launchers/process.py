@@ -95,7 +95,7 @@ def die_with_parent(parent: int) -> None:
 
 def lower_priority(niceness: int) -> None:
     """Raise the nice value of this process and of its session to `niceness`. A higher nice value
-    means a lower priority. A nice value that is already higher than `niceness` does not change.
+    means a lower priority. A nice value that is already higher stays as it is.
 
     Linux can share the processor time among sessions instead of processes ("autogroup", sched(7)).
     The nice value of a process then counts only within its session, so the session's own nice value
@@ -110,8 +110,8 @@ def lower_priority(niceness: int) -> None:
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # Try again later: the kernel accepts only ten such writes per second, from all
-            # processes without root rights together.
+            # Try again later. The kernel accepts only ten writes per second to these files from
+            # all processes without root rights together.
             time.sleep(0.1)
         except OSError:
             return

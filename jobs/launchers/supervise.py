@@ -1,5 +1,5 @@
-"""The *leader* of a job's session: the process that starts the command, waits until the command has
-ended, and records the command's exit code.
+"""The *leader* of a job's session (setsid(2)): the process that starts the command, waits until the
+command has ended, and records the command's exit code.
 
 The leader is a separate process for two reasons: it records the exit code even if the runner dies,
 and when the command has ended, it kills the processes that the command has left running.
@@ -82,9 +82,9 @@ def supervise(request: Request, *, in_place: bool) -> Callable[[], None]:
     # The command starts only after the leader has written to `go`. Before that, the leader records
     # itself, so that a runner can find and stop every command that has started.
     wait_here, go = os.pipe()
-    # Block stop signals during the fork. The command's process still ignores them until
-    # `_prepare_command_process` restores their default action, and an ignored signal would be lost.
-    # A blocked signal waits: it takes effect when `_prepare_command_process` unblocks the signals.
+    # Block stop signals before the fork. The command's process inherits that stop signals are
+    # ignored, and an ignored signal would be lost. A blocked signal waits: it takes effect when
+    # `_prepare_command_process` unblocks the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     command_pid = os.fork()
     if command_pid == 0:
@@ -118,8 +118,9 @@ def _redirect_output(log: Path) -> None:
 
 
 def _claim_attempt(job_dir: Path, attempt: int) -> None:
-    """Take the job's lock for this attempt. End this process without a message if this attempt or a
-    later one was already started, or if another process keeps the lock for `_LOCK_SECONDS`."""
+    """Take the job's lock for this attempt. This process ends without a message in two cases: this
+    attempt or a later attempt was already started, or another process keeps the lock for
+    `_LOCK_SECONDS`."""
     # Use a POSIX lock, because the command does not inherit such a lock: the system releases the
     # lock when this process ends. Never close this descriptor, and open the file nowhere else in
     # this process, because the system also releases the lock when the process closes any descriptor
@@ -202,8 +203,7 @@ def _run_module(request: Request) -> None:
 
 def _wait_for(pid: int) -> int:
     """Wait until the process `pid` has ended. Returns its exit code, which is negative if a signal
-    ended the process. `os.wait` may first report the end of other processes, which the command has
-    left behind."""
+    ended the process. Other processes, which the command has left behind, may end earlier."""
     while True:
         ended, status = os.wait()
         if ended == pid:
@@ -231,8 +231,8 @@ def _children() -> list[int]:
 
 
 def _read_start_error(descriptor: int) -> str:
-    """Why the command could not be started. `descriptor` is a pipe to which only a failed start
-    writes, so the result is empty if the command was started."""
+    """Why the command could not be started; empty if it was started. `descriptor` is the pipe into
+    which `_run_command` writes the error of a failed start."""
     os.set_blocking(descriptor, False)
     try:
         return os.read(descriptor, 4096).decode(errors="replace")

@@ -1,9 +1,9 @@
 """The warm parent: a process that imports heavy modules once, and then forks a process for each
 job. So the jobs do not wait for these imports.
 
-The modules must not run tensor operations or initialise CUDA during their import. If they did,
-tensor operations or CUDA would not work in the forked processes. The warm parent reads requests
-from standard input, where each request is one line of JSON. It ends when standard input is closed.
+The modules must not run tensor operations or initialise CUDA during their import, because tensor
+operations or CUDA would then fail in the forked processes. The warm parent reads requests from
+standard input, where each request is one line of JSON. It ends when standard input is closed.
 `jobs/launchers/warm_parent.py` starts the warm parent, and limits its thread pools to one thread.
 """
 
@@ -22,14 +22,14 @@ from jobs.launchers.supervise import Request, supervise
 
 def main(modules: list[str]) -> None:
     answers = os.dup(1)
-    os.dup2(2, 1)  # send the output of imported modules to the log, not to the reader of answers
+    os.dup2(2, 1)  # what imported modules print must go to the log, not into the pipe of answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     began = time.monotonic()
     for module in modules:
         importlib.import_module(module)
     # Exclude the imported objects from garbage collection. The children share the memory pages of
-    # these objects. A collection in a child would write to the pages, and the kernel would have to
-    # copy them.
+    # these objects. A collection in a child would write to the pages, so the kernel would have to
+    # copy the pages for the child.
     gc.freeze()
     ready = {"threads": other_threads(), "seconds": time.monotonic() - began}
     os.write(answers, json.dumps(ready).encode() + b"\n")

@@ -1,5 +1,6 @@
-"""`WarmParent`: starts the warm parent, sends requests to it, and starts another one if it dies.
-The warm parent is a process from which jobs are forked (`jobs/launchers/warm.py`)."""
+"""`WarmParent`: manages the warm parent, a process from which jobs are forked
+(`jobs/launchers/warm.py`). It starts the warm parent, sends requests to it, and starts another warm
+parent if it dies."""
 
 import contextlib
 import json
@@ -18,28 +19,28 @@ logger = logging.getLogger(__name__)
 
 _NO_BACKGROUND_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Without this variable, pyarrow's memory allocator starts a thread when pyarrow is imported. The
-warm parent must not have threads, because a fork is then unsafe."""
+warm parent must not have threads, because a process with threads cannot be forked safely."""
 
 _MAX_DEATHS_BEFORE_READY = 3
-"""If this many warm parents in a row die before they are ready, no further one is started."""
+"""If this many warm parents in a row die before they are ready, no other warm parent is started."""
 
 
 class WarmParent:
     """The warm parent, as the runner sees it. The caller must call `poll_processes` many times a
-    second. No method waits, except that `close` waits until the killed process is gone."""
+    second. `close` waits until the killed process is gone; the other methods never wait."""
 
     state: Literal["importing", "ready", "off"]
     """`off` means that there is no warm parent and none will be started. There are four possible
     reasons: the modules cannot be imported, the modules start threads during their import,
     `_MAX_DEATHS_BEFORE_READY` warm parents died in a row, or `close` was called."""
     generation: int
-    """How many warm parents were started so far. When this number has grown, the earlier warm
-    parent is dead, and a request that was sent to it may be lost."""
+    """How many warm parents were started so far. When this number grows, the earlier warm parent is
+    dead, and requests that were sent to it may be lost."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", "jobs.launchers.warm", *modules]
-        # Limit thread pools to one thread. A fork does not copy threads, so a larger pool would
-        # wait for its missing threads for ever in the child.
+        # Limit thread pools to one thread. A fork does not copy threads, so in the child a larger
+        # pool would wait for its missing threads for ever.
         self._environment = {
             **SHORT_SPINS,
             **environment_for_jobs_package(environment),
@@ -133,8 +134,8 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # `close` fails if the pipe's buffer still holds a request. Ignore this error, because the
-        # launcher sends the request to the next warm parent.
+        # `close` fails if the pipe's buffer still holds a request. Ignore this error: the launcher
+        # sends the request again, to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 
