@@ -48,8 +48,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """Job id → when the job ended, ordered by this time. This method looks only at the newest
-        `among` jobs. Jobs that have not ended are left out."""
+        """Job id → when the job ended, in the order of these times. Only the newest `among` jobs
+        count. Jobs that have not ended are left out."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)
@@ -81,10 +81,10 @@ class JobReader:
             return select_jobs(connection, query)
 
     def of_commit(self, new_sha: str) -> Sequence[Job]:
-        """The jobs that answer for a push whose newest commit is `new_sha`, newest job first.
+        """The jobs for a push whose newest commit is `new_sha`, newest job first.
 
-        There may be several jobs: several pipelines may follow the dataset, and after a failure a
-        second job may have taken over the commits of the failed job.
+        There may be several jobs: several pipelines may follow the dataset, and another job may
+        have taken over the commits of a failed job.
         """
         numbers = select(JOB_DELIVERIES.c.job_number).where(JOB_DELIVERIES.c.new_sha == new_sha)
         query = select(JOBS).where(JOBS.c.number.in_(numbers)).order_by(JOBS.c.number.desc())
@@ -92,9 +92,9 @@ class JobReader:
             return select_jobs(connection, query)
 
     def waited_since(self, job: Job) -> float:
-        """When the oldest delivery that the job answers for was received. Deliveries that the job
-        took over from a failed job count too. If the job has no deliveries, for example because a
-        person submitted it, this is when the job was created."""
+        """When the oldest delivery of the job was received. Deliveries that the job took over from
+        a failed job count too. If the job has no deliveries, for example because a person submitted
+        it, returns the time when the job was created."""
         with reading(self._engine) as connection:
             received_at: float | None = connection.scalar(
                 select(func.min(JOB_DELIVERIES.c.received_at)).where(

@@ -1,7 +1,8 @@
 """Reads and writes rows of the job store. A function with the argument `connection` runs in the
 caller's transaction.
 
-A *push job* is a job of a pipeline that was not submitted by hand.
+A *push job* belongs to a pipeline and was not submitted by hand. The docstring of the package
+`jobs` explains the other terms, such as "answers for" and "lease".
 """
 
 import json
@@ -106,8 +107,8 @@ def fetch_leased(connection: Connection, job_id: str, owner: str) -> Job:
 
 def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: float) -> Job:
     """End the job with this outcome. If a push job failed, the pipeline's pending push job takes
-    over its commits and deliveries. Returns the ended job. Raises IllegalTransition if a job in
-    this state cannot end with this outcome."""
+    over the commits and deliveries of the failed job. Returns the ended job. Raises
+    IllegalTransition if a job in this state cannot end with this outcome."""
     state = final_state(outcome)
     if state not in TRANSITIONS[job.state]:
         raise IllegalTransition(job.id, job.state, state)
@@ -129,7 +130,7 @@ def end_job(connection: Connection, job: Job, outcome: JobOutcome | None, now: f
 
 def fetch_successor(connection: Connection, job: Job) -> Job | None:
     """The pending job that takes over the commits of `job` if `job` fails: the pipeline's pending
-    push job. None if there is no such job.
+    push job. None if no push job is pending.
 
     A job that was submitted by hand has no successor, because it answers for no push.
     """
@@ -148,13 +149,13 @@ def is_pending(pipeline: str, *, by_hand: bool) -> Any:
 
 
 def merge_specs(known: JobSpec, arrived: JobSpec, *, may_be_older: bool = True) -> JobSpec:
-    """Merge two specs into one that answers for the commits of both.
+    """Merge two specs into one that covers the commits of both.
 
-    `arrived` came later than `known`, so its commits normally are the newer ones. The result is
-    then `arrived` with a longer range of commits. But deliveries may overtake each other, so the
-    commits of `arrived` may be the older ones. The result is then `known` with a longer range.
-    `RevisionRange.absorb` decides which commits are older. With `may_be_older=False`, it never
-    takes the commits of `arrived` for the older ones.
+    `arrived` came later than `known`, so its commits are normally newer. The result is then
+    `arrived` with a longer range of commits. But deliveries may overtake each other, so the commits
+    of `arrived` may be older. The result is then `known` with a longer range.
+    `RevisionRange.absorb` decides which commits are older. With `may_be_older=False`, the commits
+    of `arrived` always count as newer.
     """
     if known.revisions is None:
         return arrived
@@ -218,8 +219,8 @@ def matches_delivery(source: str, delivery_id: str) -> tuple[Any, ...]:
 
 
 def insert_ignored(connection: Connection, delivery: Delivery, now: float, reason: str) -> None:
-    """Record that the delivery leads to no job. If the delivery is already recorded, with or
-    without a job, change nothing."""
+    """Record that the delivery leads to no job. If the delivery is already recorded, change
+    nothing, even if its record names a job."""
     matches = matches_delivery(delivery.source, delivery.id)
     if connection.scalar(select(DELIVERIES.c.received_at).where(*matches)) is None:
         connection.execute(
@@ -234,8 +235,8 @@ def insert_ignored(connection: Connection, delivery: Delivery, now: float, reaso
 
 
 def is_claimable() -> Any:
-    """The SQL condition for the pending jobs whose pipeline has no running job. It does not compare
-    `run_after` with the present time."""
+    """The SQL condition for the pending jobs whose pipeline has no running job. The condition does
+    not check whether the time `run_after` has come."""
     running = JOBS.alias("running")
     blocked = (
         select(running.c.number)

@@ -1,10 +1,10 @@
 """`Runner`: takes jobs from the store and runs them. For each job, the runner takes the lease,
 launches the command, extends the lease by heartbeats, and records the outcome.
 
-A lease gives one runner the job for some seconds, so several runners may share one store. If a
-runner dies, its leases run out, and another runner adopts its jobs. The processes of these jobs may
-still run; the other runner then watches them. A runner that has lost the lease of a job no longer
-touches the job.
+A lease gives a job to one runner for some seconds, so several runners may share one store. If a
+runner dies, its leases run out, and another runner *adopts* (takes over) its jobs. If the processes
+of these jobs still run, the new runner watches them. A runner that has lost the lease of a job no
+longer touches the job.
 """
 
 import logging
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 _SECONDS_AFTER_STORE_ERROR = 1.0
 """How long a runner waits after the store has failed, before it tries to use the store again."""
 _ALIVE_SECONDS = 0.25
-"""The shortest time between two touches of a runner's `alive_file`."""
+"""A runner touches its `alive_file` at most once in this time."""
 
 _RETRY_FACTOR = 4
-"""The wait before a job's next attempt is multiplied by this number once for each earlier attempt
-that was lost or failed."""
+"""With each attempt that was lost or failed, the wait before the job's next attempt grows by this
+factor."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
 
@@ -58,14 +58,14 @@ class _LeasedJob:
     failed: JobOutcome | None = None
     """How the last attempt failed. This is set only while the job waits for its next attempt."""
     launch_at: float = 0.0
-    """When the next attempt may be launched. It is launched later if `max_running` jobs run at that
-    time."""
+    """When the next attempt may be launched. If `max_running` jobs run at that time, the attempt is
+    launched later."""
     waits_since: float = 0.0
     """When the job began to wait for its next attempt."""
     stop_reason: StopReason | None = None
-    """Why this runner has asked the job's processes to end. None if this runner has not asked."""
+    """Why this runner has asked the job's processes to end. None if it has not asked them."""
     kill_at: float | None = None
-    """When this runner kills the job's processes, if they still run at that time. None if this
+    """When this runner kills the job's processes, if they still run at that time. None if the
     runner has not asked the processes to end."""
 
 
@@ -116,8 +116,8 @@ class Runner:
         """Run jobs until `stop` is set. Then end the processes of the running jobs, and return. The
         next runner starts new attempts of these jobs.
 
-        If the store fails, the runner tries again until the store works. If the store fails after
-        `stop` was set, raises StoreError. Raises LaunchError if `jobs_dir` cannot be used.
+        If the store fails, the runner tries again until the store works. Raises StoreError if the
+        store fails after `stop` was set, and LaunchError if `jobs_dir` cannot be used.
         """
         self._run(stop, until_idle=False)
 
@@ -242,8 +242,8 @@ class Runner:
         )
         is_attempted_again = job.handle is None and job.attempt > 1
         if is_attempted_again and (wait := job.run_after - self._store.now()) > 0:
-            # The last attempt failed under an earlier runner, which logged the cause. This runner
-            # does not know the cause, because the store does not record it.
+            # The last attempt failed under an earlier runner, which logged the cause. The store
+            # does not record the cause, so this runner does not know it.
             reason = f"Attempt {job.attempt - 1} of {job.id} failed."
             self._schedule_attempt(leased, failure(job, stage="lost", reason=reason), wait)
 
@@ -279,8 +279,8 @@ class Runner:
         leased.failed, leased.launch_at = failed, now + seconds
 
     def _retry(self, leased: _LeasedJob, failed: JobOutcome) -> Job:
-        """Plan the next attempt after a failure with a temporary cause, or end the job if it gets
-        no further attempt. Returns the changed job."""
+        """Plan the next attempt after a failure with a temporary cause. If the job gets no further
+        attempt, end the job instead. Returns the changed job."""
         job = leased.job
         seconds = self._settings.retry_seconds * _RETRY_FACTOR**job.num_lost
         job = self._store.retry(job.id, self.owner, failed, seconds)
@@ -351,7 +351,7 @@ class Runner:
             if reason is not None:
                 self._stop(leased, launcher, reason)
         elif status.phase == "starting":
-            # Stop the attempt again, because at the last `stop` its process may not have existed.
+            # Stop the attempt again, because its process may not have existed at the last `stop`.
             launcher.stop(leased.handle, force=False)
         elif leased.kill_at is not None and now >= leased.kill_at:
             # Kill again every second until the processes are gone, because the last kill may have
@@ -410,8 +410,8 @@ class Runner:
         self._after_result(leased, job)
 
     def _after_result(self, leased: _LeasedJob, job: Job) -> None:
-        """Act on the result of an attempt. `job` is the job after the store has recorded the
-        result: it has ended, or gets another attempt."""
+        """Act on the result of an attempt. `job` is the job as the store has recorded it after the
+        attempt: it has ended, or it gets another attempt."""
         if not job.has_ended:
             leased.job, leased.handle = job, None
             return

@@ -1,9 +1,9 @@
 """The tables of the job store, and the connections to its database, which is a SQLite file or a
 Postgres server.
 
-A pipeline may have one running job and two pending jobs: one that pushes created, and one that a
-person submitted (`by_hand`). Two partial unique indexes enforce this, so even a bug cannot create
-more.
+A pipeline may have one running job and two pending jobs: one created by pushes, and one submitted
+by a person (`by_hand`). Two partial unique indexes enforce this limit, so even a bug cannot create
+more jobs.
 """
 
 import sqlite3
@@ -109,11 +109,11 @@ JOB_DELIVERIES = Table(
     Index("job_deliveries_by_arrival", "arrival"),
     Index("job_deliveries_by_commit", "new_sha"),
 )
-"""The deliveries that each job answers for, including those that it took over from a failed job.
+"""The deliveries of each job. A job also has the deliveries that it took over from a failed job.
 
 The deliveries have their own table, because a job may have thousands of them. If they were part of
-the job's row, this row would be long, and the store would have to write all of it again whenever
-the job absorbs a push.
+the job's row, the store would have to write this long row again for each push that is added to the
+job.
 """
 
 _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an arbitrary number
@@ -122,9 +122,9 @@ _WRITERS_LOCK = 0x686F7470757368  # the key of our advisory lock on Postgres; an
 def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     """An engine for `sqlite:///…`, `postgresql+psycopg://…`, or a path to a SQLite file.
 
-    With `only_reads`, a SQLite file is opened read-only: it is not created, and the first read
-    fails if the file is missing. Raises StoreError for any other kind of URL, for a path in a
-    folder that does not exist, and if the database driver is not installed.
+    With `only_reads`, a SQLite file is opened read-only. A missing file is then not created, and
+    the first read fails. Raises StoreError for any other kind of URL, for a path in a folder that
+    does not exist, and if the database driver is not installed.
     """
     shown = str(url_or_path)
     if isinstance(url_or_path, str) and "://" in url_or_path:
@@ -135,7 +135,7 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         shown = url.render_as_string(hide_password=True)
         if url.get_backend_name() not in ("sqlite", "postgresql"):
             raise StoreError(
-                f"{shown} is a kind of database that the job store does not support; use a path, "
+                f"The job store does not support the kind of database of {shown}. Use a path, "
                 "sqlite:///… or postgresql+psycopg://…"
             )
         target = url
@@ -174,8 +174,8 @@ def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
     _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # NORMAL is usual together with WAL. Use FULL instead, because a delivery must survive a power
-    # cut once its sender has got an answer.
+    # With WAL, NORMAL is usual. Use FULL instead: once a sender has got its answer, the delivery
+    # must survive a power cut.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
@@ -195,8 +195,8 @@ def _use_wal(cursor: sqlite3.Cursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A transaction that writes takes the write lock at BEGIN. If it first read and then took the
-    # lock, it would fail whenever another transaction has written in between.
+    # A transaction that writes takes the write lock at BEGIN. If it took the lock after its first
+    # read, it would fail whenever another transaction has written since that read.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -242,10 +242,10 @@ class ChangeDetector:
 
     The detector has its own connection to the database. Each call of `changed` reads a number, and
     compares it with the number that the last call has read. On SQLite, the number is `PRAGMA
-    data_version`, which changes when any other connection commits. On Postgres, it is
-    `pg_snapshot_xmax`, which grows when a transaction that has written ends. It also grows for
-    transactions in other databases of the same server, so `changed` sometimes returns True although
-    this database has not changed.
+    data_version`, which changes when any other connection commits. On Postgres, the number is
+    `pg_snapshot_xmax`, which grows when a transaction that has written ends. Transactions in other
+    databases of the server count too, so `changed` may return True although this database has not
+    changed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -281,8 +281,8 @@ class ChangeDetector:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-            # On SQLite, each connection has its own `data_version`. So the next connection may
-            # return the number that was seen last, although somebody has written meanwhile.
+            # Forget the number, because on SQLite each connection has its own `data_version`. The
+            # next connection may return the same number although somebody has written meanwhile.
             self._seen = None
 
 

@@ -2,9 +2,10 @@
 
 The store starts no process; `jobs/runner.py` takes jobs from the store and runs them.
 
-A pipeline's job is a *push job* if it was not submitted by hand. While a push job is pending, it
-*absorbs* later pushes: its outcome is then also the outcome of their commits. The docstring of the
-package `jobs` explains the other terms, such as "answers for", "plain command" and "lost".
+A *push job* belongs to a pipeline and was not submitted by hand. While a push job is pending, it
+*absorbs* later pushes: the outcome of the job is then also the outcome of these pushes. The
+docstring of the package `jobs` explains the other terms, such as "answers for", "plain command" and
+"lost".
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -42,8 +43,8 @@ class JobStore(JobReader):
     call `changed`. Every method raises StoreError if the database fails.
 
     A method that fails has changed nothing, because each method is one transaction. There are two
-    exceptions: `forget` and `replace_reasons` use several transactions. So if one of them fails, it
-    may have done a part of its work.
+    exceptions: `forget` and `replace_reasons` use several transactions, so they may have done a
+    part of their work when they fail.
     """
 
     @classmethod
@@ -98,22 +99,22 @@ class JobStore(JobReader):
         delivery: Delivery | None = None,
         by_hand: bool = False,
     ) -> Submission:
-        """Submit `spec` and record `delivery`; the store does both or neither. Returns the job that
-        now answers for the submission. The store goes through these rules in order, and the first
-        rule that applies decides:
+        """Submit `spec` and record `delivery`, in one transaction. Returns the job that now answers
+        for the submission. The store goes through these rules in order, and the first rule that
+        applies decides:
 
-        1. If the store has recorded a job for `delivery`, return that job. If that job failed or
-           was cancelled, return the newest later push job of the pipeline that did not fail and was
-           not cancelled. If there is no such push job, go on with rule 2.
+        1. If the store has recorded a job for `delivery`, return this job. But if this job failed
+           or was cancelled, look for later push jobs of the pipeline that did not fail and were not
+           cancelled. Return the newest of them. If there is none, go on with rule 2.
         2. Compare `spec` with one earlier job: with the pipeline's pending push job or, if no push
-           job is pending, with the pipeline's newest job. If the earlier job has the same
-           `dedupe_key`, and did not fail and was not cancelled, return it. A plain command is
-           compared with the newest plain command that has the same `dedupe_key`.
+           job is pending, with the pipeline's newest job. A plain command is compared with the
+           newest plain command that has the same `dedupe_key`. If the earlier job has the same
+           `dedupe_key`, and did not fail and was not cancelled, return the earlier job.
         3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. It
            takes the command, settings and payload of `spec`, and its range of commits then also
            covers the commits of `spec`. But if the commits of `spec` are older, the pending job
            keeps its command, settings and payload.
-        4. Otherwise create a pending job, and return it.
+        4. Create a pending job, and return it.
 
         For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,
         and no other job absorbs it. Raises PendingJob if the pipeline already has a pending job
@@ -163,9 +164,9 @@ class JobStore(JobReader):
             )
 
     def started(self, job_id: str, owner: str, handle: str, *, waited_seconds: float = 0.0) -> None:
-        """Record that the attempt was started, with the launcher's handle. The job waited for this
-        attempt for `waited_seconds`, which do not count against its time limit. Raises LeaseLost.
-        """
+        """Record that the attempt was started, and the launcher's handle. Before this attempt, the
+        job waited for `waited_seconds`; this time does not count against its time limit. Raises
+        LeaseLost."""
         with writing(self._engine) as connection:
             fetch_leased(connection, job_id, owner)
             started_at = JOBS.c.started_at + waited_seconds
@@ -185,8 +186,8 @@ class JobStore(JobReader):
         """End the job. An `outcome` of None means that the command exited with 0 and wrote no
         outcome.
 
-        If a push job failed, the pipeline's pending push job takes over its commits. Raises
-        LeaseLost.
+        If a push job failed, the pipeline's pending push job takes over the commits of the failed
+        job. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -196,9 +197,9 @@ class JobStore(JobReader):
         """Plan the next attempt of a job whose attempt was lost or failed for a temporary cause.
         The next attempt may start after `wait_seconds`. `failed` is the outcome of the attempt.
 
-        The job gets no further attempt if this was the last of its `max_attempts`, or if a push job
-        is pending that takes over its commits. The job then ends with the outcome `failed`. Returns
-        the job, which is RUNNING or has ended. Raises LeaseLost.
+        The job gets no further attempt if this was the last of its `max_attempts`, or if a pending
+        push job takes over its commits. The job then ends with the outcome `failed`. Returns the
+        job, which is RUNNING or has ended. Raises LeaseLost.
         """
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
@@ -218,9 +219,9 @@ class JobStore(JobReader):
             )
 
     def give_way(self, job_id: str, owner: str, failed: JobOutcome) -> Job:
-        """If a pending push job can take over the commits of this job, end this job instead of
-        starting its next attempt. `failed` is the outcome of its last attempt, and becomes the
-        outcome of the job. Returns the job, which is RUNNING or has ended. Raises LeaseLost."""
+        """End this job if a pending push job can take over its commits. `failed` is the outcome of
+        the last attempt, and becomes the outcome of this job. Returns this job, which is RUNNING or
+        has ended. Raises LeaseLost."""
         with writing(self._engine) as connection:
             job = fetch_leased(connection, job_id, owner)
             return _give_way(connection, job, failed, self._now(connection)) or job
@@ -240,8 +241,8 @@ class JobStore(JobReader):
             )
 
     def adopt(self, owner: str, lease_seconds: float) -> list[Job]:
-        """Take over the RUNNING jobs of other runners whose lease has run out: the runner `owner`
-        gets their leases. Returns these jobs."""
+        """Give the runner `owner` the leases of the RUNNING jobs of other runners, if these leases
+        have run out or were given up. Returns these jobs."""
         with writing(self._engine) as connection:
             now = self._now(connection)
             numbers = connection.scalars(
@@ -259,8 +260,8 @@ class JobStore(JobReader):
                     job_id_of(number),
                     owner=owner,
                     lease_until=now + lease_seconds,
-                    # The job has had no runner since its lease ran out. Move its start time later
-                    # by this span, so that the span does not count against the job's time limit.
+                    # The job has had no runner since its lease ran out. This time does not count
+                    # against the job's time limit, so move the start of the job later by this time.
                     started_at=JOBS.c.started_at + (now - JOBS.c.lease_until),
                 )
                 for number in numbers
@@ -272,10 +273,10 @@ class JobStore(JobReader):
         """Delete the jobs that ended before the time `before`, and their deliveries. Returns the
         ids of the deleted jobs.
 
-        Three groups of jobs are not deleted: the jobs in `kept`, the `newest` jobs of each
-        pipeline, and the `newest` plain commands. This method also deletes the deliveries that led
-        to no job and were received before `before`. If a deleted delivery is repeated, it counts as
-        a new delivery.
+        Three groups of jobs are not deleted: the jobs in `kept`, the last `newest` jobs of each
+        pipeline, and the last `newest` plain commands. This method also deletes the deliveries that
+        led to no job and were received before `before`. If a sender repeats a deleted delivery, it
+        counts as a new delivery.
         """
         forget_ignored(self._engine, before)
         return forget_jobs(self._engine, before, newest=newest, kept=kept)

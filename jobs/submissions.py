@@ -1,8 +1,8 @@
 """Decides which job each submission leads to, within one transaction of `jobs/store.py`.
 
-A *push job* is a job of a pipeline that was not submitted by hand. A pending push job may absorb
-many submissions of one transaction. To save time, the job's row is written only once, at the end of
-the transaction.
+A *push job* belongs to a pipeline and was not submitted by hand. A pending push job may *absorb*
+many submissions of one transaction: it then covers their commits too. To save time, the job's row
+is written only once, at the end of the transaction.
 """
 
 import json
@@ -35,8 +35,8 @@ DeliveryKey = tuple[str, str]
 """A delivery's source and id."""
 
 _FAILED_OR_CANCELLED: tuple[JobState, ...] = ("ERROR", "CANCELED")
-"""A job in one of these states has not done its work. So if one of its deliveries is repeated, the
-repeated delivery may lead to another job."""
+"""A job in one of these states has not done its work. So if a delivery of this job is repeated, the
+delivery may lead to another job."""
 
 
 def submit_all(
@@ -71,7 +71,7 @@ def submit_all(
 def _known_deliveries(
     connection: Connection, requests: Sequence[JobRequest]
 ) -> Mapping[DeliveryKey, int | None]:
-    """Which deliveries of these requests the store has already recorded: key of the delivery →
+    """The deliveries of these requests that the store has already recorded: key of the delivery →
     number of its job. The number is None for a delivery that was ignored."""
     ids: defaultdict[str, list[str]] = defaultdict(list)
     for request in requests:
@@ -116,9 +116,9 @@ def _write_answers(
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidate:
-    """The job with which the next submission is compared. There are three possible results: the
-    submission is a duplicate of this job, this job absorbs the submission, or the submission gets a
-    new job.
+    """The job with which the next submission is compared. The comparison has one of three results:
+    the submission is a duplicate of this job, this job absorbs the submission, or the submission
+    gets a new job.
 
     For a pipeline, the candidate is the pending push job or, if no push job is pending, the newest
     job. For a plain command, it is the newest plain command with the same dedupe key.
@@ -165,9 +165,9 @@ class _Batch:
         else:
             candidate = self._candidate_of(spec.pipeline)
         if (
-            # Jobs that are older than the candidate are not compared. If somebody pushes the
-            # commits A, B and A again, the third push must lead to another training, although the
-            # job of the first push has the same key.
+            # Do not compare jobs that are older than the candidate. If somebody pushes the commits
+            # A, B and again A, the job of the first push has the same key as the third push. But
+            # the third push must lead to another training, because B was trained in between.
             candidate is not None
             and spec.dedupe_key is not None
             and candidate.dedupe_key == spec.dedupe_key
@@ -194,9 +194,9 @@ class _Batch:
             number = self._connection.scalar(query)
             if number is not None:
                 raise PendingJob(job_id_of(number), pipeline)
-            # The next push must be compared with the new job, unless a push job is pending. So if
-            # the remembered candidate is not pending, forget it. `_candidate_of` then reads the new
-            # job from the database when the next push of this batch is submitted.
+            # If no push job is pending, the next push must be compared with the new job. So if the
+            # remembered candidate is not pending, forget it. For the next push of this batch,
+            # `_candidate_of` then reads the new job from the database.
             candidate = self._candidates.get(pipeline)
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
@@ -204,14 +204,13 @@ class _Batch:
 
     def answer(self, number: int) -> Job | None:
         """The job for a repeated delivery whose recorded answer is the job `number`. None if the
-        delivery must be submitted like a new one.
+        delivery must be submitted like a new delivery.
 
-        Returns the job `number`, unless this job failed or was cancelled. In that case, returns the
-        newest later push job of the pipeline that did not fail and was not cancelled. That job
-        trains on a newer commit than the repeated delivery. So the commit of the repeated delivery
-        is not trained on again, because such a training would replace newer weights by older ones.
-        For a plain command that failed or was cancelled, returns None, because no other job does
-        the work of the command.
+        Normally this is the job `number`. But if this job failed or was cancelled, it is the newest
+        later push job of the pipeline that did not fail and was not cancelled. The later job trains
+        on a newer commit. If the commit of the repeated delivery were trained on again after that,
+        older weights would replace newer weights. For a plain command that failed or was cancelled,
+        returns None, because no other job does the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -267,8 +266,8 @@ class _Batch:
         return self._candidates[pipeline]
 
     def _same_command(self, spec: JobSpec) -> _Candidate | None:
-        """The newest plain command with the dedupe key of `spec`. A job of a pipeline may have the
-        same key by chance, so it is never a candidate for a plain command."""
+        """The newest plain command with the dedupe key of `spec`. Jobs of pipelines are left out,
+        because they may have the same key by chance."""
         if spec.dedupe_key is None:
             return None
         return self._newest(
@@ -299,15 +298,16 @@ class _Batch:
         of the pipeline has answered for it too: the sender repeated the delivery, or the pending
         job took it over from a failed job.
 
-        A push that arrives now is newer than an old delivery. If the push ends at the commit at
-        which the old delivery begins, somebody has force-pushed the branch back to this commit.
+        A push that arrives now is newer than an old delivery. So the push has not arrived late,
+        even if it ends at the commit at which the old delivery begins: somebody has force-pushed
+        the branch back to this commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
         own = select(links.delivery_id).where(links.job_number == number)
         not_written = [link.delivery_id for link in self._links if link.job_number == number]
-        # Compare only jobs of this pipeline. If another pipeline follows the same dataset, its jobs
-        # answer for the same deliveries.
+        # Look only at jobs of this pipeline. If another pipeline follows the same dataset, the jobs
+        # of that pipeline answer for the same deliveries.
         same_pipeline = JOBS.c.pipeline == pending.spec.pipeline
         earlier_jobs = JOB_DELIVERIES.join(JOBS, JOBS.c.number == links.job_number)
         earlier = select(links.job_number).select_from(earlier_jobs)
@@ -350,8 +350,8 @@ class _Batch:
 
 def _failed_or_cancelled(job: Job) -> bool:
     """Whether the job failed, was cancelled, or still runs but will be cancelled. If a delivery of
-    such a job is repeated, the repeated delivery may lead to another job. A job that completed
-    before it could be cancelled does not count as cancelled, because it has done its work."""
+    this job is then repeated, the delivery may lead to another job. A job that completed before it
+    could be cancelled does not count as cancelled, because it has done its work."""
     return job.state in _FAILED_OR_CANCELLED or (job.cancel_requested and not job.has_ended)
 
 

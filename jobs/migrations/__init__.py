@@ -9,14 +9,15 @@ from jobs.errors import NewerSchema
 from jobs.schema import reading, writing
 
 HEAD = "0003"
-"""The newest schema revision under `versions/`. If a store already has this revision, Alembic is
-not loaded, because loading Alembic takes time."""
+"""The newest schema revision under `versions/`. If a store already has this revision, `migrate`
+does not load Alembic, because loading Alembic takes time."""
 
 
 def migrate(engine: Engine) -> None:
     """Create or upgrade the tables in one transaction.
 
-    If a newer version of hotpush wrote the database, this raises NewerSchema and changes nothing.
+    If a newer version of hotpush wrote the database, this function raises NewerSchema and changes
+    nothing.
     """
     if check_schema(engine) == HEAD:
         return
@@ -43,7 +44,7 @@ def _checked_revision(engine: Engine, connection: Connection) -> str | None:
         raise NewerSchema(
             f"The job store {shown} has schema {revision!r}, but this version of hotpush knows "
             f"schemas up to {HEAD!r}: a newer version of hotpush wrote the job store. Nothing was "
-            "changed; upgrade hotpush."
+            "changed. Upgrade hotpush."
         )
     return revision
 
@@ -65,7 +66,7 @@ def upgrade(connection: Connection, revision: str) -> None:
     from alembic.config import Config
 
     config = Config()
-    # Double each "%" of the path. Otherwise the configuration would read it as a placeholder.
+    # Double each "%" of the path, because the configuration takes a single "%" for a placeholder.
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.attributes["connection"] = connection
     command.upgrade(config, revision)

@@ -33,7 +33,7 @@ def upgrade() -> None:
         for delivery_id in delivery_ids:
             # If a job took over a delivery from a failed job, both jobs list the delivery. Both
             # rows must get the same arrival number, because the number says when the delivery
-            # arrived, not when a job took it over.
+            # arrived. It does not say when a job took the delivery over.
             key = job.pipeline, delivery_id
             row = {
                 "job_number": job.number,

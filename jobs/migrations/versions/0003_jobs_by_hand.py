@@ -1,7 +1,7 @@
 """Add two columns, `jobs.by_hand` and `job_deliveries.new_sha`.
 
-`by_hand` marks a job that a person submitted. A pipeline may now have two pending jobs: one that
-pushes created, and one by hand. `new_sha` is the commit that a delivery announced.
+`by_hand` marks a job that a person submitted. A pipeline may now have two pending jobs: one created
+by pushes, and one submitted by hand. `new_sha` is the commit that a delivery announced.
 """
 
 import json
@@ -40,8 +40,8 @@ def upgrade() -> None:
 
 
 def _mark_jobs_by_hand(connection: sa.Connection) -> None:
-    """Mark the pending jobs that were submitted by hand. In the payload of such a job, the webhook
-    has the id `by-hand`. A job that has absorbed a push is not marked."""
+    """Mark the pending jobs that were submitted by hand: in their payload, the webhook has the id
+    `by-hand`. A job that also covers the commits of a push is not marked."""
     pending = sa.select(JOBS.c.number, JOBS.c.payload).where(
         JOBS.c.state == "SCHEDULING",
         JOBS.c.number.not_in(sa.select(LINKS.c.job_number)),
@@ -55,7 +55,7 @@ def _mark_jobs_by_hand(connection: sa.Connection) -> None:
 
 def _name_newest_commits(connection: sa.Connection) -> None:
     """For the last delivery of each job, record the job's newest commit as the commit that the
-    delivery announced. This is wrong if an older delivery arrived last, but this is rare. The
+    delivery announced. In rare cases, an older delivery arrived last, and the record is wrong. The
     commits of the other deliveries are not known, so their `new_sha` stays NULL."""
     newest = (
         sa.select(LINKS.c.job_number, sa.func.max(LINKS.c.arrival).label("arrival"))
