@@ -1,5 +1,5 @@
 """Writes items in batches. While one write runs, new items are collected. The next write takes all
-of them together, so they wait for the disk only once."""
+collected items together, so they wait for the disk only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ class Batches(Generic[Item, Result]):
     """Collects the next batch while the current batch is being written. Only one `write` runs at a
     time.
 
-    `write` gets the items of a batch, and returns one result per item in the same order. If it
+    `write` gets the items of a batch, and returns one result per item in the same order. If `write`
     raises an error, `add` raises this error for each item of the batch.
     """
 
@@ -56,7 +56,7 @@ class Batches(Generic[Item, Result]):
             try:
                 results = await self._write([item for item, _ in batch])
             except Exception as error:
-                # Some items may have been written, but it is not known which ones. So raise the
+                # Some items may have been written, but it is not known which items. So raise the
                 # error in every `add` that waits for this batch.
                 for _, future in batch:
                     if not future.done():

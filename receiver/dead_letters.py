@@ -1,8 +1,8 @@
 """Lists dead letters, and queues them to be handled again.
 
-A dead letter is a delivery that the receiver has given up, because every call of its durable
-handler failed (`receiver/durable.py`). These functions can be called while the receiver runs; the
-receiver then finds the queued dead letters within seconds.
+A dead letter is a delivery that the receiver has given up, because too many calls of its handler
+failed (`receiver/durable.py`). These functions can be called while the receiver runs. The receiver
+finds the queued dead letters within seconds.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from receiver.delivery_log import REVIVE_SQL, SCHEMA_VERSION
 from receiver.errors import ReceiverError
 
 BUSY_SECONDS = 10.0
-"""How long to wait for the receiver's lock on the file."""
+"""How long to wait while the receiver has locked the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ def replay_dead_letters(file: Path, ids: Sequence[str] | None, now: float) -> li
 def _opened(file: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connection]:
     if not file.exists():
         raise ReceiverError(
-            f"{file} does not exist: no durable handler has stored a delivery there. If the"
-            " receiver's `deliveries_path` is another file, give that file with --file."
+            f"{file} does not exist, so no delivery was stored there. If the receiver's"
+            " `deliveries_path` is another file, give the other file with --file."
         )
     try:
         uri = f"{file.absolute().as_uri()}?mode={mode}"

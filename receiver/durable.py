@@ -1,7 +1,8 @@
-"""Stores the deliveries of durable handlers, and calls the handlers after the senders were
-answered. If a call fails, the handler is called again after a pause.
+"""Stores the deliveries of durable handlers in the *delivery log* (`receiver/delivery_log.py`).
+After a sender was answered, the *worker* (a task) calls the handler. If the call fails, the worker
+calls the handler again after a pause.
 
-The handler may be called several times for one delivery: if the process dies while a handler runs,
+A handler may be called several times for one delivery: if the process dies while the handler runs,
 the next process calls the handler again. A handler gets the deliveries of one repository in the
 order of their arrival: while one delivery waits for its next call, the later deliveries wait too.
 After `MAX_ATTEMPTS` failed calls, the delivery is given up: it becomes a dead letter
@@ -39,24 +40,23 @@ MAX_ATTEMPTS = 20
 """A delivery is given up after this many failed calls. With the pauses between them, the calls take
 almost two hours."""
 LOOK_SECONDS = 5.0
-"""When no delivery waits in memory, the worker reads the delivery log at least this often. So it
-finds dead letters that another process has queued."""
+"""When no delivery waits in memory, the worker reads the delivery log at least this often. So the
+worker finds dead letters that another process has queued."""
 FAILURE_CHARACTERS = 500
 """The description of a failure is cut to this length before it is stored."""
 FORGET_EVERY_SECONDS = 3600.0
 """How often old deliveries are deleted from the log."""
 QUIET_SECONDS, YIELD_SECONDS = 0.005, 0.1
-"""A sender that waits for an answer has priority over the calls of handlers. So before the worker
-calls handlers, it waits until no delivery has arrived for QUIET_SECONDS. It waits no longer than
+"""Senders that wait for an answer have priority over calls of handlers. So before the worker calls
+handlers, it waits until no delivery has arrived for QUIET_SECONDS. But it waits at most
 YIELD_SECONDS."""
 
 
 class DurableDeliveries:
-    """The delivery log, and the worker: a task that calls the handlers while the context `worker`
-    is open.
+    """The delivery log, and the worker, which calls handlers while the context `worker` is open.
 
-    Each handler is an ASGI application for one path. It is called with a request that is made from
-    the stored delivery.
+    Each handler is an ASGI application for one path. The worker calls it with a request that is
+    made from the stored delivery.
     """
 
     def __init__(self, path: Path, *, shutdown_seconds: float) -> None:
@@ -78,8 +78,8 @@ class DurableDeliveries:
         self._results: list[HandlerResult] = []
         """The results of calls that are not stored yet."""
         self._unstored_failures: dict[tuple[str, str], QueueKey] = {}
-        """The deliveries whose failed call is not stored yet: path and id → queue. These queues
-        stay busy."""
+        """The deliveries whose failed call is not stored yet: path and id → queue. Until the
+        failure is stored, the queue stays busy, so no later delivery overtakes the failed one."""
 
     def add_handler(self, path: str, handler: ASGIApp) -> None:
         """Add a handler. Any thread may call this method, even while the worker runs. Raises
@@ -105,7 +105,7 @@ class DurableDeliveries:
         if self._loop is None:
             raise WorkerNotRunning(
                 "This server cannot call its durable handlers, because its lifespan was not"
-                " entered. The application that mounts the server must enter it:"
+                " entered. The application that mounts the server must enter this lifespan:"
                 " FastAPI(lifespan=server.lifespan)."
             )
         delivery = NewDelivery(path=path, id=id, headers=headers, body=body, repository=repository)
@@ -119,11 +119,11 @@ class DurableDeliveries:
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Call the handlers while this context is open. This includes the handlers of deliveries
-        that an earlier process has stored and not handled.
+        """Call the handlers while this context is open. Deliveries that an earlier process has
+        stored but not handled are handled too.
 
         On exit, wait up to `shutdown_seconds` for the handlers that still run, and then cancel
-        them. The next process calls the cancelled handlers again.
+        these handlers. The next process calls them again.
         """
         if self._loop is not None:
             # The context is already open, because another server serves the same application.
@@ -139,8 +139,8 @@ class DurableDeliveries:
         try:
             yield
         finally:
-            # Ask the worker to end instead of cancelling it, because its thread may be executing an
-            # SQL statement.
+            # Do not cancel the worker, because its thread may be executing an SQL statement. Ask
+            # the worker to end.
             self._is_stopping = True
             self._wake.set()
             await worker
@@ -210,8 +210,8 @@ class DurableDeliveries:
             next_due_at = await self._in_thread(log.next_due_at, now)
             # `_wake` is set when a delivery was stored, when a handler was added or has ended, and
             # when the worker is asked to stop. But nothing sets `_wake` when a pause ends, when it
-            # is time to delete old deliveries, or when another process queues a dead letter. So do
-            # not wait for `_wake` longer than until `look_at`.
+            # is time to delete old deliveries, or when another process queues a dead letter. So
+            # wait for `_wake` at most until `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
@@ -242,9 +242,10 @@ class DurableDeliveries:
 
     async def _handle_queue(self, first: StoredDelivery) -> None:
         """Call the handler for the first delivery, and then for the deliveries that wait in the
-        same queue.
+        queue of the first delivery.
 
-        At the same time, the worker stores the results of these calls, several in one transaction.
+        At the same time, the worker stores the results of these calls. One transaction stores
+        several results.
         """
         queue, delivery = queue_of(first), first
         while await self._handle(delivery, queue):
@@ -254,8 +255,8 @@ class DurableDeliveries:
             delivery = following
 
     async def _handle(self, delivery: StoredDelivery, queue: QueueKey) -> bool:
-        """Call the handler once, and keep the result for the worker to store. Returns whether the
-        call succeeded: the handler answered with a status below 300."""
+        """Call the handler once, and keep the result until the worker stores it. Returns whether
+        the call succeeded. A call succeeds if the handler answers with a status below 300."""
         failure = None
         try:
             status = await _call(self._handlers[delivery.path], delivery)
@@ -271,7 +272,7 @@ class DurableDeliveries:
             self._results.append(_failed_result(delivery, failure))
             # Later deliveries of this repository must not overtake the failed delivery. So drop the
             # later deliveries from memory, and keep the queue busy until the failure is stored.
-            # After that, the log returns the dropped deliveries again, in the right order.
+            # Then the delivery log returns the dropped deliveries again, in the right order.
             self._unstored_failures[delivery.path, delivery.id] = queue
             dropped = self._queues.drop(queue)
             self._known.difference_update((each.path, each.id) for each in dropped)

@@ -1,6 +1,6 @@
 """The errors of the receiver, as a tree. The text beside an error says what happens when this error
-is raised. A number is the HTTP status of the answer. The *proof* of a request is its secret or its
-signature.
+is raised. A number is the HTTP status of the answer to the sender. The *proof* of a request is its
+secret or its signature.
 
 ReceiverError            the base class; the message is for a person
 ├── ProofMissing         answered 401
@@ -57,8 +57,8 @@ class NotAnEvent(ReceiverError):
 
 
 class WorkerNotRunning(ReceiverError):
-    """The server accepts no delivery for its durable handlers, because it could not call them: its
-    lifespan (`WebhooksServer.lifespan`) was not entered."""
+    """The server accepts no delivery for its durable handlers, because it could not call these
+    handlers: nobody has entered the server's lifespan (`WebhooksServer.lifespan`)."""
 
     status_code = 503
 

@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from fastapi import Response
 
 _CachedResponse = tuple[int, tuple[tuple[bytes, bytes], ...], bytes]
-"""Status, headers and body. The cache holds tuples and not `Response` objects, because the garbage
-collector does not look through tuples of bytes. It would look through every `Response` of a large
-cache."""
+"""Status, headers and body. The cache holds tuples instead of `Response` objects, to save time: the
+garbage collector skips tuples of bytes, but it would look through every `Response`."""
 
 
 class IdempotencyCache:
@@ -29,10 +28,10 @@ class IdempotencyCache:
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
         """The cached response for `key`. If there is none, run `call` and cache its response.
 
-        If `once` is called with a key while an earlier call with the same key still runs, the later
-        call waits for the earlier one. A response is cached only if it is not streamed and its
-        status is below 300. Any higher status means that the delivery failed, so `call` must run
-        again when the sender repeats the delivery.
+        If an earlier call of `once` with the same key still runs, wait for its response. A streamed
+        response is not cached, and a response with a status of 300 or more is not cached. Such a
+        status means that the delivery failed, so `call` must run again when the sender repeats the
+        delivery.
         """
         while (known := self._responses.get(key)) is not None:
             cached = known if isinstance(known, tuple) else await asyncio.shield(known)

@@ -34,16 +34,16 @@ def refuse_beyond_loopback(host: str, unproven: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int, *, how_to_set_address: str = _HOW_TO_SET_ADDRESS) -> socket.socket:
-    """A socket that already listens. So clients can connect before the server is up; they then wait
+    """A socket that already listens. So clients can connect before the server is up. They then wait
     until the server answers.
 
     Raises `AddressUnavailable` if the port is in use, or if `host` is not an address of this
-    machine. `how_to_set_address` is the end of the error message, which says where the user can set
+    machine. `how_to_set_address` is the end of the error message: it says where the user can set
     another address.
     """
     family, _, _, _, address = _resolve(host, port)[0]
-    # Pass the protocol explicitly, because asyncio turns Nagle's algorithm off only for a socket
-    # that was made with IPPROTO_TCP. The algorithm can delay an answer by 40 ms.
+    # Nagle's algorithm can delay an answer by 40 ms. asyncio turns it off, but only for a socket
+    # that was made with IPPROTO_TCP, so pass this protocol.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -80,8 +80,8 @@ def is_inside_event_loop() -> bool:
 def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM. After SIGINT, this function returns. After SIGTERM, the
     process ends."""
-    # Exclude the imported modules from garbage collection. They never become garbage, and each
-    # collection that looks through them would stop all requests for about 0.1 s.
+    # Exclude the imported modules from garbage collection. They never become garbage, and a
+    # collection that looks through the modules would stop all requests for about 0.1 s.
     gc.collect()
     gc.freeze()
     with _closing(listening), contextlib.suppress(KeyboardInterrupt):
@@ -90,7 +90,7 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
 
 def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
     """Serve in a thread until `server.should_exit` is set. Returns the thread as soon as the server
-    answers requests. If the server cannot start, returns the thread when it has ended."""
+    answers requests. If the server cannot start, returns the ended thread."""
 
     def run() -> None:
         with _closing(listening):
@@ -121,6 +121,7 @@ def _resolve(host: str, port: int) -> list[_Address]:
         )
     except OSError as error:
         raise AddressUnavailable(
-            f"{host!r} is not a host name or address of this machine: {error.strerror}."
+            f"{host!r} is not a host name or address of this machine: {error.strerror}. Use another"
+            " name, or an address such as 127.0.0.1."
         ) from error
     return found  # type: ignore[return-value]  # stream sockets over IP only

@@ -17,9 +17,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HubCredentials:
-    """The URL of a hub that has webhooks (`endpoint`), and a token that may manage these webhooks.
-    If `endpoint` is None, the URL in `HF_ENDPOINT` is used. If `token` is None, the token that
-    `huggingface_hub` finds is used, such as the token in `HF_TOKEN`."""
+    """A hub, and a token that may manage webhooks on this hub. If `endpoint` (the hub's URL) is
+    None, the URL in `HF_ENDPOINT` is used. If `token` is None, the token that `huggingface_hub`
+    finds is used, such as the token in `HF_TOKEN`."""
 
     endpoint: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -30,9 +30,9 @@ def move_webhooks(url: str, remembered: Path, hubs: Sequence[HubCredentials]) ->
     `remembered` lists the former URLs.
 
     Returns True if nothing is left to do. Returns False if a hub failed or the file could not be
-    used; the caller must then call this function again later. A hub that refuses the token counts
-    as done, because another call would not help. The log then asks the user to change the webhooks
-    of this hub by hand.
+    used. The caller must then call this function again later. A hub that refuses the token counts
+    as done, because another call would not help. The log asks the user to change the webhooks of
+    this hub by hand.
     """
     try:
         former = [known for known in _read(remembered) if known != url]
@@ -56,8 +56,8 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
     try:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
-            # One known URL may be a prefix of another one, so take the longest URL that matches. If
-            # this is the new URL, the webhook is already right.
+            # One known URL may be a prefix of another known URL, so take the longest URL that
+            # matches. If the longest is the new URL, the webhook is already right.
             matching = [each for each in (url, *former) if f"{posts_to}/".startswith(f"{each}/")]
             old = max(matching, key=len, default=url)
             if old != url:
@@ -85,8 +85,8 @@ def _read(remembered: Path) -> list[str]:
         return []
     except ValueError as error:
         _logger.warning(
-            "%s is not a list of URLs (%s), so it is overwritten. If the public URL has changed,"
-            " change the webhooks that post to a former URL by hand.",
+            "%s is not a list of URLs (%s), so the file is overwritten. If the public URL has"
+            " changed, change the webhooks that post to a former URL by hand.",
             *(remembered, error),
         )
         return []

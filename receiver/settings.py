@@ -27,8 +27,8 @@ class ReceiverSettings(BaseModel):
     """The address to listen on. If other machines can reach this address, every handler needs a
     secret."""
     port: int = Field(default=7860, ge=0, le=65535)
-    """The port to listen on. 0 takes a free port. In a stack, 0 is not allowed, because the other
-    services must know the port."""
+    """The port to listen on. 0 takes a free port. If `pipeline up` starts the receiver, 0 is not
+    allowed, because the other services must know the port."""
     public_url: Annotated[str, Field(pattern=r"^https?://[^\s/]+")] | None = None
     """The URL at which senders reach this receiver, if `http://host:port` does not work for them.
     With a public URL, every handler needs a secret."""
@@ -42,8 +42,8 @@ class ReceiverSettings(BaseModel):
     """How long the provider keeps the tunnel open. The receiver opens a new tunnel before this time
     ends."""
     proof: ProofScheme = "secret"
-    """How a sender must prove the origin of a delivery. This setting also selects the format of the
-    events. `github`, `gitea` and `gitlab` select the push events of the service of this name. All
+    """How a sender must prove that it sent a delivery. This setting also selects the format of the
+    events. `github`, `gitea` and `gitlab` select the push events of the service with this name. All
     other values select the format of the Hugging Face Hub."""
     max_body_bytes: int = Field(default=5 * 1024 * 1024, ge=1024)
     """A request with a larger body is answered with status 413, and its body is not read to the
@@ -53,19 +53,19 @@ class ReceiverSettings(BaseModel):
     with status 408."""
     deliveries_path: Path = Path(".pipeline/receiver.db")
     """The database file that stores deliveries until a handler with `durable=True` has handled
-    them. The default of a stack is `receiver.db` in its state folder."""
+    them. If `pipeline up` starts the receiver, the default is `receiver.db` in the state folder."""
     shutdown_seconds: int = Field(default=10, ge=0)
     """How long the server waits for running handlers when it stops."""
     remembered_deliveries: int = Field(default=10_000, ge=0)
     """How many answers are kept in memory. As long as an answer is kept, a repeated delivery gets
-    this answer again. No answers are kept for durable handlers and for the handler that starts
-    retrainings, because repeated deliveries to these handlers are recognised in a database."""
+    this answer again. For durable handlers and for the handler that starts retrainings, no answers
+    are kept, because a database recognises repeated deliveries to these handlers."""
 
 
 def settings_of_the_environment() -> ReceiverSettings:
-    """The settings for a script that passes no settings. If the variables `GRADIO_SERVER_NAME` and
-    `GRADIO_SERVER_PORT` are set, they are the host and the port; everything else is the default.
-    The receivers of `huggingface_hub` read the same variables.
+    """The settings for a script that passes no settings. The environment variables
+    `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT`, if they are set, are the host and the port. All
+    other settings have their defaults. The receivers of `huggingface_hub` read the same variables.
 
     Raises `AddressUnavailable` if the port is not a number from 0 to 65535.
     """

@@ -31,8 +31,8 @@ _NO_QUERY: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """One scheme, and the secrets that are accepted. There may be several secrets while a new
-    secret replaces an old one. Without secrets, every request is accepted.
+    """One scheme, and the accepted secrets. While a new secret replaces an old one, both secrets
+    may be accepted. Without secrets, every request is accepted.
 
     The constructor raises `ValueError` for a secret that is empty, that cannot be sent in a header,
     or that begins with `whsec_` but does not continue with a base64 key.
@@ -65,7 +65,7 @@ class Proof:
         return _CHECKS[self.scheme](self.secrets, headers) if self.secrets else _accept
 
     def check(self, headers: Mapping[str, str], body: bytes) -> None:
-        """Raise `ProofMissing` or `ProofWrong` unless `headers` prove the origin of `body`."""
+        """Do the whole check. Raises `ProofMissing` or `ProofWrong`."""
         self.check_headers(headers)(body)
 
 
@@ -74,7 +74,7 @@ def _accept(_body: bytes) -> None:
 
 
 def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """Compares the header with the secrets, because the sender sends the secret itself. See
+    """The header is the secret itself. See
     https://huggingface.co/docs/hub/webhooks#webhook-secret."""
     given = _required(headers, _SECRET_HEADER)
     if not _matches_any(given, secrets):
@@ -83,8 +83,8 @@ def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChe
 
 
 def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """Checks an HMAC-SHA256 of `id.timestamp.body`. The timestamp may differ from the present time
-    by at most 5 min. See https://www.standardwebhooks.com.
+    """The signature is an HMAC-SHA256 of `id.timestamp.body`. The timestamp may differ from the
+    present time by at most 5 min. See https://www.standardwebhooks.com.
 
     Svix, which wrote the standard, sends the headers as `svix-…` instead of `webhook-…`. See
     https://docs.svix.com/receiving/verifying-payloads/how-manual.
@@ -112,7 +112,7 @@ def _check_standard(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyC
 
 def is_svix(headers: Mapping[str, str]) -> bool:
     """Whether the delivery is signed with the headers of Svix. The signature then covers the id in
-    the header `svix-id`, but not an id in `webhook-id`."""
+    the header `svix-id`. It does not cover an id in the header `webhook-id`."""
     return "svix-signature" in headers and "webhook-signature" not in headers
 
 
@@ -129,8 +129,9 @@ def _check_gitea(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyChec
 
 
 def _check_gitlab(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """GitLab has two kinds of secrets. A *signing token* begins with `whsec_`, and signs deliveries
-    as in Standard Webhooks. Any other secret is a *secret token*, which is sent as it is. See
+    """GitLab has two kinds of secrets. A *signing token* begins with `whsec_`. GitLab uses it to
+    sign deliveries as in Standard Webhooks. Any other secret is a *secret token*, which GitLab
+    sends as it is. See
     https://docs.gitlab.com/user/project/integrations/webhooks.
 
     GitLab 19 sends the header `webhook-id` with both kinds, so only `webhook-signature` shows that
@@ -162,9 +163,9 @@ def _required(headers: Mapping[str, str], name: str) -> str:
 
 
 def _matches_any(given: str, expected: Sequence[str]) -> bool:
-    # An attacker must not learn anything from the time that this function takes. The function
-    # compares digests, which all have the same length, so the time does not depend on the length of
-    # a secret. It compares all candidates, so the time does not show which candidate matched.
+    # The time that this function takes must not tell an attacker anything. All digests have the
+    # same length, so the time does not depend on the length of a secret. All candidates are
+    # compared, so the time does not show which candidate matched.
     given_digest = hashlib.sha256(given.encode()).digest()
     matches = [
         hmac.compare_digest(given_digest, hashlib.sha256(candidate.encode()).digest())

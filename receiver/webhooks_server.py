@@ -65,8 +65,8 @@ class WebhooksServer:
             replaces an old one. Default: `WEBHOOK_SECRET`. Without a secret, `launch` raises
             `OpenToEveryone` if other machines could reach the server.
         settings: Where to listen, and the limits. Default: `settings_of_the_environment()`. In a
-            Space, the settings `host`, `port` and `public_url` get the Space's values, unless they
-            are set.
+            Space of the Hugging Face Hub, each of the settings `host`, `port` and `public_url` that
+            is not set gets the Space's value.
         hubs: When this server's public URL changes, the webhooks on these hubs that post to the old
             URL are updated.
         secret_in_shell: The placeholder for the secret in the shell commands on the landing page.
@@ -97,8 +97,7 @@ class WebhooksServer:
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
         )
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
-        """The ASGI application. Another application may mount it, and must then enter `lifespan`.
-        """
+        """The ASGI application. Another application that mounts it must enter `lifespan`."""
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
@@ -135,9 +134,9 @@ class WebhooksServer:
         """Register the decorated function as `POST /webhooks/<path>`. The function can still be
         called directly.
 
-        FastAPI passes the function's parameters: a `WebhookPayload` (or another model), and the
-        `Request` if the function has a parameter for it. The function's return value is the answer.
-        A plain function (without `async`) runs in a thread.
+        FastAPI passes the function's arguments: a `WebhookPayload` (or another model), and the
+        `Request` if the function has a parameter for it. The function's return value is the answer
+        to the sender. A function without `async` runs in a thread.
 
         Args:
             path: The name of the route. Default: the function's name.
@@ -152,8 +151,8 @@ class WebhooksServer:
 
         Raises:
             ValueError: The path is already registered, or the secret cannot be used.
-            OpenToEveryone: There is no secret, and the server already runs where other machines can
-                reach it.
+            OpenToEveryone: There is no secret, and other machines can already reach the running
+                server.
             ReceiverError: The function is durable, the server already runs, and the file
                 `deliveries_path` cannot be opened, for example because another process has it open.
         """
@@ -225,8 +224,8 @@ class WebhooksServer:
         unproven = [
             hook.path for hook in self.registered_webhooks.values() if not hook.proof.secrets
         ]
-        # A Space already has a public URL, so it needs no tunnel. This URL never changes, so the
-        # webhooks that post to it never need an update.
+        # A Space already has a public URL, so it needs no tunnel. The URL of a Space never changes,
+        # so the webhooks that post to this URL never need an update.
         tunnel = None if is_space() else tunnel_to_open(share, self.settings)
         remembered = remembered_urls(self.settings, port)
         if unproven:
@@ -270,14 +269,14 @@ class WebhooksServer:
 
     @property
     def fastapi_app(self) -> FastAPI:
-        """The same as `app`. `huggingface_hub` uses this name. A script may add routes to it before
-        or after `launch`."""
+        """The same as `app`, under the name that `huggingface_hub` uses. A script may add routes to
+        the application before or after `launch`."""
         return self.app
 
     @property
     def webhook_secret(self) -> str | Sequence[str] | None:
-        """The secret of all handlers that have no secret of their own. This property cannot be set,
-        because handlers that are already registered would keep the old secret."""
+        """The secret of all handlers that have no secret of their own. A script cannot set this
+        property, because handlers that are already registered would keep the old secret."""
         return self._webhook_secret
 
     def close(self) -> None:
@@ -362,8 +361,8 @@ class WebhooksServer:
             durable=self._durable if webhook.is_durable else None,
         )
         if webhook.is_durable:
-            # The worker calls the handler through this application. It needs no checks, because the
-            # guard stores only deliveries that have passed its checks.
+            # The worker calls the handler for stored deliveries through this application. The
+            # application needs no checks, because the guard has checked every stored delivery.
             for_stored = FastAPI(openapi_url=None)
             for_stored.post(webhook.path)(webhook.handler)
             self._durable.add_handler(webhook.path, for_stored)
@@ -377,8 +376,8 @@ class WebhooksServer:
         )
 
     def _landing_page(self, request: Request) -> HTMLResponse:
-        # `base_url` is the URL of the outermost application. If this application is mounted in that
-        # application, the URL also needs the path of the mount.
+        # `base_url` is the URL of the outermost application. If the outermost application mounts
+        # this application at a path, the URL also needs this path.
         here = request.base_url.replace(path=request.scope.get("root_path", ""))
         url = self._public_url() or str(here)
         return HTMLResponse(
