@@ -1,10 +1,10 @@
 """Starts the server when the script that defines its handlers ends.
 
 An `atexit` handler would start the server too late, because Python closes its thread pools before
-it calls these handlers. So `asyncio.to_thread`, name resolution and async clients would fail with
-"cannot schedule new futures after interpreter shutdown". On Python 3.12 and newer, the server
-starts when the last line of the script has run. On Python 3.11, it starts when Python is about to
-close the thread pools.
+it calls `atexit` handlers. Then `asyncio.to_thread`, name resolution and async clients would fail
+with "cannot schedule new futures after interpreter shutdown". So the server starts earlier. On
+Python 3.12 and newer, it starts when the last line of the script has run. On Python 3.11, it starts
+when Python is about to close the thread pools.
 """
 
 import atexit
@@ -22,12 +22,13 @@ def at_end_of_script(start: Callable[[], object]) -> Callable[[], None]:
     """Arrange that `start` is called when the main script ends normally or with `sys.exit()`. If
     `start` raises a `ReceiverError`, the message of the error is printed, and the exit code is 1.
 
-    `start` is not called if the script ends with an exception, or with an error code as in
-    `sys.exit(1)`. On Python 3.11, `start` is called even after `sys.exit(1)`, because the exit code
-    is not known at that point. In a notebook or at a prompt there is no script, so `start` is never
-    called.
+    If the script ends with an exception, or with an error code as in `sys.exit(1)`, `start` is not
+    called. On Python 3.11, `start` is called even after `sys.exit(1)`, because the exit code is not
+    known at that point. A notebook or an interactive prompt has no script, so `start` is never
+    called there.
 
-    Returns a function that cancels the call. Raises `ReceiverError` if the call cannot be arranged.
+    Returns a function that cancels the call of `start`. Raises `ReceiverError` if the call cannot
+    be arranged.
     """
     if is_interactive():
         return _do_nothing
@@ -51,7 +52,8 @@ if sys.version_info >= (3, 12):
         code = _main_code()
         if code is None:
             return _do_nothing
-        # The other ids are reserved for debuggers, coverage tools, profilers and optimizers.
+        # sys.monitoring has the tool ids 0 to 5. All ids except 3 and 4 are reserved for debuggers,
+        # coverage tools, profilers and optimizers.
         tool = next((id for id in (3, 4) if monitoring.get_tool(id) is None), None)
         if tool is None:
             raise ReceiverError(
@@ -87,7 +89,7 @@ if sys.version_info >= (3, 12):
         monitoring.register_callback(tool, events.PY_RETURN, on_return)
         monitoring.set_local_events(tool, code, events.PY_RETURN)
         # A script that ends with `sys.exit()` causes the event PY_UNWIND. This event cannot be
-        # limited to one code object, so `on_unwind` checks that it comes from the script.
+        # limited to one code object, so `on_unwind` checks that the event comes from the script.
         monitoring.register_callback(tool, events.PY_UNWIND, on_unwind)
         monitoring.set_events(tool, events.PY_UNWIND)
         return cancel

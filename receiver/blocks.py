@@ -26,7 +26,7 @@ def application_of_blocks(blocks: Any) -> FastAPI:
     import gradio  # is installed, because the user has passed a gradio.Blocks
 
     # Mount the interface in a separate application. If it were mounted at "/" of the server's own
-    # application, it would hide routes that are added later.
+    # application, it would hide the routes that a script adds later.
     mounted: FastAPI = gradio.mount_gradio_app(FastAPI(), blocks, path="/")
     return mounted
 
@@ -58,8 +58,8 @@ def show_as_running(
 def block_until_interrupted(blocks: Any) -> None:
     """Wait until Ctrl-C or SIGTERM, and then close the server. After SIGTERM, also end the process.
 
-    This function calls `blocks.block_thread()` to wait, because a script may have replaced this
-    method by its own."""
+    This function waits in `blocks.block_thread()`, because a script may have replaced this method
+    by its own method."""
     if threading.current_thread() is not threading.main_thread():
         blocks.block_thread()  # only the main thread can set signal handlers
         return

@@ -1,6 +1,7 @@
-"""Stores the deliveries of durable handlers in one SQLite file. A delivery is stored until a call
-of its handler has succeeded. If `MAX_ATTEMPTS` calls (`receiver/durable.py`) have failed, the
-delivery is given up: it stays in the file as a *dead letter*.
+"""Stores the deliveries of durable handlers in one SQLite file. A handler is *durable* if each of
+its deliveries is stored before the handler is called. If `MAX_ATTEMPTS` calls
+(`receiver/durable.py`) for a delivery have failed, the delivery is given up: it stays in the file
+as a *dead letter*.
 
 A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
 written.
@@ -19,8 +20,8 @@ from filelock import FileLock, Timeout
 from receiver.errors import ReceiverError
 
 KEPT_SECONDS = 31 * 24 * 3600.0
-"""A delivery that is repeated within this time is recognised as a repeat. The stack's hub keeps a
-delivery for 30 days by default, so it cannot repeat a delivery that is older than KEPT_SECONDS."""
+"""A delivery that is repeated within this time is recognised as a repeat. By default, hotpush's own
+hub keeps a delivery for 30 days, so this hub cannot repeat an older delivery."""
 
 _PROOF_HEADERS = {
     "authorization",
@@ -65,8 +66,8 @@ REVIVE_SQL = (
     " died_at = NULL"
 )
 """The SET part of an UPDATE, in which `{now}` stands for the present time. It queues a dead letter
-to be handled again, and counts its failed calls from 0. If a row is not a dead letter, it does not
-change the row."""
+to be handled again, and counts its failed calls from 0. A row that is not a dead letter stays
+unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +78,8 @@ class NewDelivery:
     headers: dict[str, str]
     body: bytes
     repository: str | None = None
-    """Deliveries of one repository to the same path are handled one after another. If this is None,
-    the delivery waits for no other delivery."""
+    """Deliveries of one repository to the same path are handled one after another. If the
+    repository is None, the delivery waits for no other delivery."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +108,14 @@ class HandlerResult:
 
 
 class DeliveryLog:
-    """The open file. A lock on `<path>.lock` ensures that only one process at a time has opened the
-    file as a `DeliveryLog`. Only one thread at a time may call the methods. Times are seconds since
-    the epoch.
+    """The open file. A lock on `<path>.lock` ensures that only one process at a time opens the file
+    as a `DeliveryLog`. Only one thread at a time may call the methods. Times are seconds since the
+    epoch.
 
-    The constructor raises `ReceiverError`, and does not change the file, if another process has the
-    lock, if a newer version of hotpush wrote the file, or if the file is no SQLite database. If the
-    file has the current schema, the constructor writes nothing to it, so that a receiver can start
-    while the disk is full.
+    The constructor raises `ReceiverError` if another process has the lock, if a newer version of
+    hotpush wrote the file, or if the file is no SQLite database. The file is then unchanged. If the
+    file has the current schema, the constructor writes nothing to it. So a receiver can start while
+    the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,16 +151,16 @@ class DeliveryLog:
         self._lock.release()
 
     def add(self, deliveries: Sequence[NewDelivery], now: float) -> list[bool]:
-        """Store all deliveries, or none if the file fails. Returns for each delivery whether it is
-        new. If a sender repeats a dead letter, the delivery is not new, but its handler is called
-        again.
+        """Store all deliveries. If the file fails, store none. Returns for each delivery whether it
+        is new. If a sender repeats a dead letter, the delivery is not new, but its handler is
+        called again.
 
-        When this method returns, all these deliveries are on disk.
+        When this method returns, the deliveries are on disk.
         """
         keys = [(delivery.path, delivery.id) for delivery in deliveries]
         known = self._known(keys)
-        # Use one statement for all rows. Each call of SQLite releases Python's interpreter lock,
-        # and this thread gets the lock back late if the thread of the event loop is busy.
+        # Use one statement for all rows. Each call of SQLite releases Python's interpreter lock. If
+        # the thread of the event loop is busy, this thread gets the interpreter lock back late.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced_connection.execute(
             "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
@@ -206,13 +207,12 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # Only few deliveries wait for their next call. So find these deliveries first, and only
-            # once.
+            # Few deliveries wait for their next call. So search for these deliveries first.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"
-            # Name the index. Otherwise SQLite would use the index on `path`, and would read all
-            # rows of deliveries that are already handled.
+            # Name the index. Otherwise SQLite would use the index on `path`, and would also read
+            # all rows of deliveries that are already handled.
             " SELECT path, id, headers, body, repository, attempts"
             " FROM deliveries AS mine INDEXED BY deliveries_due"
             f" WHERE due_at <= ? AND path IN ({', '.join('?' * len(paths))}){is_busy}"
@@ -239,8 +239,8 @@ class DeliveryLog:
         After a successful call, the delivery's headers and body are deleted. Its path and id stay,
         so that a repeat is recognised. A delivery that was given up keeps its headers and body.
 
-        This method does not wait for the disk. So a power cut may lose the results, and the
-        handlers are then called again. If only this process dies, no result is lost.
+        This method does not wait for the disk. So a power cut may lose the results. The handlers
+        are then called again. If this process dies without a power cut, no result is lost.
         """
         failed = [
             (call.due_at, call.died_at, call.failure, call.path, call.id)
@@ -320,8 +320,8 @@ def _connect(path: Path, *, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute(f"PRAGMA synchronous={synchronous}")
-    # At a checkpoint, SQLite copies the pages of the write-ahead log into the file, and senders
-    # must wait until it is done. So make checkpoints rare: one after 10,000 pages (40 MB).
+    # At a checkpoint, SQLite copies the pages of the write-ahead log into the file. Senders must
+    # wait until the checkpoint ends. So make checkpoints rare: one after 10,000 pages (40 MB).
     connection.execute("PRAGMA wal_autocheckpoint=10000")
     return connection
 

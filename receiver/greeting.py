@@ -20,7 +20,7 @@ def greeting(
         url: The URL at which senders reach the server, without a slash at the end.
         paths: The paths of all handlers.
         unproven: The paths of the handlers without a secret.
-        public: The public URL of the tunnel, and when this URL expires. None if there is no tunnel.
+        public: The public URL of the tunnel, and the time when it expires. None without a tunnel.
         page: The URL of the landing page, without a slash at the end.
     """
     lines = ["", "Webhooks are correctly setup and ready to use:"]

@@ -59,11 +59,12 @@ class RequestGuard:
     deliveries."""
     history: History
     durable: DurableDeliveries | None
-    """Stores the deliveries of a durable handler. None if the handler is not durable: it is then
-    called while the sender waits for the answer."""
+    """Stores the deliveries of a durable handler. None if the handler is called at once, while the
+    sender waits for the answer."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
-        """The handler's answer, or an answer that says why the handler was not called."""
+        """The answer to the sender. It is the handler's answer, or the guard's own answer if the
+        request is refused, the event is ignored, or the delivery is stored for a later call."""
         at, began, status = time.time(), time.perf_counter(), 500
         sent_id = sent_delivery_id(request.headers)
         try:
@@ -129,7 +130,7 @@ class RequestGuard:
 
     def _check_where_from(self, request: Request) -> None:
         if self.proof.secrets:
-            return  # a page of another site does not know the secret, so the proof is wrong anyway
+            return  # a page of another site does not know the secret, so the proof check refuses it
         if (site := other_site(request.headers)) is not None:
             raise FromElsewhere(
                 f"A browser sent this request for {site}. A handler without a secret refuses"
@@ -149,8 +150,8 @@ class RequestGuard:
         try:
             repo = WebhookPayload.model_validate_json(event).repo
         except ValidationError as error:
-            # Refuse the event now, while the sender waits for the answer. If the event were stored,
-            # every call of the handler would fail.
+            # Refuse the event now, because the sender still waits for the answer. If the event were
+            # stored, every call of the handler would fail.
             raise RequestValidationError(
                 [{**entry, "loc": ("body", *entry["loc"])} for entry in error.errors()]
             ) from error
@@ -213,8 +214,8 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 
 def _headers_of(body: bytes) -> dict[str, str]:
-    """The headers that describe `body`, which is JSON. They replace the sender's headers, because
-    the sender may have sent a form, or JSON with another content type."""
+    """The headers that describe `body`, which is JSON. They replace the sender's headers, which may
+    describe a form, or JSON with another content type."""
     return {"content-type": "application/json", "content-length": str(len(body))}
 
 
@@ -234,8 +235,8 @@ class _CheckedRequest(Request):
 
 
 def _replay(body: bytes, then: Receive) -> Receive:
-    """An ASGI `receive` that first returns `body`, which the guard has already read from the
-    sender. Each later call is passed to `then`."""
+    """An ASGI `receive` function. Its first call returns `body`, which the guard has already read
+    from the sender. Later calls are passed to `then`."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

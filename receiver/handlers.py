@@ -1,5 +1,5 @@
-"""The record of a registered handler, and the server's answers to requests that are refused or
-whose handler fails."""
+"""The record of a registered handler, and the server's answers if it refuses a request or if a
+handler fails."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     },
     408: {"description": "The body did not arrive in time."},
     413: {"description": "The body is too large."},
-    422: {"description": "The body is not the event that the handler takes."},
+    422: {"description": "The body is not an event that the handler takes."},
     503: {
         "description": "Too many large bodies arrive at once, or the server does not call its"
         " durable handlers."

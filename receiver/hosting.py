@@ -16,8 +16,8 @@ def is_space() -> bool:
 
 
 def settings_of_this_process(given: ReceiverSettings | None) -> ReceiverSettings:
-    """`given` or, if it is None, the settings of the environment. In a Space, the settings `host`,
-    `port` and `public_url` get the values of the Space, unless they are set. Raises
+    """`given` or, if it is None, the settings of the environment. In a Space, each of the settings
+    `host`, `port` and `public_url` that is not set gets the value of the Space. Raises
     `AddressUnavailable` if an environment variable is not a valid port or host name."""
     settings = given or settings_of_the_environment()
     if not is_space():

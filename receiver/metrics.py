@@ -56,8 +56,8 @@ class _Measured:
         try:
             await self._app(scope, receive, count)
         finally:
-            # Count all unknown paths under one name. Each path is a time series in Prometheus, so
-            # a stranger who requests many paths could otherwise create any number of time series.
+            # Count all unknown paths under one name. Each path is a time series in Prometheus. If
+            # unknown paths were counted one by one, a stranger could create any number of series.
             path = scope["path"] if status != 404 else "other"
             self._requests.labels(path, status).inc()
             self._seconds.labels(path).observe(time.perf_counter() - began)

@@ -129,9 +129,9 @@ _LITERALS: dict[tuple[str, ...], type] = {
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """Find out whether a payload is invalid only because it comes from a newer hub. If the hub has
-    sent a value that this receiver does not know, such as a new `event.action`, returns the name of
-    the field and the value. Returns None if the payload is malformed.
+    """If an invalid payload has a value that this receiver does not know, such as a new
+    `event.action`: the name of the field and the value. A newer hub has then probably sent the
+    payload. None if there is no unknown value: the payload is malformed.
 
     `errors` are the validation errors of the request. If there is an unknown value, the other
     errors are ignored, because a newer hub may also have changed other fields.

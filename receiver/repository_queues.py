@@ -20,8 +20,8 @@ def queue_of(delivery: StoredDelivery) -> QueueKey:
 
 
 class RepositoryQueues:
-    """All queues. After `take` has returned a delivery, the queue of this delivery is busy until it
-    is released. While a queue is busy, `take` returns no other delivery of this queue."""
+    """All queues. After `take` has returned a delivery, the queue of this delivery is *busy* until
+    the queue is released. While a queue is busy, `take` returns no other delivery of this queue."""
 
     def __init__(self) -> None:
         self._waiting: dict[QueueKey, deque[StoredDelivery]] = {}
@@ -37,10 +37,8 @@ class RepositoryQueues:
         return any(queue not in self._busy for queue in self._waiting)
 
     def take(self) -> StoredDelivery | None:
-        """Remove and return a delivery whose queue is not busy. The queue is then busy.
-
-        Returns None if there is no such delivery.
-        """
+        """Remove and return a delivery whose queue is not busy, and make the queue busy. Returns
+        None if all queues with deliveries are busy."""
         queue = next((queue for queue in self._waiting if queue not in self._busy), None)
         if queue is None:
             return None
@@ -48,10 +46,8 @@ class RepositoryQueues:
         return self._pop(queue)
 
     def take_next(self, queue: QueueKey) -> StoredDelivery | None:
-        """Remove and return the next delivery of this busy queue, which stays busy.
-
-        Returns None and releases the queue if no delivery waits in it.
-        """
+        """Remove and return the next delivery of this busy queue. The queue stays busy. If no
+        delivery waits in the queue, release the queue and return None."""
         if queue in self._waiting:
             return self._pop(queue)
         self.release(queue)

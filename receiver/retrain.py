@@ -32,9 +32,9 @@ def retrain_handler(
     pipelines follow the dataset, the answer also has `"jobs"`, a list of all their jobs. If an
     event needs no job, the answer is `{"ignored": reason}`.
 
-    If a delivery is repeated, the present rules decide again whether it needs a job. If it does,
-    the answer is the job that was submitted the first time. If this job failed or was cancelled,
-    the answer is the job of a later push, or a new job if there was no later push.
+    If a delivery is repeated, the present rules decide again whether it needs a job. If it needs a
+    job, the answer is the job that was submitted the first time. But if this job failed or was
+    cancelled, the answer is the job of a later push, or a new job if there was no later push.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -44,9 +44,8 @@ def retrain_handler(
             raise ValueError(
                 f"{count} rules name the pipeline {pipeline!r}, but a pipeline follows only one ref"
             )
-    # Only one thread writes, and all events that arrive during a write share the next transaction.
-    # If each event had its own transaction, the events would wait for the database's lock one after
-    # another.
+    # Only one thread writes. The events that arrive during a write share the next transaction. If
+    # each event had its own transaction, each event would wait for the lock of the database.
     one_thread = anyio.CapacityLimiter(1)
 
     async def write(events: Sequence[_Event]) -> list[Answer]:
@@ -90,8 +89,8 @@ class _Event:
 
     def requests(self) -> list[JobRequest]:
         """One request per job; empty if the event needs no job. The source of each delivery
-        contains the pipeline's name. Without the name, the requests of one event would have the
-        same source and the same delivery id, and the store would take them for repeats."""
+        contains the pipeline's name. Without this name, all requests of one event would have the
+        same source and the same delivery id, so the store would take them for repeats."""
         specs = () if isinstance(self.decision, str) else self.decision
         return [
             JobRequest(

@@ -1,5 +1,5 @@
-"""Decides which pipelines are retrained because of an event, and makes the specs of their jobs.
-This module reads and writes no files."""
+"""Decides which pipelines an event retrains, and makes the specs of their jobs. This module reads
+and writes no files."""
 
 import hashlib
 import json
@@ -34,8 +34,8 @@ class RetrainRule(BaseModel):
     dataset: Annotated[str, Field(pattern=r"^([\w.-]+/[\w.-]+|\w+://\S+|[\w.-]+@[\w.-]+:\S+)$")]
     """`owner/name` on a hub, or the git URL of a repository elsewhere."""
     endpoint: str | None = None
-    """The URL of the hub that has the dataset. None if this is the stack's own hub, or if `dataset`
-    is a git URL."""
+    """The URL of the hub that has the dataset. None if this is the hub that `pipeline up` starts,
+    or if `dataset` is a git URL."""
     ref: Annotated[str, Field(min_length=1), AfterValidator(_full_ref)] = DEFAULT_BRANCH
     """The name of a branch, or the full name of any ref, such as `refs/heads/main`."""
     debounce_seconds: Annotated[float, Field(ge=0)] = 1.0
@@ -44,8 +44,8 @@ class RetrainRule(BaseModel):
     """A job may start once this long has passed since its first commit arrived, even if newer
     commits keep arriving."""
     settings: dict[str, Any] = {}
-    """Settings for the job's command. They are copied into a job when the job is submitted, so a
-    later change of the rule does not change this job."""
+    """Settings for the job's command. Each job gets a copy when it is submitted, so a later change
+    of the rule does not change the job."""
     env: dict[str, str] = {}
     """Variables that are added to the job's environment. Put no secrets here, because anyone who
     lists jobs sees these variables."""
@@ -91,15 +91,15 @@ class RetrainRule(BaseModel):
 
 def decide(payload: WebhookPayload, rules: Sequence[RetrainRule]) -> tuple[JobSpec, ...] | str:
     """The specs of the jobs for the event: one for each rule whose ref the event has changed. If
-    there is no such rule, the reason why the event needs no job."""
+    the event needs no job, returns the reason."""
     reason = _why_not_about_content(payload)
     if reason is not None:
         return reason
     endpoints = {rule.endpoint for rule in rules if rule.endpoint is not None}
     sender = next((each for each in endpoints if _is_at(each, payload)), None)
     named = [rule for rule in rules if rule.watches(payload)]
-    # Two hubs may have datasets of the same name, so compare the hubs too. If a rule has a git URL,
-    # this is not necessary, because the git URL contains the host.
+    # Two hubs may have datasets of the same name, so compare the hubs too. For a rule with a git
+    # URL, `watches` has already compared the host, which is a part of the URL.
     watching = [rule for rule in named if rule.endpoint == sender or rule.is_git]
     if not watching:
         return _why_not_followed(payload, named)
@@ -160,12 +160,12 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
     if payload.repo.headSha is None:
         return ()
     # Some senders do not send `updatedRefs`. Then the event names only one commit: the head of the
-    # default branch. Its name is not known, so assume that the default branch is `main`.
+    # default branch. The event does not name this branch, so assume that it is `main`.
     return (UpdatedRef(ref=DEFAULT_BRANCH, newSha=payload.repo.headSha),)
 
 
 def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """Why the updated ref does not retrain the pipeline of this rule. None if it does."""
+    """Why the updated ref does not retrain the rule's pipeline. None if it must be retrained."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):
@@ -190,9 +190,9 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key for the dataset, the ref, the commit and the settings. If two jobs in a row had the
-    same key, the second job would train on the same data in the same way. So the store does not
-    create the second job."""
+    """A key for the dataset, the ref, the commit and the settings. If a job has the same key as the
+    job before it, it would train on the same data in the same way. So the store does not create it.
+    """
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 
@@ -214,8 +214,8 @@ def _host_and_path(url: str) -> str:
     """The host and path of a URL, without user and port. If `url` has another form, returns `url`
     itself.
 
-    If a rule has the SSH URL of a repository, `watches` compares only host and path. Senders use
-    the HTTPS URL of the repository, and its user and port differ from those of the SSH URL."""
+    A rule may have the SSH URL of a repository, but senders send its HTTPS URL. The two URLs have
+    different users and ports, so `watches` compares only host and path."""
     found = _URL.fullmatch(_bare_url(url))
     return url if found is None else f"{found['host']}/{found['path']}"
 

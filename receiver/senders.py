@@ -1,8 +1,8 @@
 """Turns push events of GitHub, Gitea and GitLab into a `WebhookPayload`, the format of the Hugging
 Face Hub.
 
-The configured proof scheme says which sender to expect. With the schemes `secret` and
-`standard-webhooks`, the event must already be a `WebhookPayload`, so it is not changed.
+The configured proof scheme, such as `github`, says which sender to expect. With the schemes
+`secret` and `standard-webhooks`, an event must already be a `WebhookPayload`. It is not changed.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class NotAPush:
 
 
 def read_event(scheme: ProofScheme, headers: Mapping[str, str], body: bytes) -> bytes | NotAPush:
-    """The event as the JSON of a `WebhookPayload`. `NotAPush` if no handler is called for the
+    """The event as the JSON of a `WebhookPayload`, or `NotAPush` if no handler is called for the
     event. Raises `NotAnEvent` if the body is not an event in the sender's format."""
     if scheme == "secret" or scheme == "standard-webhooks":
         return NotAPush({"pong": True}) if _is_ping(body) else body
@@ -209,6 +209,6 @@ def _payload(
 
 
 def _sha_or_none(sha: str) -> str | None:
-    """The sha. None if it consists of zeros. Senders write zeros if there is no commit: either the
+    """The sha, or None if the sha consists of zeros. Senders write zeros if there is no commit: the
     ref did not exist before the push, or the push has deleted the ref."""
     return sha if sha.strip("0") else None

@@ -48,14 +48,13 @@ def webhook_endpoint(
     proof: ProofScheme | None = None,
     durable: bool = False,
 ) -> Any:
-    """Register the decorated function on the server that all functions of a script share.
+    """Register the decorated function on the server that all functions of a script share. The
+    parameters have the same meaning as in `WebhooksServer.add_webhook`.
 
-    The parameters have the same meaning as in `WebhooksServer.add_webhook`.
-
-    If the function is defined in the script's folder or below, the server starts when the script
-    ends. In all other cases, for example in a notebook, the user must call the method `launch` of a
-    decorated function. This method takes the arguments of `WebhooksServer.launch`. If a notebook
-    cell is executed again, its function replaces the earlier function of the same name.
+    If the function is defined in the folder of the script or below, the server starts when the
+    script ends. In all other cases, for example in a notebook, the user must call the method
+    `launch` of a decorated function. `launch` takes the arguments of `WebhooksServer.launch`. If a
+    notebook cell is executed again, its function replaces the earlier function of the same name.
     """
     if callable(path):
         return webhook_endpoint()(path)
@@ -98,7 +97,7 @@ def _is_of_the_script(handler: Callable[..., Any]) -> bool:
     """Whether the handler is defined in the main script's folder or below.
 
     If the handler is defined elsewhere, the main script is a program that only imports the handler,
-    such as a test runner. No server may start when such a program ends.
+    such as a test runner. When this program ends, no server may start.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     module = getattr(sys.modules[handler.__module__], "__file__", None)

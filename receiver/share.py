@@ -1,5 +1,5 @@
-"""Makes a receiver reachable at a public URL. Either this module opens a tunnel, or the user has
-set a fixed `public_url` that already leads to the receiver."""
+"""Makes a receiver reachable at a public URL: opens a tunnel, or uses the `public_url` of the
+settings. The user has then made sure that `public_url` leads to the receiver."""
 
 import threading
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from receiver.tunnel_command import tunnel_command
 
 
 def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
-    """The tunnel to open. `share` is the argument of `WebhooksServer.launch`. None if the receiver
-    needs no tunnel. Raises `TunnelFailed` if `share` is True, but neither a tunnel nor a
-    `public_url` is configured."""
+    """The tunnel to open, or None. `share` is the argument of `WebhooksServer.launch`: a text is
+    the tunnel itself, and True means the tunnel of the settings. Raises `TunnelFailed` if `share`
+    is True, but neither a tunnel nor a `public_url` is configured."""
     if isinstance(share, str):
         return share
     if share and settings.tunnel is None and settings.public_url is None:
@@ -30,8 +30,8 @@ def tunnel_to_open(share: bool | str, settings: ReceiverSettings) -> str | None:
 
 
 def remembered_urls(settings: ReceiverSettings, port: int) -> Path:
-    """The file that lists the present and the former public URLs of a receiver. The file's name
-    contains the port, because several receivers may use the same folder."""
+    """The file that lists the present and the former public URLs of a receiver. Several receivers
+    may use the same folder, so the file's name contains the port of the receiver."""
     return settings.deliveries_path.with_name(f"receiver-urls-{port}.json")
 
 
@@ -59,10 +59,10 @@ def open_tunnel(
 
 
 class FixedUrl:
-    """Takes the place of a `Tunnel` if the user has set `public_url`. Starts no process.
+    """Is used in place of a `Tunnel` if the user has set `public_url`. Starts no process.
 
-    A thread updates the webhooks on `hubs` that post to a former URL: it calls `move_webhooks`
-    again and again until this function returns True.
+    A thread updates the webhooks on `hubs` that post to a former URL: the thread calls
+    `move_webhooks` again and again until `move_webhooks` returns True.
     """
 
     public: PublicUrl | None = None

@@ -25,12 +25,13 @@ _logger = logging.getLogger(__name__)
 START_SECONDS = 30.0
 """If a link has not printed its URL after this time, the tunnel ends the link."""
 STEADY_SECONDS = 60.0
-"""If a link breaks after it has lasted longer than this, the next link is started without a pause.
-If a link breaks earlier, there is first a pause. This pause is 1 s, and doubles each time."""
+"""If a link breaks after it has lasted longer than this, the next link is started at once. If a
+link breaks earlier, the tunnel waits before it starts the next link: 1 s at first, and then twice
+as long each time."""
 LONGEST_PAUSE_SECONDS = 60.0
-"""The longest pause between two tries to open a link, or to tell the hubs a new URL."""
+"""The longest pause between two tries to open a link, and between two calls of `on_url`."""
 RENEWED_EARLY = 1 / 24
-"""The next link is started when only this share of the present link's lifetime is left."""
+"""The next link is started when this share of the present link's lifetime is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +77,9 @@ class Tunnel:
         return self._public
 
     def open(self) -> PublicUrl:
-        """Start the tunnel, and wait for the URL of its first link. Raises `TunnelFailed` with the
-        output of the link if it prints no URL."""
-        self._command(None)  # if the user's configuration is wrong, this raises before the start
+        """Start the tunnel, and wait for the URL of its first link. If this link prints no URL,
+        raises `TunnelFailed` with the output of the link."""
+        self._command(None)  # raises now if the user's configuration is wrong
         self._thread.start()
         self._is_open.wait()
         if self._public is None:
@@ -102,14 +103,14 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If the last link broke, ask for its URL again. If the last link is still open and only
-            # too old, its URL is still in use, so ask for any URL.
+            # If the last link broke, ask for its URL again. If the last link is still open, but too
+            # old, its URL is still in use. So ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)
             url = self._url_of(link)
             if url is None and former is not None and not self._is_closing:
-                # The provider may still reserve the former URL for the broken link, so ask for any
+                # The provider may still reserve the former URL for the broken link. So ask for any
                 # URL.
                 link.end()
                 link = _Link(self._command(None), self._wake)
@@ -166,16 +167,16 @@ class Tunnel:
         """Wait until the link breaks, until it is time to start the next link, or until the tunnel
         is closed.
 
-        `is_accepted` says whether `on_url` has returned True for the URL of this link. If it has
-        not, this method calls `on_url` again, after pauses that get longer.
+        `is_accepted` says whether `on_url` has returned True for the URL of this link. If not, this
+        method calls `on_url` again and again, after pauses that get longer.
         """
         assert self._public is not None
         renew_at = self._public.ends_at - self._lifetime_seconds * RENEWED_EARLY
         pause = 1.0
         while link.is_alive and not self._is_closing and (left := renew_at - time.time()) > 0:
             if is_accepted:
-                # Wait at most 60 s, and then read the clock again. The time in which a laptop
-                # sleeps does not count for a wait, so one long wait would end too late.
+                # Wait at most 60 s, and then read the clock again. While a laptop sleeps, a wait
+                # does not advance, so one long wait would end too late.
                 self._wait(min(left, 60.0))
             else:
                 self._wait(min(left, pause))
@@ -189,8 +190,8 @@ class Tunnel:
             self._wait(left)
 
     def _wait(self, seconds: float) -> None:
-        """Wait until a link has printed its URL or ended, or until the tunnel is closed, but at
-        most `seconds`."""
+        """Wait at most `seconds`. Return earlier if a link prints its URL or ends, or if the tunnel
+        is closed."""
         self._wake.wait(max(seconds, 0))
         self._wake.clear()
 

@@ -15,10 +15,10 @@ from receiver.errors import TunnelFailed
 class TunnelCommand:
     arguments: tuple[str, ...]
     url_in: Callable[[str], str | None]
-    """Its argument is a line that the command has printed. Returns the public URL if the line
+    """A function that gets a line of the command's output. Returns the public URL if the line
     contains it, and None otherwise."""
     is_worth_reading: Callable[[str], bool] = lambda line: bool(line)
-    """Its argument is a line that the command has printed. Returns whether an error message about
+    """A function that gets a line of the command's output. Returns whether an error message about
     the tunnel should quote the line."""
 
 
@@ -32,8 +32,8 @@ def tunnel_command(
             `address`, and `{port}` by the port of `address`.
         url_pattern: A regular expression. Its first match in the command's output is the URL.
         former_url: The URL that the tunnel had before and should get again; None if the tunnel may
-            get any URL. This has an effect only on `ssh://`: ssh asks the server for the port in
-            this URL.
+            get any URL. Only `ssh://` uses `former_url`: ssh asks the server for the port in this
+            URL. A command ignores it.
 
     Raises:
         TunnelFailed: `tunnel` is neither an ssh address nor a command, or the program of the
@@ -111,14 +111,13 @@ def _custom_command(tunnel: str, address: str, url_pattern: str) -> TunnelComman
 
 
 def ending_with_this_process(arguments: tuple[str, ...]) -> list[str]:
-    """A command that runs `arguments`. On Linux, the kernel ends the command (SIGTERM) when the
-    thread that started the command has ended. So a tunnel does not outlive a receiver that was
-    killed."""
+    """A command that runs `arguments`. On Linux, the kernel sends SIGTERM to the command when the
+    thread that started it has ended. So if the receiver is killed, its tunnel ends too."""
     if sys.platform != "linux":
         return list(arguments)
-    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces itself by the command. It
-    # runs in a new interpreter. A `preexec_fn` of `subprocess` would run it between fork and exec,
-    # where it is not safe to run Python code if the program has threads.
+    # `code` calls prctl(PR_SET_PDEATHSIG, SIGTERM), and then replaces itself by the command. A new
+    # interpreter runs `code`. Do not use a `preexec_fn` of `subprocess` instead: it would run
+    # Python code between fork and exec, which is not safe in a program with threads.
     code = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15);"
         " os.execvp(sys.argv[1], sys.argv[1:])"

@@ -1,12 +1,13 @@
 """Manages the webhooks on a hub: create, list, get, update, enable, disable, delete.
 
-The functions work with the embedded hub (the hub of the stack) and with the Hugging Face Hub: both
-answer the requests that `huggingface_hub` makes. The functions never print or store a secret.
+The functions work with the Hugging Face Hub and with the *embedded hub* (the hub that `pipeline up`
+starts): both answer the requests that `huggingface_hub` makes. The functions never print or store a
+secret.
 
 Every function has the arguments `endpoint` (default: `HF_ENDPOINT`, or else the Hugging Face Hub)
 and `token` (default: the token that `huggingface_hub` finds). Every function raises `ValueError` if
-the arguments cannot be used, `NotAllowed` if the token is missing or refused, `WebhookNotFound` if
-the hub has no such webhook, and `WebhookApiError` for any other failure.
+an argument is not valid, `NotAllowed` if the token is missing or refused, `WebhookNotFound` if the
+hub has no webhook with this id, and `WebhookApiError` for any other failure.
 """
 
 import os
@@ -73,8 +74,8 @@ class WebhookRecord(BaseModel):
     """`suspended` means that the hub stopped the deliveries after many failures. Only the embedded
     hub reports `suspended`."""
     warnings: tuple[str, ...] = ()
-    """Why the webhook gets no events of some items that it watches: the repository does not exist,
-    for example. Only the embedded hub reports warnings."""
+    """Why the webhook gets no events of some watched items, for example because the repository does
+    not exist. Only the embedded hub reports warnings."""
     secret: str | None = Field(default=None, repr=False)
     """The secret, in the record that `create_webhook` returns. None in all other records."""
 
@@ -93,8 +94,9 @@ def create_webhook(
     """Create a webhook. When a `watched` item changes, the hub posts an event to `url`, or starts a
     copy of the job `job_id`. The caller must give either `url` or `job_id`.
 
-    `domains` limits the events; with None, the hub uses its default. The deliveries to `url` carry
-    `secret`, which proves their origin. The job gets `secrets` as environment variables.
+    `domains` limits the events. If `domains` is None, the hub uses its default. The deliveries to
+    `url` carry `secret`, which proves who sent them. The job gets `secrets` as environment
+    variables.
     """
     _check_target(url, job_id, secrets)
     if url is None and job_id is None:
@@ -141,8 +143,8 @@ def update_webhook(
 ) -> WebhookRecord:
     """Change the properties that are given. A property whose argument is None does not change."""
     _check_target(url, job_id, secrets)
-    # If `watched` is not given, send the present list. huggingface_hub would send an empty list,
-    # and a hub may then remove all watched items.
+    # If `watched` is None, send the present list. Otherwise huggingface_hub would send an empty
+    # list, and a hub might remove all watched items.
     items = (
         get_webhook(webhook_id, endpoint=endpoint, token=token).watched
         if watched is None
