@@ -67,5 +67,5 @@ class NewerSchema(StoreError):
 
 
 class OlderSchema(StoreError):
-    """The database has the schema of an older version of hotpush. Nothing was changed.
-    Programs that only read the database do not upgrade it, but `pipeline up` does."""
+    """The database has the schema of an older version of hotpush. Nothing was changed. Programs
+    that only read the database do not upgrade it, but `pipeline up` does."""

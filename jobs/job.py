@@ -47,9 +47,9 @@ class Job:
     an attempt was lost or failed for a temporary cause, this is when the next attempt may start."""
     started_at: float | None
     """The time from which the job's time limit is counted. At first, this is when a runner claimed
-    the job. Whenever the job was without a runner or waited for its next attempt, `started_at`
-    moves later by this time, because it does not count against the limit. None if no runner has
-    claimed the job."""
+    the job. The time in which the job has no runner, or waits for its next attempt, does not count
+    against the limit. So `started_at` is moved later by this time. None if no runner has claimed
+    the job."""
     ended_at: float | None
     """None while the job has not ended."""
     attempt: int

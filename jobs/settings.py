@@ -25,9 +25,8 @@ class JobsSettings(BaseModel):
     uses one thread fewer, and the kernel gives the server's threads priority over the job's
     threads."""
     timeout_seconds: float | None = Field(default=None, gt=0)
-    """How long a job may run, unless the job's spec sets a limit. The time in which the
-    job had no runner, or waited for its next attempt, does not count. If unset, there is no
-    limit."""
+    """How long a job may run, unless the job's spec sets a limit. The time in which the job had no
+    runner, or waited for its next attempt, does not count. If unset, there is no limit."""
     retry_seconds: float = Field(default=30.0, gt=0)
     """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
     the next attempt starts after this time. Each earlier attempt that failed or was killed makes
@@ -36,7 +35,7 @@ class JobsSettings(BaseModel):
     """If a runner has sent no heartbeat for a job for this long, another runner takes the job over.
     """
     heartbeat_seconds: float = Field(default=3.0, gt=0)
-    """How often a runner sends a heartbeat for each of its jobs."""
+    """The time between two heartbeats that a runner sends for a job."""
     kill_grace_seconds: float = Field(default=10.0, ge=0)
     """Time between SIGTERM and SIGKILL when a job is stopped."""
     poll_seconds: float = Field(default=0.02, gt=0)

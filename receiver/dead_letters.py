@@ -103,7 +103,7 @@ def _opened(file: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connectio
                 raise ReceiverError(
                     f"{file} has schema {version}, but this version of hotpush can read only schema"
                     f" {SCHEMA_VERSION}. If the schema of the file is older, start the receiver"
-                    " once, which upgrades the file. If it is newer, upgrade hotpush."
+                    " once: it upgrades the file. If the schema is newer, upgrade hotpush."
                 )
             yield connection
     except sqlite3.Error as error:

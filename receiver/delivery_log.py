@@ -207,7 +207,7 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # Few deliveries wait for their next call. So search for these deliveries first.
+            # Few deliveries wait for their next call. So first collect these deliveries once.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"

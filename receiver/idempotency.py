@@ -28,10 +28,9 @@ class IdempotencyCache:
     async def once(self, key: Hashable, call: Callable[[], Awaitable[Response]]) -> Response:
         """The cached response for `key`. If there is none, run `call` and cache its response.
 
-        If an earlier call of `once` with the same key still runs, wait for its response. A streamed
-        response is not cached, and a response with a status of 300 or more is not cached. Such a
-        status means that the delivery failed, so `call` must run again when the sender repeats the
-        delivery.
+        If an earlier call of `once` with the same key still runs, wait for its response. Streamed
+        responses are not cached. Responses with a status of 300 or more are not cached either: the
+        delivery failed, so `call` must run again when the sender repeats the delivery.
         """
         while (known := self._responses.get(key)) is not None:
             cached = known if isinstance(known, tuple) else await asyncio.shield(known)

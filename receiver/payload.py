@@ -129,11 +129,11 @@ _LITERALS: dict[tuple[str, ...], type] = {
 
 
 def unknown_value(errors: Iterable[Mapping[str, Any]]) -> str | None:
-    """If an invalid payload has a value that this receiver does not know, such as a new
-    `event.action`: the name of the field and the value. A newer hub has then probably sent the
-    payload. None if there is no unknown value: the payload is malformed.
+    """The name and the value of a field whose value is unknown to this receiver, such as a new
+    `event.action`. The payload then probably comes from a newer hub. None if there is no such
+    field: the payload is malformed.
 
-    `errors` are the validation errors of the request. If there is an unknown value, the other
+    `errors` are the validation errors of the request. If a field has an unknown value, the other
     errors are ignored, because a newer hub may also have changed other fields.
     """
     for error in errors:

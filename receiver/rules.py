@@ -165,7 +165,7 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
 
 
 def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """Why the updated ref does not retrain the rule's pipeline. None if it must be retrained."""
+    """Why the updated ref does not retrain the rule's pipeline. None if it does retrain it."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):
@@ -190,9 +190,9 @@ def _spec(rule: RetrainRule, update: UpdatedRef) -> JobSpec:
 
 
 def _dedupe_key(rule: RetrainRule, new_sha: str) -> str:
-    """A key for the dataset, the ref, the commit and the settings. If a job has the same key as the
-    job before it, it would train on the same data in the same way. So the store does not create it.
-    """
+    """A key for the dataset, the ref, the commit and the settings. If two jobs in a row had the
+    same key, the second job would train on the same data in the same way. So the store does not
+    create the second job."""
     recipe = json.dumps([rule.dataset, rule.ref, new_sha, rule.settings], sort_keys=True)
     return hashlib.sha256(recipe.encode()).hexdigest()
 

@@ -63,8 +63,8 @@ class ReceiverSettings(BaseModel):
 
 
 def settings_of_the_environment() -> ReceiverSettings:
-    """The settings for a script that passes no settings. The environment variables
-    `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT`, if they are set, are the host and the port. All
+    """The settings for a script that passes no settings. If the environment variables
+    `GRADIO_SERVER_NAME` and `GRADIO_SERVER_PORT` are set, they give the host and the port. All
     other settings have their defaults. The receivers of `huggingface_hub` read the same variables.
 
     Raises `AddressUnavailable` if the port is not a number from 0 to 65535.

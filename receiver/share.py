@@ -1,5 +1,5 @@
 """Makes a receiver reachable at a public URL: opens a tunnel, or uses the `public_url` of the
-settings. The user has then made sure that `public_url` leads to the receiver."""
+settings, which must already lead to the receiver."""
 
 import threading
 from collections.abc import Sequence

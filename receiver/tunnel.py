@@ -79,7 +79,7 @@ class Tunnel:
     def open(self) -> PublicUrl:
         """Start the tunnel, and wait for the URL of its first link. If this link prints no URL,
         raises `TunnelFailed` with the output of the link."""
-        self._command(None)  # raises now if the user's configuration is wrong
+        self._command(None)  # raises `TunnelFailed` if the user's configuration is wrong
         self._thread.start()
         self._is_open.wait()
         if self._public is None:

@@ -99,7 +99,7 @@ class WarmParent:
         ready = json.loads(line)
         if ready["threads"]:
             threads = ", ".join(ready["threads"])
-            self._turn_off(f"importing the modules to preload started threads: {threads}")
+            self._turn_off(f"the preloaded modules started threads during their import: {threads}")
             self.close()
             return
         logger.info("The warm parent is ready after %.1f s.", ready["seconds"])
