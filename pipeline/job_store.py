@@ -69,7 +69,7 @@ def check_schemas(settings: Settings, home: Home) -> None:
     job store.
 
     Call this before any service starts. A service upgrades its database when it starts. Without
-    this check, the stack might upgrade one database, and only then find that the other is too new.
+    this check, the stack might upgrade one database before it finds that the other one is too new.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

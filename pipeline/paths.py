@@ -41,7 +41,7 @@ class Home:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
         pipeline's name. A model from a hub is downloaded once for all pipelines, into the folder
         `hub`. The folder `answers` holds the answers that the base models gave to everyday prompts.
-        """
+        Retrainings use these answers to keep the model from drifting away from its base model."""
         return self.root / "bases"
 
     @property

@@ -109,7 +109,7 @@ def _ignored_data_files(
         reason = now.ignored[named[0]]
         yield (
             f"{pipeline.name} reads no rows of {', '.join(named[:MAX_NAMED])}{more}: {reason}. "
-            "`pipeline data check` lists the files that it reads."
+            f"`pipeline data check` lists the files that {pipeline.name} reads."
         )
 
 
