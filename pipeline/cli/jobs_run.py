@@ -47,7 +47,7 @@ def run(
     ] = None,
     payload: Annotated[
         Path | None,
-        typer.Option(help="A file with the payload of a webhook, as JSON. The job gets it."),
+        typer.Option(help="A file with a webhook's payload, as JSON. The job gets this payload."),
     ] = None,
     force: Annotated[
         bool,
@@ -93,8 +93,8 @@ def run(
         )
     if command and payload is not None and revision is not None:
         raise PipelineError(
-            "--revision chooses the commit in the payload of a command; leave it out, or leave out "
-            "--payload"
+            "for a command, --revision and --payload both name the commit; leave out one of these "
+            "options"
         )
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
@@ -140,11 +140,11 @@ def run(
 def _pipeline_of_command(
     settings: "Settings", name: str | None, revision: str | None
 ) -> "PipelineSettings | None":
-    """The pipeline whose environment variables the command gets; None if it gets no such variables.
+    """The pipeline whose environment variables the command gets; None if it gets none of them.
 
-    Without a `name`, this is the only configured pipeline. If no pipeline or several pipelines are
-    configured, this is None. With a `revision`, this raises PipelineError instead of returning
-    None, because a revision is a commit of a pipeline's dataset.
+    If `name` is None, this is the only configured pipeline. If no pipeline or several pipelines are
+    configured, this is None. But if there is a `revision`, this raises PipelineError instead,
+    because a revision is a commit of a pipeline's dataset.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

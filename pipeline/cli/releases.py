@@ -132,7 +132,8 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
     if not older:
         raise PipelineError(
-            f"{served.name} is the oldest release; `releases ls` shows all releases"
+            f"{served.name} is the oldest release, so there is none to roll back to; `releases ls` "
+            "shows all releases"
         )
     try:
         parent = load_release(served).lineage.parent
@@ -256,7 +257,7 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     from serving.weights.release_store import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)
-    print(f"{release} is no longer pinned, and will be pruned like any other")
+    print(f"{release} is no longer pinned, and will be pruned like any other release")
 
 
 def _rows(evaluation: Any) -> str:
