@@ -1,6 +1,6 @@
 """Runs the job runner (`run_jobs`). Also provides a hub and a runner for a job that a person
-submits (`with_runner`). If a stack is up, the job uses the hub and the runner of the stack.
-Otherwise this module starts a new hub and a new runner."""
+submits (`with_runner`). If a stack (the services that `pipeline up` starts) is up, the job uses the
+hub and the runner of the stack. Otherwise this module starts a new hub and a new runner."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""Checks a stack and its state folder. Reports what is wrong and what to do about it, but repairs
-nothing."""
+"""Checks a stack (the services that `pipeline up` starts) and its state folder. Reports what is
+wrong and what to do about it, but repairs nothing."""
 
 import shutil
 import sqlite3

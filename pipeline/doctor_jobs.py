@@ -1,4 +1,4 @@
-"""The checks of `pipeline doctor` for what jobs and the runner need."""
+"""The checks of `pipeline doctor` that find out whether jobs and their runner have what they need."""
 
 import shutil
 from collections.abc import Iterator

@@ -34,7 +34,8 @@ class JobContext:
     def for_ref(self, ref: str) -> "JobContext":
         """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the
         commit to which the push moved `ref`. If the push did not move `ref`, the copy has the first
-        ref that the push moved, and its new commit. If `updated_refs` is empty, nothing changes."""
+        ref that the push moved, and the new commit of that ref. If `updated_refs` is empty, nothing
+        changes."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]
@@ -45,9 +46,9 @@ class JobContext:
 def job_context(environment: Mapping[str, str]) -> JobContext:
     """The context of the job that has these environment variables.
 
-    The commit comes from the job's spec. If the job is a plain command, its spec names no commit,
-    and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR` contains no
-    readable spec.
+    The commit comes from the job's spec. If a person submitted the job as a command, its spec names
+    no commit, and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR`
+    contains no readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
         return JobContext()

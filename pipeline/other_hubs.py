@@ -116,7 +116,7 @@ def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Fin
 
 
 def _datasets_by_hub(settings: Settings) -> dict[str, list[str]]:
-    """Other hub → the datasets there that pipelines follow."""
+    """URL of another hub → the datasets on that hub that pipelines follow."""
     followed: dict[str, list[str]] = {}
     for pipeline in settings.pipelines:
         hub = settings.other_hub(pipeline)

@@ -53,8 +53,8 @@ class PushRemarks:
         try:
             return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
-            # Send no remarks instead of an error. The push is already stored, and an error would
-            # tell the client that the hub refused the push.
+            # Only log the error. The push is already stored, and if this raised the error, the hub
+            # would tell the client that it refused the push.
             logger.warning("a push to %s was not checked: %s", repository.name, error)
             return []
 

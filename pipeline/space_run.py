@@ -29,7 +29,7 @@ def app_file(folder: Path) -> Path:
     try:
         card = metadata_load(readme) if readme.is_file() else None
     except ValueError as error:
-        raise PipelineError(f"the head of {readme} cannot be read: {error}") from None
+        raise PipelineError(f"the front matter of {readme} cannot be read: {error}") from None
     file = folder / str((card or {}).get("app_file", APP))
     if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
         raise PipelineError(f"there is no {file.name} in {folder}; a Space runs that file")

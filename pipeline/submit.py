@@ -62,8 +62,8 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # Set no dedupe key, because a person may want to train again on the same commit. Set
-    # `debounce_seconds` to 0: the job need not wait for later commits, because they are never
+    # Set no `dedupe_key`: with the key, a later push of the same commit would get no job of its own.
+    # Set `debounce_seconds` to 0: the job need not wait for later commits, because they are never
     # merged into it.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)

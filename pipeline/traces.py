@@ -155,7 +155,7 @@ def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
     """Two lists: the releases that were trained on one of the commits, and the later releases whose
-    training started from one of the first list, directly or through other releases. Both lists
+    training started from a release of the first list, directly or through others. Both lists
     begin with the oldest release. Pass the `releases` of each pipeline in the order of their
     creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]

@@ -35,7 +35,10 @@ def run(
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
-        typer.Option(help="Train in this mode, even if no row has changed."),
+        typer.Option(
+            help="Train in this mode, even if no row has changed: `full` trains the base model on "
+            "every row, `delta` trains the served release on the changed rows."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -52,12 +55,17 @@ def run(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Serve the new release even if the gate refuses it; needs --reason."
+            "--force",
+            help="Make and serve a new release even if the gate refuses the rows or the weights. "
+            "Needs --reason.",
         ),
     ] = False,
     reason: Annotated[
         str | None,
-        typer.Option(help="Why you use --force; the outcome and `releases show` show this reason."),
+        typer.Option(
+            help="Why you use --force. If the gate refuses, the outcome and `releases show` show "
+            "this reason."
+        ),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
@@ -74,8 +82,8 @@ def run(
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
-    4 superseded; 5 cancelled. If you gave a command, `jobs run` prints the command's output and
-    exits with the command's exit code.
+    4 superseded by a swap to another release; 5 cancelled. If you gave a command, `jobs run` prints
+    the command's output and exits with the command's exit code.
     """
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override

@@ -85,8 +85,8 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # The hub that HF_ENDPOINT of this shell names, with HF_TOKEN of this shell. When the receiver's
-    # public URL changes, the receiver also updates its webhooks on this hub.
+    # If this shell has HF_TOKEN, the receiver also updates its webhooks on the hub that HF_ENDPOINT
+    # of this shell names, when its public URL changes.
     hub_of_shell = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )

@@ -83,7 +83,7 @@ def deploy(
         print(json.dumps(asdict(deployed)))
         return
     verb = "would be" if dry_run else "is"
-    print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with:")
+    print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with these files:")
     folders = [file for file in deployed.files if "/" in file]
     for file in (each for each in deployed.files if "/" not in each):
         print(f"  {file}")
