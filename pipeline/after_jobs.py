@@ -60,8 +60,8 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
             ),
         )
         # Call `start` before the runner's first job ends. If `outcomes.json` does not exist yet,
-        # `start` marks all jobs that have ended so far as handled. If the runner's first job were
-        # among them, nobody would handle its outcome.
+        # `start` marks each job that has already ended as handled. If the runner's first job were
+        # among these jobs, nobody would handle its outcome.
         outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),

@@ -1,4 +1,5 @@
-"""The checks of `pipeline doctor` that find out whether jobs and their runner have what they need."""
+"""The checks of `pipeline doctor` that find out whether jobs can run, and whether the runner serves
+its metrics."""
 
 import shutil
 from collections.abc import Iterator

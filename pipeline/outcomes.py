@@ -49,7 +49,7 @@ class Outcomes:
         self._handlers = handlers
 
     def start(self) -> None:
-        """If there is no readable progress file, mark all jobs that have ended so far as handled.
+        """If there is no readable progress file, mark each job that has already ended as handled.
 
         Raises StoreError.
         """

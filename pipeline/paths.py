@@ -28,7 +28,7 @@ class Home:
     def jobs_database(self) -> Path:
         """The database of the job store, unless `database_url` under `[jobs]` names another
         database. The job store also records deliveries, so that one transaction stores a delivery
-        and the job that it leads to."""
+        and the job that the delivery starts."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property

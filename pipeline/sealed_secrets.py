@@ -77,7 +77,7 @@ def _lost_job_secrets(home: Home, settings: Settings, fernet: Fernet) -> Iterato
 
 
 def _can_decrypt(fernet: Fernet, sealed: bytes | None) -> bool:
-    """Whether the key can decrypt this secret. True for None, because no secret is then stored."""
+    """Whether the key can decrypt this secret. True for None: then no secret is stored."""
     if sealed is None:
         return True
     try:

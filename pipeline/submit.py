@@ -62,9 +62,9 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # Set no `dedupe_key`: with the key, a later push of the same commit would get no job of its own.
-    # Set `debounce_seconds` to 0: the job need not wait for later commits, because they are never
-    # merged into it.
+    # Set no `dedupe_key`: with the key, a later push of this commit would get no job of its own.
+    # Set `debounce_seconds` to 0: the job need not wait for later commits, because the store never
+    # merges them into it.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
