@@ -76,8 +76,8 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 def _files(
     folder: Path | None, home: Home, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yields a folder, and the files in it that belong to the dataset. In a folder of the user, all
-    files that a commit of the complete folder would contain belong to the dataset."""
+    """Yields a folder, and the files in it that belong to the dataset. In a folder of the user,
+    these are the files that a commit of the complete folder would contain."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
     if folder is not None:

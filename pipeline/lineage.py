@@ -28,8 +28,8 @@ class JobContext:
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit,
-    because the lineage then names this commit and needs no payload."""
+    """The refs that the push in the job's payload moved. Empty if the job's spec (its description
+    in the job's folder) names a commit, because the lineage then names this commit."""
 
     def for_ref(self, ref: str) -> "JobContext":
         """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the

@@ -2,7 +2,8 @@
 
 The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
-handled at least once. If the process is killed, an outcome may be handled twice.
+handled at least once (NUM_WATCHED states the exception). If the process is killed, an outcome may
+be handled twice.
 """
 
 import logging

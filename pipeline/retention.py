@@ -1,5 +1,5 @@
 """Cleans up after jobs that have ended. Removes the checkpoints of a retraining at once, and the
-folder of a job after `keep_days`. Deletes the job from the job store after KEEP_JOBS_DAYS or later.
+folder of a job after `keep_days`. Deletes the job from the job store after at least KEEP_JOBS_DAYS.
 """
 
 import logging

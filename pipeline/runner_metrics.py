@@ -62,8 +62,8 @@ class RunnerMetrics:
         )
 
     def count(self, job: Job) -> None:
-        """Count the outcome of a job that has ended. Does nothing for a plain command, and for a
-        job without an outcome. Raises StoreError."""
+        """Count the outcome of a job that has ended. Does nothing for a job of no pipeline, and for
+        a job without an outcome. Raises StoreError."""
         if job.outcome is None or job.spec.pipeline is None or job.ended_at is None:
             return
         name = job.spec.pipeline

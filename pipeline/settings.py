@@ -115,7 +115,7 @@ class PipelineSettings(BaseModel):
         return endpoint
 
     def base_folder(self) -> Path | None:
-        """The folder that `base_model` names; None for a preset or a hub id."""
+        """The folder that `base_model` names. None for a preset or the id of a model on a hub."""
         if self.base_model in PRESETS:
             return None
         folder = settings_file().parent / Path(self.base_model).expanduser()

@@ -1,6 +1,6 @@
 """Finds and removes everything that some commits of a dataset have left in the state folder outside
-of the hub: downloads, token caches and job folders. Also finds the releases that were trained on
-these commits. A purge (`pipeline hub purge`) uses this module."""
+of the hub: downloads, token caches (rows that a job stored as tokens) and job folders. Also finds
+the releases that were trained on these commits. A purge (`pipeline hub purge`) uses this module."""
 
 import shutil
 from collections.abc import Collection, Iterator

@@ -31,7 +31,8 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List releases, newest first.
+    """List releases, newest first. If a release is `pending`, the next server that starts will
+    serve it.
 
     The column `rows` shows how many rows were learned and kept. For rows of plain text, it instead
     shows the loss before and after the training, in nats per token. It also shows the loss for
