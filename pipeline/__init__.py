@@ -1,2 +1,2 @@
-"""Keeps a model up to date with its data: joins the hub, `receiver`, `jobs` and `serving` into one
-product."""
+"""Keeps a model up to date with its dataset. This package contains the hub (`pipeline.hub`), and
+joins it with the packages `receiver`, `jobs` and `serving` into one product."""

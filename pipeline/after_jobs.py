@@ -29,8 +29,9 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads that the module's docstring describes, until the `with` block ends. The
-    first thread then also handles the jobs that ended last, so that no outcome is missed.
+    """Run the two threads that the module's docstring describes, until the `with` block ends.
+    Before the first thread stops, it handles every job that has ended by then, so that no outcome
+    is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.
@@ -58,9 +59,9 @@ def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Itera
                 lambda job: _notify(settings, home, job),
             ),
         )
-        # Call `start` before the runner's first job ends. If there is no progress file yet, `start`
-        # marks all jobs that have ended so far as handled. If the runner's first job were among
-        # them, nobody would handle its outcome.
+        # Call `start` before the runner's first job ends. If `outcomes.json` does not exist yet,
+        # `start` marks each job that has already ended as handled. If the runner's first job were
+        # among these jobs, nobody would handle its outcome.
         outcomes.start()
         threads = [
             threading.Thread(target=outcomes.follow, args=(stop,), name="outcomes"),

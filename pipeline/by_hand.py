@@ -1,6 +1,6 @@
 """Runs the job runner (`run_jobs`). Also provides a hub and a runner for a job that a person
-submits (`with_runner`). If a stack is up, these are the hub and the runner of the stack. Otherwise
-new ones are started."""
+submits (`with_runner`). If a stack (the services that `pipeline up` starts) is up, the job uses the
+hub and the runner of the stack. Otherwise this module starts a new hub and a new runner."""
 
 import os
 import signal
@@ -41,18 +41,19 @@ seconds."""
 
 @contextmanager
 def with_runner(home: Home, settings: Settings, *, detach: bool) -> Iterator[str]:
-    """Provide a hub and a runner for one job; yields the hub's URL.
+    """Provide a hub and a runner for one job. Yields the hub's URL.
 
-    If a stack is up, its hub and runner are used. Otherwise this starts a hub on a free port and a
-    runner. When the `with` block ends, this waits until no job is left, and then stops both.
+    If a stack is up, the job uses the hub and the runner of the stack. Otherwise this function
+    starts a runner, and a hub on a free port. When the `with` block ends, this function waits until
+    no job is left, and then stops both.
 
-    With `detach`, and if no stack is up, this starts only the hub. When the `with` block ends, this
-    stops the hub and starts a detached runner, which runs its own hub. The detached runner ends
-    when no job is left.
+    With `detach`, and if no stack is up, this function starts only the hub. When the `with` block
+    ends, it stops the hub and starts a detached runner: a process in the background, which runs its
+    own hub and ends when no job is left.
     """
     if read_stack(home) is not None:
-        # Read the hub's URL from the record of the stack. The stack may be a detached runner, and
-        # the port of its hub is then not the port in the settings.
+        # Read the hub's URL from the stack's record, because the settings may name another port: a
+        # detached runner also has such a record, and its hub listens on a free port.
         yield at_running_stack(settings, home).hub_url
         return
     check_schemas(settings, home)
@@ -130,8 +131,8 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
     The hub and the completion server both accept the attempt's token, which becomes invalid when
     the attempt ends. If a delivery to the stack's receiver started the job, the job also gets the
-    secret that proved this delivery. A job that a person submitted, or that the hub started as a
-    copy for another webhook, does not get this secret.
+    secret of the stack's webhook. A job does not get this secret if a person submitted it, or if
+    the hub started it as a copy of another job (for a webhook with `--job-id`).
     """
     token = attempt_token(job, tokens.key.encode())
     variables = {"HF_TOKEN": token, "PIPELINE_ADMIN_TOKEN": token}
@@ -142,9 +143,9 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
 
 def _user_token_variable(tokens: Tokens) -> dict[str, str]:
-    """The environment variable that passes the user's own token on to the jobs, which need it for
-    other hubs. The token is `HF_TOKEN` of the shell that started this process. Empty if `HF_TOKEN`
-    is not set, or if it is the token of the stack's own hub."""
+    """The environment variable that passes the user's own token on to the jobs. The jobs need this
+    token for other hubs. It is `HF_TOKEN` of the shell that started this process. Empty if
+    `HF_TOKEN` is not set, or if it is the token of the stack's own hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 

@@ -36,16 +36,16 @@ length, so all tokens of a row are counted."""
 def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | None) -> DataReport:
     """Read the files of `folder` as a job would read them from a commit. Raises PipelineError.
 
-    If `folder` is None and the working folder is in a git clone of the pipeline's dataset, this
-    reads the files of the clone. Otherwise this reads the newest commit of the branch that the
-    pipeline follows.
+    If `folder` is None, read the git clone of the pipeline's dataset that contains the working
+    folder. If there is no such clone, read the newest commit of the branch that the pipeline
+    follows.
     """
     settings = pipeline.data if pipeline is not None else DataSettings()
     bad: list[DataError] = []
     with _files(folder, home, pipeline) as (root, files):
         dataset = read_dataset(root, files, settings, bad.append)
-    # If rows are bad, do not also report that the dataset has no rows. The bad rows may be the only
-    # cause of that, and they are reported already.
+    # If rows are bad, do not also report that the dataset has no rows: the dataset may be empty
+    # only because the bad rows were left out.
     if not bad:
         try:
             check_not_empty(dataset)
@@ -76,8 +76,8 @@ def check_data(folder: Path | None, home: Home, pipeline: PipelineSettings | Non
 def _files(
     folder: Path | None, home: Home, pipeline: PipelineSettings | None
 ) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yields a folder, and the files in it that belong to the dataset. If the folder is the user's
-    own, these are the files that a commit of the complete folder would contain."""
+    """Yields a folder, and the files in it that belong to the dataset. In a folder of the user,
+    these are the files that a commit of the complete folder would contain."""
     if folder is None and pipeline is not None:
         folder = _clone_of(pipeline.dataset)
     if folder is not None:
@@ -161,7 +161,8 @@ class _TokenCounts:
     count: int | None = 0
     """The number of tokens in all rows; None if the tokenizer cannot encode rows of this kind."""
     cut: list[Row] = field(default_factory=list)
-    """The rows with an answer that have more than `max_length` tokens. Training cuts these rows."""
+    """The rows that have an answer (all rows except plain text) and more than `max_length` tokens.
+    Training cuts these rows."""
     refused: list[PipelineError] = field(default_factory=list)
     """One error for each row that the tokenizer refuses. If `count` is None, one error for all
     rows."""
@@ -202,9 +203,9 @@ def _count_tokens(
 
 
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
-    """The tokenizer of the release that a job would start from, and the folder that it was read
-    from. If there is no such release, the tokenizer of the base model. None if neither of the two
-    is on this disk, or if `transformers` is not installed."""
+    """Returns the tokenizer that a job would use, and its folder. This is the tokenizer of the
+    release from which the job would start to train or, if there is no release yet, of the base
+    model. None if no tokenizer is on this disk, or if `transformers` is not installed."""
     folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])

@@ -1,5 +1,5 @@
-"""Checks a stack and its state folder. Reports what is wrong and what to do about it, but repairs
-nothing."""
+"""Checks a stack (the services that `pipeline up` starts) and its state folder. Reports what is
+wrong and what to do about it, but repairs nothing."""
 
 import shutil
 import sqlite3
@@ -42,8 +42,8 @@ Check = Callable[[Home, Settings], Iterator[Finding]]
 
 
 def examine(home: Home, settings: Settings) -> list[Finding]:
-    """Run every check, in the order of `CHECKS`. A check whose faults can cause faults in other
-    checks comes before those checks."""
+    """Run every check, in the order of `CHECKS`. One fault may make several checks fail. The check
+    that names the cause comes before the checks that find only its effects."""
     return [finding for check in CHECKS for finding in check(home, settings)]
 
 
@@ -219,8 +219,8 @@ def _check_webhooks(home: Home, settings: Settings) -> Iterator[Finding]:
             yield wrong(
                 "webhook",
                 f"{webhook.id} is suspended, because {webhook.url or 'its job'} failed again and "
-                "again. Its deliveries wait until one that the hub sends as a trial succeeds, or "
-                "until you enable the webhook",
+                "again. Its deliveries wait until the receiver accepts a trial delivery of the "
+                "hub, or until you enable the webhook",
                 f"repair the receiver, then: pipeline webhooks enable {webhook.id}",
             )
     if ours is None:

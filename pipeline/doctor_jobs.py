@@ -1,4 +1,5 @@
-"""The checks of `pipeline doctor` for what jobs and the runner need."""
+"""The checks of `pipeline doctor` that find out whether jobs can run, and whether the runner serves
+its metrics."""
 
 import shutil
 from collections.abc import Iterator
@@ -29,9 +30,9 @@ def check_base_models(home: Home, settings: Settings) -> Iterator[Finding]:
 
 
 def check_trainers(home: Home, settings: Settings) -> Iterator[Finding]:
-    """Checks for each pipeline whether its jobs can start. With a `command`, the program of this
-    command must exist. Without a `command`, the modules that the built-in training imports must be
-    installed."""
+    """Checks for each pipeline whether its jobs can start. If the setting `command` names a trainer
+    of the user, this program must exist. Otherwise the modules that the built-in training imports
+    must be installed."""
     for pipeline in settings.pipelines:
         faults = list(_check_command(pipeline) if pipeline.command else _check_training(pipeline))
         yield from faults

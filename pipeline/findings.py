@@ -14,7 +14,7 @@ class Finding(BaseModel):
     message: str
     """What was found."""
     next_step: str | None = None
-    """What to do about it; None if nothing is wrong."""
+    """What the user can do about the fault; None if nothing is wrong."""
 
 
 def ok(check: str, message: str) -> Finding:

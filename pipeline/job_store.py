@@ -41,8 +41,7 @@ def reading_jobs(settings: Settings, home: Home) -> Iterator[JobStore | None]:
 def is_token_of_running_job(
     token: str, settings: Settings, home: Home, tokens: Tokens, *, pipeline: str
 ) -> bool:
-    """Whether `token` is the token of a running attempt of a job of this pipeline. Raises
-    StoreError."""
+    """Whether `token` is the token of a job of this pipeline that runs now. Raises StoreError."""
     if not token.startswith(PREFIX):
         return False
     with reading_jobs(settings, home) as store:
@@ -69,7 +68,7 @@ def check_schemas(settings: Settings, home: Home) -> None:
     job store.
 
     Call this before any service starts. A service upgrades its database when it starts. Without
-    this check, the stack might upgrade one database, and only then find that the other is too new.
+    this check, the stack might upgrade one database before it finds that the other one is too new.
     """
     check_hub_schema(home.hub_dir / "hub.sqlite")
     jobs_schema(settings, home)

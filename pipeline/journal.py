@@ -4,8 +4,8 @@ from jobs.job import Job
 from jobs.store import JobStore
 
 NUM_WATCHED = 100
-"""How many of the newest jobs `news` looks at. Far fewer jobs than this change between two calls of
-`news`."""
+"""How many of the newest jobs `news` looks at. Between two calls of `news`, far fewer jobs change.
+"""
 
 
 class Journal:

@@ -1,5 +1,5 @@
-"""Finds the lineage of a release that the user's own trainer publishes: from which release, dataset
-commit and job it comes."""
+"""Finds the lineage of a release that the user's own trainer publishes. The lineage says from which
+parent release, dataset commit and job the release comes."""
 
 import json
 from collections.abc import Mapping
@@ -28,13 +28,14 @@ class JobContext:
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that the push in the job's payload moved. Empty if the job's spec names a commit:
-    the lineage then names this commit, and the payload is not needed."""
+    """The refs that the push in the job's payload moved. Empty if the job's spec (its description
+    in the job's folder) names a commit, because the lineage then names this commit."""
 
     def for_ref(self, ref: str) -> "JobContext":
-        """The same context, but with `ref` (such as `refs/heads/main`) and the new commit that the
-        push gave to `ref`. If the push did not move `ref`, the context gets the first ref that the
-        push moved, and the new commit of that ref. Unchanged if `updated_refs` is empty."""
+        """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the
+        commit to which the push moved `ref`. If the push did not move `ref`, the copy has the first
+        ref that the push moved, and the new commit of that ref. If `updated_refs` is empty, nothing
+        changes."""
         if not self.updated_refs:
             return self
         first = self.updated_refs[0]
@@ -45,9 +46,9 @@ class JobContext:
 def job_context(environment: Mapping[str, str]) -> JobContext:
     """The context of the job that has these environment variables.
 
-    The commit comes from the job's spec. If the job is a plain command, its spec names no commit,
-    and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR` contains no
-    readable spec.
+    The commit comes from the job's spec. If a person submitted the job as a command, its spec names
+    no commit, and the commit comes from the job's payload. Raises PipelineError if `JOB_DIR`
+    contains no readable spec.
     """
     if "JOB_ID" not in environment or "JOB_DIR" not in environment:
         return JobContext()

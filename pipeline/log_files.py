@@ -18,9 +18,10 @@ def rotate(log: Path, *, max_bytes: int = MAX_BYTES) -> None:
     overwritten.
 
     This function does not rename the log itself: the service keeps the log open, and would continue
-    to write to the renamed file. Instead, this copies the content, and then empties the log. The
-    service must have opened the log for appending, because it then continues at the start of the
-    empty file. Lines that the service writes between the two steps are lost.
+    to write to the renamed file. Instead, this function copies the content, and then empties the
+    log. Lines that the service writes between the copy and the emptying are lost. The service must
+    have opened the log for appending. Otherwise its next line would not go to the start of the
+    empty file.
     """
     try:
         if log.stat().st_size <= max_bytes:

@@ -24,10 +24,9 @@ WAITS_SECONDS = (0.0, 1.0, 5.0)
 
 def notify(pipeline: PipelineSettings, job: Job, job_dir: Path) -> bool:
     """Report the job's outcome. Returns whether the URL or the command accepted the outcome. Also
-    returns False if there is nothing to report, because `on_outcome` is not set or the job has no
-    outcome.
+    returns False if `on_outcome` is not set, or if the job has no outcome.
 
-    Logs an error instead of raising it, because the error must not affect the job.
+    If the report fails, this logs a warning and raises no error, because the job has already ended.
     """
     if pipeline.on_outcome is None or job.outcome is None:
         return False

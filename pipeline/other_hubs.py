@@ -32,8 +32,8 @@ _RESTART = "pipeline down, then pipeline up"
 
 def credentials_of_other_hubs(settings: Settings, tokens: Tokens) -> list[HubCredentials]:
     """Each other hub with a dataset that a pipeline follows, and the user's token for this hub.
-    With these tokens, the receiver corrects its webhooks there when its public URL changes. Empty
-    if the user has no token."""
+    When the receiver's public URL changes, the receiver uses the token to correct the URL in its
+    webhook on this hub. Empty if the user has no token."""
     token = own_token(os.environ, tokens.hub)
     if token is None:
         return []
@@ -72,8 +72,8 @@ def subscribe_at_other_hubs(settings: Settings, home: Home, tokens: Tokens) -> I
             webhook_id = _subscribe(hub, token, url, datasets, tokens.webhook)
         except ReceiverError as error:
             yield (
-                f"could not create or correct the webhook at {hub} for {names}: {error} To do this "
-                f"by hand: {by_hand}"
+                f"could not create or correct the webhook at {hub} for {names}: {error} To create "
+                f"the webhook by hand: {by_hand}"
             )
         else:
             yield f"{hub} reports pushes to {names}: its webhook {webhook_id} posts to {url}"
@@ -116,7 +116,7 @@ def check_webhooks_at_other_hubs(home: Home, settings: Settings) -> Iterator[Fin
 
 
 def _datasets_by_hub(settings: Settings) -> dict[str, list[str]]:
-    """Other hub → the datasets there that pipelines follow."""
+    """URL of another hub → the datasets on that hub that pipelines follow."""
     followed: dict[str, list[str]] = {}
     for pipeline in settings.pipelines:
         hub = settings.other_hub(pipeline)
@@ -126,8 +126,8 @@ def _datasets_by_hub(settings: Settings) -> dict[str, list[str]]:
 
 
 def _subscribe(hub: str, token: str, url: str, datasets: list[str], secret: str) -> str:
-    """Create or correct the webhook that posts to `url`; returns its id. The user's other webhooks
-    do not change."""
+    """Create or correct the webhook that posts to `url`; returns the webhook's id. The user's other
+    webhooks do not change."""
     watched = [WatchedItem(type="dataset", name=name) for name in datasets]
     ours = _find_webhook(hub, token, url)
     if ours is None:

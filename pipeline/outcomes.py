@@ -2,7 +2,8 @@
 
 The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
-handled at least once. If the process is killed, an outcome may be handled twice.
+handled at least once (NUM_WATCHED states the exception). If the process is killed, an outcome may
+be handled twice.
 """
 
 import logging
@@ -20,8 +21,8 @@ from jobs.store import JobStore
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 1000
-"""Only this many of the newest jobs are searched for jobs that have ended. If a job ends when this
-many newer jobs exist, its outcome is not handled."""
+"""`poll` looks only at this many of the newest jobs. If a job ends after this many newer jobs were
+created, its outcome is not handled."""
 POLL_SECONDS = 0.2
 
 
@@ -29,16 +30,16 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Id of a handled job → the job's end time (Unix time). The time is needed because the jobs of
-    a new database get the same ids again."""
+    """Id of a handled job → the job's end time (Unix time). The time is needed because a new
+    database gives its jobs the same ids again."""
 
 
 class Outcomes:
     """Calls every handler for each job that ends.
 
-    The progress file lists each handled job. The end time of the last handled job would not be
-    enough, for two reasons. A clock may be set back. And a job may become visible in the store only
-    after another job with a later end time.
+    The progress file lists each handled job. If it had only the end time of the last handled job,
+    two kinds of jobs would be missed: jobs that end after the clock was set back, and jobs that
+    become visible in the store after another job that ended later.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Outcomes:
         self._handlers = handlers
 
     def start(self) -> None:
-        """If there is no readable progress file, mark all jobs that have ended so far as handled.
+        """If there is no readable progress file, mark each job that has already ended as handled.
 
         Raises StoreError.
         """

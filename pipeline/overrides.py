@@ -1,5 +1,5 @@
 """Changes settings of a pipeline for one run. The options `--set train.max_tokens=500000` and
-`--mode full` of `pipeline jobs run` use this."""
+`--mode full` of `pipeline jobs run` use this module."""
 
 import tomllib
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ class Home:
     def jobs_database(self) -> Path:
         """The database of the job store, unless `database_url` under `[jobs]` names another
         database. The job store also records deliveries, so that one transaction stores a delivery
-        and the job that it leads to."""
+        and the job that the delivery starts."""
         return self.root / "jobs" / "jobs.sqlite"
 
     @property
@@ -41,7 +41,7 @@ class Home:
         """Holds the base models. A preset is created once for each pipeline, in a folder with the
         pipeline's name. A model from a hub is downloaded once for all pipelines, into the folder
         `hub`. The folder `answers` holds the answers that the base models gave to everyday prompts.
-        """
+        Retrainings use these answers to keep the model from drifting away from its base model."""
         return self.root / "bases"
 
     @property

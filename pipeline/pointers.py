@@ -36,8 +36,8 @@ class Pointer:
         return None if found is None else cls(oid=found[1].decode(), size=int(found[2]))
 
     def render(self) -> bytes:
-        """The content of the pointer file, in exactly the form that `git lfs` writes. So a large
-        file has the same blob in git, whether it was uploaded by the API or by `git push`."""
+        """The content of the pointer file, in exactly the form that `git lfs` writes. So git stores
+        the same pointer for a large file, whether the API or `git push` uploaded the file."""
         return (
             f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.oid}\nsize {self.size}\n"
         ).encode()

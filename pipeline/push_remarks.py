@@ -53,8 +53,8 @@ class PushRemarks:
         try:
             return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
-            # Send no remarks instead of an error. The push is already stored, and an error would
-            # tell the client that the hub refused the push.
+            # Only log the error. The push is already stored, and if this raised the error, the hub
+            # would tell the client that it refused the push.
             logger.warning("a push to %s was not checked: %s", repository.name, error)
             return []
 
@@ -109,7 +109,7 @@ def _ignored_data_files(
         reason = now.ignored[named[0]]
         yield (
             f"{pipeline.name} reads no rows of {', '.join(named[:MAX_NAMED])}{more}: {reason}. "
-            "`pipeline data check` lists the files that it reads."
+            f"`pipeline data check` lists the files that {pipeline.name} reads."
         )
 
 

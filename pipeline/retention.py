@@ -1,5 +1,6 @@
-"""Cleans up after jobs that have ended. Removes the checkpoints of a retraining at once, the folder
-of a job after `keep_days`, and the job's row in the job store after at least KEEP_JOBS_DAYS."""
+"""Cleans up after jobs that have ended. Removes the checkpoints of a retraining at once, and the
+folder of a job after `keep_days`. Deletes the job from the job store after at least KEEP_JOBS_DAYS.
+"""
 
 import logging
 import shutil
@@ -27,9 +28,9 @@ checkpoints that this module may remove."""
 
 
 def remove_unneeded_files(job: Job, job_dir: Path) -> None:
-    """Call this when the job has ended. If the job is a built-in retraining, its checkpoints are
-    removed, because only another attempt of the job would need them. Temporary files that killed
-    processes have left in the job's folder are removed too.
+    """Remove files that only a running job needs. Call this when the job has ended. If the job is a
+    built-in retraining, this removes its checkpoints, because only another attempt of the job would
+    need them. This also removes temporary files that killed processes have left in the folder.
 
     If the user's own trainer wrote a folder `checkpoints`, this folder stays.
     """

@@ -73,8 +73,8 @@ def branch_ref(pipeline: PipelineSettings) -> str:
 
 
 def _absolute_path(path: Path | None) -> Path | None:
-    """`path` as an absolute path; None for None. A relative path starts at the folder of the
-    settings file."""
+    """`path` as an absolute path; None if `path` is None. A relative path starts at the folder of
+    the settings file."""
     return None if path is None else settings_file().parent / path.expanduser()
 
 

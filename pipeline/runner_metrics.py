@@ -49,21 +49,21 @@ class RunnerMetrics:
 
         self._rows = Gauge(
             "pipeline_rows",
-            "Rows of the last job that counted them, by count: changed, learned, known, kept, …",
+            "Numbers of rows in the last job that counted rows: changed, learned, known, kept, …",
             ["pipeline", "count"],
             registry=self.registry,
         )
         self._base_agreement = Gauge(
             "pipeline_base_agreement",
-            "Share of the tokens in the base model's own answers that are still the likeliest "
-            "tokens with the weights of the last job",
+            "How well the weights of the last job keep the base model's answers: the share of the "
+            "tokens in these answers that the weights still find likeliest",
             ["pipeline"],
             registry=self.registry,
         )
 
     def count(self, job: Job) -> None:
-        """Count the outcome of a job that has ended. Does nothing for a plain command, and for a
-        job without an outcome. Raises StoreError."""
+        """Count the outcome of a job that has ended. Does nothing for a job of no pipeline, and for
+        a job without an outcome. Raises StoreError."""
         if job.outcome is None or job.spec.pipeline is None or job.ended_at is None:
             return
         name = job.spec.pipeline

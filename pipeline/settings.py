@@ -52,7 +52,7 @@ class PipelineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    """The pipeline's name. It is also the `model` that requests to the server must name."""
+    """The pipeline's name. Requests to the server must name it as `model`."""
     dataset: str = Field(
         pattern=r"^([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*|\w+://[^\s-]\S*|[\w.][\w.-]*@[\w.-]+:\S+)$"
     )
@@ -71,9 +71,9 @@ class PipelineSettings(BaseModel):
     on a hub (`owner/name`). A relative path of a checkpoint folder starts at the folder of the
     settings file."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
-    """The hub of `base_model`, if `base_model` is the id of a model on a hub: the URL of this hub,
-    or `hub` for the stack's own hub. A hub other than the stack's own gets your own token:
-    `HF_TOKEN` of the shell that started the stack, or the token of `hf auth login`."""
+    """If `base_model` is the id of a model on a hub: the URL of this hub, or `hub` for the stack's
+    own hub. Another hub gets your own token: `HF_TOKEN` of the shell that started the stack, or the
+    token of `hf auth login`."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """The port of this pipeline's server. By default, the first pipeline has the port that `port`
     under [serving] sets, the second pipeline has the next port, and so on."""
@@ -92,7 +92,7 @@ class PipelineSettings(BaseModel):
     on_outcome: Annotated[str, Field(pattern=r"^https?://")] | tuple[str, ...] | None = None
     """Where to report the outcome of each job: a URL, which gets the outcome as JSON in a POST, or
     a command with its arguments, which gets the same JSON on standard input. If your own trainer
-    (`command`) succeeds, this is reported only if the trainer has written an `outcome.json`."""
+    (`command`) succeeds without writing an `outcome.json`, there is no outcome to report."""
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
@@ -115,7 +115,7 @@ class PipelineSettings(BaseModel):
         return endpoint
 
     def base_folder(self) -> Path | None:
-        """The folder that `base_model` names; None for a preset or a hub id."""
+        """The folder that `base_model` names. None for a preset or the id of a model on a hub."""
         if self.base_model in PRESETS:
             return None
         folder = settings_file().parent / Path(self.base_model).expanduser()
@@ -214,8 +214,8 @@ class Settings(BaseSettings):
         return not is_git_url(pipeline.dataset) and self.other_hub(pipeline) is None
 
     def other_hub(self, pipeline: PipelineSettings) -> str | None:
-        """The URL of the hub that has the dataset, if this is not the stack's own hub. None if the
-        dataset is on the stack's own hub, or if the dataset is a git URL."""
+        """The URL of the hub that has the pipeline's dataset. None if the dataset is on the stack's
+        own hub, or if the dataset is a git URL."""
         endpoint = pipeline.dataset_endpoint.rstrip("/")
         return None if endpoint in ("hub", self.hub_url) else endpoint
 
@@ -253,8 +253,8 @@ def settings_digest() -> str | None:
 
 
 def load_settings() -> Settings:
-    """Read the settings. If there is no settings file, only environment variables change the
-    defaults, and there is no pipeline unless a variable sets one.
+    """Read the settings. If there is no settings file, each setting comes from an environment
+    variable or has its default. By default there is no pipeline.
 
     Raises PipelineError. The message names each wrong key. For an unknown key, it suggests a known
     key with a similar name.
@@ -283,8 +283,8 @@ def _environment_variable(location: tuple[int | str, ...]) -> str | None:
 
 
 def fault_text(location: tuple[int | str, ...], kind: str, message: str, given: Any) -> str:
-    """A text that says what is wrong with the key at this location in the settings, or with its
-    value."""
+    """A text that says what is wrong with the key at `location` in the settings, or with the value
+    of this key."""
     keys = [key for key in location if isinstance(key, str)]
     numbered = [f"number {key + 1}" for key in location if isinstance(key, int)]
     if not keys:

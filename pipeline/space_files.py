@@ -52,7 +52,7 @@ _ABOUT = """
 # {title}
 
 A receiver of webhooks. `pipeline receiver deploy` made this Space.
-A sender proves each delivery with the secret `WEBHOOK_SECRET` of this Space.
+It accepts only deliveries whose sender knows the secret `WEBHOOK_SECRET` of this Space.
 """
 
 
@@ -60,7 +60,7 @@ def write_space(into: Path, title: str, folder: Path | None) -> None:
     """Write all files of the Space to the empty folder `into`. Raises PipelineError.
 
     `folder` has the user's files. If it is None, this writes an `app.py` that shows how to begin.
-    `title` is used as the Space's title if the user's README has no head, or if there is no README.
+    `title` becomes the Space's title if the user has no README, or a README without front matter.
     """
     if folder is not None:
         _copy(folder, into)
@@ -92,8 +92,8 @@ def uses_receiver(app: Path) -> bool:
 
 def routes_of(app: Path) -> list[str]:
     """The paths of the handlers in the script. This function reads the script, but does not run it.
-    So if the script computes the path of a handler, the path that this function returns is made
-    from the name of the handler's function."""
+    If the script computes the path of a handler, this function uses the name of the handler's
+    Python function instead."""
     routes = []
     for node in ast.walk(_parsed(app)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -16,21 +16,20 @@ from pipeline.stack import end_with_parent
 
 HOST = "127.0.0.1"
 _NOT_PASSED_TO_APP = ("HF_TOKEN", "HF_ENDPOINT", "WEBHOOK_SECRET", "HUGGING_FACE_HUB_TOKEN")
-"""Environment variables of this process that are not passed to the app, because the app would not
-have them in a Space. If the settings of the Space have a variable of the same name, the app gets
-that variable."""
+"""Variables of this process that the app does not get, because a Space does not have them. If the
+settings of the Space set one of these names, the app gets the value from these settings."""
 
 
 def app_file(folder: Path) -> Path:
-    """The script that the Space runs. The key `app_file` in the head of the Space's README names
-    it; without this key, it is `app.py`. Raises PipelineError."""
+    """The script that the Space runs. The key `app_file` in the front matter of the Space's README
+    names the script; without this key, it is `app.py`. Raises PipelineError."""
     from huggingface_hub import metadata_load
 
     readme = folder / README
     try:
         card = metadata_load(readme) if readme.is_file() else None
     except ValueError as error:
-        raise PipelineError(f"the head of {readme} cannot be read: {error}") from None
+        raise PipelineError(f"the front matter of {readme} cannot be read: {error}") from None
     file = folder / str((card or {}).get("app_file", APP))
     if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
         raise PipelineError(f"there is no {file.name} in {folder}; a Space runs that file")

@@ -1,5 +1,5 @@
-"""Starts services of a stack as child processes, restarts a child that ends or hangs, and stops all
-children at the end.
+"""Starts services of a stack (such as the hub and the job runner) as child processes, restarts a
+child that ends or hangs, and stops all children at the end.
 
 Each child runs its own `pipeline` command, so that a person can also start any service by hand.
 """
@@ -261,7 +261,7 @@ class Stack:
             time.sleep(0.02)
 
     def _record_change(self) -> None:
-        """Write the record. Writing may fail, for example because the disk is full. This then
+        """Write the record. If it cannot be written, for example because the disk is full, this
         raises OSError while the stack is starting. When the stack is up, this only logs a warning,
         because the services can continue."""
         try:
@@ -307,9 +307,9 @@ def _end(process: ProcessIdentity) -> None:
 
 def end_with_parent(parent: int) -> Callable[[], None]:
     """Returns a function for `preexec_fn` of `subprocess.Popen` (Linux only). The new child calls
-    this function before it runs its program. From then on, the kernel sends SIGTERM to the child
-    when its parent ends. Otherwise the child would continue without the stack, and keep its port.
-    """
+    this function before it runs its program. The function asks the kernel to send SIGTERM to the
+    child when its parent ends. Otherwise the child would run on without its parent, and keep its
+    port."""
 
     def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -56,8 +56,9 @@ def read_stack(home: Home) -> StackRecord | None:
 
 
 def last_record(home: Home) -> StackRecord | None:
-    """The record in `stack.json`: that of the stack that runs now, or of a stack that was killed.
-    None if there is no readable record: a stack that stops properly removes its record."""
+    """The record in `stack.json`. It belongs to the stack that runs now, or to a stack that was
+    killed, because a stack that stops normally removes its record. None if there is no readable
+    record."""
     try:
         return StackRecord.model_validate_json(home.stack_file.read_bytes())
     except (FileNotFoundError, ValidationError):
@@ -77,11 +78,11 @@ def stale_settings(home: Home) -> str | None:
 
 
 def running_settings(home: Home) -> Settings:
-    """The settings. If a stack runs in this state folder, its addresses replace those in the
-    settings.
+    """The settings. If a stack runs in this state folder, its addresses replace the addresses in
+    the settings.
 
-    The two may differ: the stack may have taken its ports from the environment of another shell, or
-    from an earlier content of the settings file.
+    These addresses may differ: the stack may have taken its ports from the environment of another
+    shell, or from an earlier content of the settings file.
     """
     return at_running_stack(load_settings(), home)
 

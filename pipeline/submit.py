@@ -44,9 +44,9 @@ def submit_retraining(
     """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
     runs.
 
-    The commit is `revision`. Without `revision`, it is the commit that `payload` names for the
-    branch that the pipeline follows. If `payload` names no such commit either, it is the newest
-    commit of this branch.
+    The commit is `revision`. If `revision` is None, it is the commit that `payload` names for the
+    branch that the pipeline follows. If `payload` is None or names no commit of this branch, it is
+    the newest commit of the branch.
 
     `hub_url` is the URL of the stack's own hub. The meaning of `force_reason` and `skip_if` is in
     `RetrainSettings`.
@@ -62,9 +62,9 @@ def submit_retraining(
     revisions = RevisionRange(repo=pipeline.dataset, ref=rule.ref, new_sha=sha)
     if payload is None:
         payload = _push_payload(hub.url, pipeline, revisions)
-    # Set no dedupe key, because a person may want to train again on the same commit. Set
-    # `debounce_seconds` to 0: the job need not wait for later commits, because they are never
-    # merged into it.
+    # Set no `dedupe_key`: with the key, a later push of this commit would get no job of its own.
+    # Set `debounce_seconds` to 0: the job need not wait for later commits, because the store never
+    # merges them into it.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
@@ -84,10 +84,10 @@ def submit_command(
     """Submit a command. If there is a `pipeline`, the command gets the environment variables of the
     pipeline's jobs.
 
-    If there is a `pipeline` but no `payload`, this makes the payload that a push of `revision`
-    would have. Without `revision`, this makes the payload for a push of the newest commit of the
-    pipeline's branch. If the hub cannot name the newest commit, for example because there is none
-    yet, the command gets no payload. Do not pass both `payload` and `revision`.
+    If there is a `pipeline` but no `payload`, the command gets the payload of a push of `revision`.
+    If `revision` is None, it gets the payload of a push of the newest commit of the pipeline's
+    branch. If the hub cannot name the newest commit, for example because there is none yet, the
+    command gets no payload. Do not pass both `payload` and `revision`.
 
     Raises PipelineError for an unknown `revision`.
     """
@@ -130,7 +130,7 @@ class _Hub:
     token: str | Literal[False] = field(repr=False)
     """False if the user has no token for this hub."""
     if_missing: str
-    """The end of the error message "there is no dataset": what the user can do."""
+    """What the user can do if the dataset is missing: the end of the error message."""
 
 
 def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
@@ -177,7 +177,8 @@ def _resolve(hub: _Hub, pipeline: PipelineSettings, revision: str | None) -> str
         ) from None
     except (HfHubHTTPError, httpx2.HTTPError) as error:
         raise PipelineError(
-            f"could not ask the hub at {hub.url} for {pipeline.dataset}@{wanted}: {error}"
+            f"could not ask the hub at {hub.url} for {pipeline.dataset}@{wanted}: {error}; check "
+            "that this hub is up"
         ) from error
     if info.sha is None:
         raise PipelineError(f"dataset {pipeline.dataset} is empty; push a commit to it first")

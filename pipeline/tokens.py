@@ -41,24 +41,25 @@ def load_tokens(file: Path) -> Tokens:
         fields = ", ".join(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
         raise PipelineError(
             f"{file} is not a token file (wrong: {fields or 'not a JSON object'}); restore it from "
-            "a backup, or delete it to get new tokens; if you delete it, the stored secrets that "
-            "were encrypted with its key are lost"
+            "a backup, or delete it to get new tokens; without the old key, the secrets in the "
+            "databases are lost"
         ) from None
     if key := os.environ.get("PIPELINE_SECRET_KEY"):
         try:
             Fernet(key)
         except ValueError:
             raise PipelineError(
-                "PIPELINE_SECRET_KEY is not a Fernet key: 32 random bytes in URL-safe base64"
+                "PIPELINE_SECRET_KEY is not a Fernet key; set it to 32 random bytes in URL-safe "
+                "base64"
             ) from None
         return tokens.model_copy(update={"key": key})
     return tokens
 
 
 def secret_in_shell(file: Path) -> str:
-    """A shell expression that reads the webhook secret from the file. Commands that are printed for
-    the user contain this expression instead of the secret, so that the secret is not on the screen
-    or in a log."""
+    """A shell expression that reads the webhook secret from the file. When a command prints a shell
+    command for the user, it prints this expression instead of the secret. So the secret does not
+    get onto the screen or into a log."""
     code = 'import json, sys; print(json.load(open(sys.argv[1]))["webhook"])'
     return f"\"$(python3 -c '{code}' {file.parent.name}/{file.name})\""
 

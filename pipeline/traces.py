@@ -1,6 +1,6 @@
 """Finds and removes everything that some commits of a dataset have left in the state folder outside
-of the hub: downloads, token caches and job folders. Also finds the releases that were trained on
-these commits. A purge (`pipeline hub purge`) uses this module."""
+of the hub: downloads, token caches (rows that a job stored as tokens) and job folders. Also finds
+the releases that were trained on these commits. A purge (`pipeline hub purge`) uses this module."""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -34,8 +34,8 @@ class Traces:
     pipeline, the downloads come last, because `find_traces` looks for the other files only if there
     are downloads. So if a removal is interrupted, a second `find_traces` finds the rest."""
     job_folders: tuple[Path, ...]
-    """The folders of the jobs in `job_ids`, as far as they still exist. If a job of an earlier
-    database read one of the commits, its folder (which was renamed) is also listed."""
+    """The folders of the jobs in `job_ids` that still exist. Also the folders of jobs of an earlier
+    database that read one of the commits; the runner has renamed these folders."""
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, or that read the rows of one of them."""
     releases: tuple[Release, ...]
@@ -46,8 +46,8 @@ class Traces:
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
-    """The commits that a release or an unfinished job names: the commit that is trained on and, if
-    there is one, the earlier commit with which it is compared."""
+    """The commits that a release or an unfinished job names: the commit that the training uses and,
+    if there is one, the earlier commit with which the job compares it."""
     needed = {
         sha
         for release in _releases(home)
@@ -135,7 +135,7 @@ class _Snapshot(BaseModel):
 
 def _commits_of_job(job_folder: Path) -> set[str | None]:
     """The commit for which the job of this folder was started, and the commits whose rows the job
-    read. Empty if the folder does not say."""
+    read. Empty if no file in the folder names a commit."""
     shas: set[str | None] = set()
     try:
         spec = JobSpec.model_validate_json((job_folder / SPEC).read_bytes())
@@ -154,9 +154,10 @@ def _commits_of_job(job_folder: Path) -> set[str | None]:
 def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
-    """The releases that were trained on one of the commits, and the later releases whose training
-    started from one of these, directly or through other releases. Both lists begin with the oldest
-    release. Pass the `releases` of each pipeline in the order of their creation."""
+    """Two lists: the releases that were trained on one of the commits, and the later releases whose
+    training started from a release of the first list, directly or through others. Both lists
+    begin with the oldest release. Pass the `releases` of each pipeline in the order of their
+    creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
     for release in releases:  # a parent comes before its children, because it is older

@@ -112,7 +112,7 @@ def purge(
             typer.confirm(_question(name, sha, planned, traces, releases), abort=True)
         if releases:
             # Remove the releases before anything else. If one of them is served, pending or pinned,
-            # `_remove_releases` raises an error, and then nothing at all is removed.
+            # `_remove_releases` raises an error, and this command removes nothing.
             _remove_releases(home, (*traces.releases, *traces.later_releases))
         remove_traces(traces, store)
     # Remove the commits from the repository last. If this command is interrupted earlier, a second

@@ -35,7 +35,10 @@ def run(
     ] = None,
     mode: Annotated[
         Literal["full", "delta"] | None,
-        typer.Option(help="Train in this mode, even if no row has changed."),
+        typer.Option(
+            help="Train in this mode, even if no row has changed: `full` trains the base model on "
+            "every row, `delta` trains the served release on the changed rows."
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -47,17 +50,22 @@ def run(
     ] = None,
     payload: Annotated[
         Path | None,
-        typer.Option(help="A file with the payload of a webhook, as JSON. The job gets it."),
+        typer.Option(help="A file with a webhook's payload, as JSON. The job gets this payload."),
     ] = None,
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Serve the new release even if the gate refuses it; needs --reason."
+            "--force",
+            help="Make and serve a new release even if the gate refuses the rows or the weights. "
+            "Needs --reason.",
         ),
     ] = False,
     reason: Annotated[
         str | None,
-        typer.Option(help="Why you use --force; the outcome and `releases show` show this reason."),
+        typer.Option(
+            help="Why you use --force. If the gate refuses, the outcome and `releases show` show "
+            "this reason."
+        ),
     ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Print the job's id and return at once.")
@@ -74,8 +82,8 @@ def run(
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
     retraining ended: 0 promoted, published or unchanged; 1 failed; 3 rejected by the gate;
-    4 superseded; 5 cancelled. If you gave a command, `jobs run` prints the command's output and
-    exits with the command's exit code.
+    4 superseded by a swap to another release; 5 cancelled. If you gave a command, `jobs run` prints
+    the command's output and exits with the command's exit code.
     """
     from pipeline.by_hand import with_runner
     from pipeline.overrides import override
@@ -93,8 +101,8 @@ def run(
         )
     if command and payload is not None and revision is not None:
         raise PipelineError(
-            "--revision chooses the commit in the payload of a command; leave it out, or leave out "
-            "--payload"
+            "for a command, --revision and --payload both name the commit; leave out one of these "
+            "options"
         )
     if force is not bool(reason):
         raise PipelineError("--force and --reason must be used together: --force --reason 'why'")
@@ -140,11 +148,11 @@ def run(
 def _pipeline_of_command(
     settings: "Settings", name: str | None, revision: str | None
 ) -> "PipelineSettings | None":
-    """The pipeline whose environment variables the command gets; None if it gets no such variables.
+    """The pipeline whose environment variables the command gets; None if it gets none of them.
 
-    Without a `name`, this is the only configured pipeline. If no pipeline or several pipelines are
-    configured, this is None. With a `revision`, this raises PipelineError instead of returning
-    None, because a revision is a commit of a pipeline's dataset.
+    If `name` is None, this is the only configured pipeline. If no pipeline or several pipelines are
+    configured, this is None. But if there is a `revision`, this raises PipelineError instead,
+    because a revision is a commit of a pipeline's dataset.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

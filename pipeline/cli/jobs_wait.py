@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jobs.store import JobStore
 
 ARRIVAL_SECONDS = 30.0
-"""With `--commit`, `jobs wait` gives up if the job store has no job for the commit within this time
-after the start of `jobs wait`."""
+"""With `--commit`, `jobs wait` gives up if the job store has no job for the commit after this time.
+"""
 POLL_SECONDS = 0.1
 
 
@@ -66,8 +66,8 @@ def wait(
 
 
 def commit_id(name: str) -> str:
-    """The full id of the commit `name`. If `name` is not a full id (if it is HEAD or a short id,
-    for example), git looks for the commit in the clone that contains the working folder.
+    """The full id of the commit `name`. If `name` is not a full id (but HEAD or a short id, for
+    example), git looks for the commit in the clone that contains the working folder.
 
     Raises PipelineError if there is no such commit.
     """
@@ -116,8 +116,8 @@ def _arrived(store: "JobStore", sha: str, pipeline: str | None, deadline: float 
         if time.monotonic() > give_up:
             raise PipelineError(
                 f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; check "
-                "that this commit is the newest of a push to the branch that the pipeline follows, "
-                "and check with `pipeline status` that all services are up"
+                "that you pushed to the branch that the pipeline follows, that this commit was the "
+                "newest commit of the push, and with `pipeline status` that all services are up"
             )
         time.sleep(POLL_SECONDS)
     return job

@@ -1,5 +1,5 @@
 """Shows one job until it has ended: its output, or its stages. On a terminal, each stage is a
-progress bar. If the output goes elsewhere, each stage is a line of text."""
+progress bar. Elsewhere (in a file, for example), each stage is a line of text."""
 
 import contextlib
 import time
@@ -21,8 +21,8 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner was up for this long. The time is so long because a
-detached runner takes a moment to start."""
+"""Give up waiting for a job if no runner was up for this long. A runner must be able to start in
+this time, because `jobs run --detach` does not wait until its runner is up."""
 
 
 def follow_stages(
@@ -112,9 +112,8 @@ def _progress(console: Console) -> Iterator[Progress | None]:
 
 
 class _StageTime(ProgressColumn):
-    """The duration of a stage, computed from the times that the job recorded. The column that Rich
-    provides would count from the moment when the bar appears, and the stage may have started
-    earlier."""
+    """The duration of a stage, computed from the times that the job recorded. Rich's own column
+    would count from the moment when the bar appears, but the stage may have started earlier."""
 
     def render(self, task: Task) -> Text:
         until = task.fields["ended"] or time.time()

@@ -1,6 +1,6 @@
 """`pipeline receiver`: runs the receiver, lists and replays dead letters, and puts a receiver into
-a Space. A dead letter is a delivery that the receiver gave up because its durable handler failed
-again and again."""
+a Space. A durable handler is a handler that the receiver calls again after a failure. A dead letter
+is a delivery that the receiver gave up because its durable handler failed again and again."""
 
 import json
 import time

@@ -31,7 +31,8 @@ ReleaseArgument = Annotated[str, typer.Argument(help="The id of a release, from 
 
 @app.command()
 def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List releases, newest first.
+    """List releases, newest first. If a release is `pending`, the next server that starts will
+    serve it.
 
     The column `rows` shows how many rows were learned and kept. For rows of plain text, it instead
     shows the loss before and after the training, in nats per token. It also shows the loss for
@@ -132,7 +133,8 @@ def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> No
     older = [each.id for each in list_releases(folder) if release_number(each.id) < number]
     if not older:
         raise PipelineError(
-            f"{served.name} is the oldest release; `releases ls` shows all releases"
+            f"{served.name} is the oldest release, so there is none to roll back to; `releases ls` "
+            "shows all releases"
         )
     try:
         parent = load_release(served).lineage.parent
@@ -256,7 +258,7 @@ def unpin(release: ReleaseArgument, pipeline: PipelineOption = None) -> None:
     from serving.weights.release_store import unpin as unpin_release
 
     unpin_release(_folder(pipeline), release)
-    print(f"{release} is no longer pinned, and will be pruned like any other")
+    print(f"{release} is no longer pinned, and will be pruned like any other release")
 
 
 def _rows(evaluation: Any) -> str:

@@ -41,10 +41,7 @@ def repair(pipeline: PipelineOption = None) -> None:
     pending = pending_release(folder)
     if pending is not None and pending not in undamaged:
         clear_pending(folder, pending)
-        print(
-            f"{pending} was pending, and is damaged; it is no longer pending, so no server will "
-            "swap it in"
-        )
+        print(f"{pending} is damaged, so it is no longer pending, and no server will swap it in")
     live = live_releases(folder)
     if not live:
         print("no release was served yet, so there is nothing to repair")
@@ -72,7 +69,8 @@ def repair(pipeline: PipelineOption = None) -> None:
         swap_in(chosen, best, as_json=False)
         if is_substitute:
             print(
-                "the next training learns the rows of the damaged release again: pipeline jobs run"
+                "the next training learns the rows of the damaged release again; to start it: "
+                "pipeline jobs run"
             )
     for release_id in sorted(faults.keys() - undamaged):
         print(

@@ -85,8 +85,8 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # The hub that HF_ENDPOINT of this shell names, with HF_TOKEN of this shell. When the receiver's
-    # public URL changes, the receiver also updates its webhooks on this hub.
+    # When the receiver's public URL changes, the receiver also updates its webhooks on the hub that
+    # HF_ENDPOINT of this shell names. For this it needs HF_TOKEN of this shell.
     hub_of_shell = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )
@@ -116,7 +116,8 @@ def serve(
         str | None,
         typer.Argument(
             help="A release id or a checkpoint folder. By default, the server serves the release "
-            "that was served last, and then swaps in the pending release, if there is one."
+            "that was served last. If a release is pending (chosen, but not served yet), the "
+            "server then swaps it in."
         ),
     ] = None,
     pipeline: PipelineOption = None,

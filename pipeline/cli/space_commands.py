@@ -83,7 +83,7 @@ def deploy(
         print(json.dumps(asdict(deployed)))
         return
     verb = "would be" if dry_run else "is"
-    print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with:")
+    print(f"{deployed.url} {verb} at {deployed.commit or 'a new commit'} with these files:")
     folders = [file for file in deployed.files if "/" in file]
     for file in (each for each in deployed.files if "/" not in each):
         print(f"  {file}")
@@ -177,8 +177,8 @@ def _stored_variables(space: str) -> Mapping[str, str]:
 
 
 def _access(endpoint: str | None) -> tuple[str, str | None]:
-    """The URL of the hub, and the token for this hub. If `endpoint` names another hub, this is the
-    user's own token, or None if the user has none."""
+    """The URL of the hub, and the token for this hub. If `endpoint` names another hub, the token is
+    the user's own token, or None if the user has no token."""
     from pipeline.retrain.own_token import own_token
     from pipeline.tokens import load_tokens
 

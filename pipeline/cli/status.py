@@ -185,8 +185,8 @@ def _state(child: "Child") -> str:
 
 
 def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
-    """What the user can do if the gate refused the release of the last job that ended. None if the
-    gate did not refuse it."""
+    """What the user can do if the gate rejected the last job that ended. None if the gate did
+    not reject this job."""
     last = next((job for job in jobs if job.has_ended), None)
     if last is None or last.outcome is None or last.outcome.result != "rejected":
         return None
@@ -213,7 +213,7 @@ def _substitute_note(served: dict[str, Any]) -> str:
     reason = served["reason"] or f"{served['stands_in_for']} could not be served"
     return (
         f"{reason}; {served['release']} is served as a substitute; the next training learns the "
-        "rows of the damaged release again: pipeline jobs run"
+        "rows of the damaged release again; to start it: pipeline jobs run"
     )
 
 
@@ -233,8 +233,9 @@ def _served(pipeline_dir: Path, url: str) -> dict[str, Any] | None:
             if served is None:
                 return None
             release_id = served.name
-            # Read `stands_in_for` from the disk only if no server answers. A server that answers
-            # but serves no release serves no substitute either.
+            # `stands_in_for` is the damaged release that the served release replaces. Read it from
+            # the disk only if no server answers. If a server answers that it serves no release, it
+            # serves no substitute either.
             if not answer:
                 stands_in_for = stood_in_for(pipeline_dir)
             revision = load_release(served).lineage.dataset_revision

@@ -18,8 +18,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
     that starts will serve the release.
 
     If the server answers that it does not serve the release, this raises a `typer.Exit` with exit
-    code 1. Raises PipelineError if the server gives no answer, or if the answer is not the answer
-    to a swap: the server then belongs to another state folder.
+    code 1. Raises PipelineError if the server gives no answer. Also raises PipelineError if the
+    answer is not the answer to a swap, because the server then belongs to another state folder.
     """
     import httpx
 

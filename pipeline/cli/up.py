@@ -86,7 +86,7 @@ def up(
                 lines, store_error = journal.news(), None
             except StoreError as error:
                 # Continue, because an error such as a full disk is no reason to stop the stack.
-                # Each turn of this loop may raise the same error again, so print it only once.
+                # Each turn of this loop may raise the same error again. Print it only once.
                 lines = [] if str(error) == store_error else [str(error)]
                 store_error = str(error)
             for line in [*stack.tend(), *lines]:
@@ -117,7 +117,7 @@ def down() -> None:
     while is_alive(record.process):
         if time.monotonic() > deadline:
             raise PipelineError(
-                f"the stack (process {record.process.pid}) has not stopped; its log: "
+                f"the stack (process {record.process.pid}) has not stopped yet; to see why, read "
                 f"{home.log_file('up')}"
             )
         time.sleep(0.05)
@@ -163,8 +163,7 @@ def _detach(home: Home) -> None:
     try:
         while True:
             # Read the record before the log. If the record says that the stack is ready, the log
-            # then contains every line that was written before that moment, and all of them are
-            # printed.
+            # already contains every line of the start, so this loop prints all of them.
             record = read_stack(home)
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
             for line in lines[num_printed:]:

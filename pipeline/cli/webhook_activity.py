@@ -1,8 +1,8 @@
 """`pipeline webhooks deliveries | replay | test`: lists deliveries, sends a delivery again, and
 sends a test event.
 
-These commands use routes that the Hugging Face Hub does not have: that hub shows deliveries only on
-its web pages.
+These commands use routes that the Hugging Face Hub does not have. The Hugging Face Hub shows
+deliveries only on its web pages.
 """
 
 import json
@@ -87,9 +87,9 @@ def replay(
     """Send a delivery again, to the URL that the webhook has now.
 
     The delivery keeps its id. So a receiver that has already handled the delivery only repeats its
-    first answer. There is one exception, in the stack's own receiver: if the delivery's job failed
-    or was cancelled, it submits a new job, unless a later push has a job that did not fail and was
-    not cancelled.
+    first answer. There is one exception: if the delivery's job failed or was cancelled, the stack's
+    own receiver submits a new job. But if a later push already has a job that neither failed nor
+    was cancelled, the receiver answers with the later job.
     """
     path = f"deliveries/{delivery_id}/replay"
     sent = call_hub("POST", path, endpoint, {"force": "1"} if force else {})["delivery"]

@@ -27,8 +27,8 @@ WebhookArgument = Annotated[str, typer.Argument(help="The id of a webhook, from 
 EndpointOption = Annotated[
     str | None,
     typer.Option(
-        help="The URL of another hub, such as https://huggingface.co. For this hub, set HF_TOKEN "
-        "to a token of that hub. Default: the stack's own hub."
+        help="The URL of another hub, such as https://huggingface.co. Set HF_TOKEN to a token of "
+        "that other hub. Default: the stack's own hub."
     ),
 ]
 UrlOption = Annotated[str | None, typer.Option(help="The hub posts each event to this URL.")]
@@ -270,8 +270,8 @@ def _domains(given: list[str] | None) -> Any:
 
 def secrets_in(file: str, option: str) -> dict[str, str]:
     """The variables in `file`, with their values. If a line has only the name of a variable, the
-    value comes from this shell. Raises PipelineError if the shell has no such variable. Error
-    messages name the command's `option` for the file."""
+    value comes from this shell. Raises PipelineError if the shell has no such variable. `option` is
+    the command's option that names the file; error messages contain it."""
     return _with_values(_lines_of(file, option))
 
 
@@ -300,8 +300,8 @@ def _with_values(named: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def _lines_of(file: str, option: str = "--secrets-file") -> dict[str, str | None]:
-    """Reads the file; returns name → value. The value is None if the line has only a name. Error
-    messages name the command's `option` for the file."""
+    """Reads the file; returns name → value. The value is None if the line has only a name. `option`
+    is the command's option that names the file; error messages contain it."""
     from dotenv.parser import parse_stream
 
     try:

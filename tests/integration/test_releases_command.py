@@ -417,7 +417,7 @@ def test_a_pending_release_that_is_damaged_is_not_swapped_in_after_a_repair(
     release_store.set_current(folder, served)
     release_store.set_pending(folder, pending)
     lose_a_shard(folder / pending)
-    assert f"{pending} was pending, and is damaged" in pipeline("releases", "repair").output
+    assert f"{pending} is damaged, so it is no longer" in pipeline("releases", "repair").output
     assert release_store.pending_release(folder) is None
 
 
