@@ -14,10 +14,11 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     counter             the number of the newest release; a number is never used twice
     .lock               the lock of the folder, see `release_lock`
 
-Only the server writes `current`, `previous` and `live`, after a release has passed all checks.
-`current` normally points at the last release in `live`. If the server cannot serve this release,
-because it is damaged, the server serves an older release of the list as a substitute. The release
-in `current` then "stands in for" the last release in `live`.
+To swap a release in means to make it the served release. Only the server writes `current`,
+`previous` and `live`, after a release has passed all checks. `current` normally points at the last
+release in `live`. If the server cannot serve this release, because it is damaged, the server serves
+an older release of the list as a substitute. The release in `current` then "stands in for" the last
+release in `live`.
 """
 
 import logging
