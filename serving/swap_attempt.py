@@ -37,8 +37,8 @@ class SwapAttempt:
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None
     is_committing: bool = False
-    """Whether the commit may have begun, in which the engine begins to use the new weights. From
-    then on, a newer swap does not replace this one."""
+    """Whether the commit may have begun: the phase in which the engine begins to use the new
+    weights. From then on, a newer swap does not replace this one."""
     max_difference: float | None = None
     """The largest difference between a log-probability of the engine and the one in the release's
     probe; None if the two were not compared."""

@@ -1,7 +1,7 @@
 """`SwapPhases` performs the phases of a swap. If a phase fails, the old release is served again.
 
     preflight   the server checks the new release on disk and loads its tokenizer
-    stage       the engine loads the new weights, while the old release answers requests
+    stage       the engine prepares the new weights, while the old release answers requests
     commit      the engine begins to use the new weights
     probe       the server compares log-probabilities with those that the job recorded
     barrier     new requests wait, and then get the new release

@@ -38,10 +38,10 @@ class Source:
     """The shapes of the stored tensors, in the same order."""
     missing_names: tuple[str, ...] = ()
     """The tensor may be made from a numbered list of stored tensors, such as one for each expert.
-    These are the names that are missing between the first and the last number of this list."""
+    These are the names that are missing between number 0 and the last number of this list."""
     kind: str
-    """Names what `convert` does: two sources of one kind make equal tensors from equal stored
-    tensors."""
+    """Names what `convert` does: two sources of the same kind make equal tensors from equal
+    stored tensors."""
     convert: "Callable[[list[Tensor]], Tensor]"
     """Makes the tensor of the network from the stored tensors."""
 
@@ -93,7 +93,7 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 
     config = load_config(folder)
     if str(next(iter(config.architectures or ()), "")).endswith("ForMaskedLM"):
-        # `AutoModelForCausalLM` would not refuse such a config, but build a decoder from it.
+        # Without this check, `AutoModelForCausalLM` would build a decoder from such a config.
         raise ReleaseError(f"{folder / CONFIG_FILE}: {config.architectures[0]} generates no text")
     try:
         with no_init_weights(), torch.device("meta") if is_empty else nullcontext():

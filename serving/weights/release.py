@@ -51,7 +51,7 @@ class ProbeText(_Record):
 class Probe(_Record):
     """Texts, and the log-probabilities (logprobs) of their tokens. The job that trained the release
     computed the logprobs with the new weights. Before a server serves the release, it computes them
-    again, and compares the two.
+    again, and compares its values with those of the job.
 
     Each logprob may differ by at most the bound for the dtype in which the server computes. If
     there is no bound for this dtype, the server cannot check the release and refuses it.
