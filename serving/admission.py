@@ -1,7 +1,8 @@
-"""`Admission` gives each request its release. Its barrier holds new requests back during a swap.
+"""`Admission` gives each request the live release: the release that answers new requests.
 
-A request enters once, and keeps its release until it leaves, even if another release becomes live
-meanwhile. All of this runs on the thread of the event loop, and nothing here calls an engine.
+A swap makes another release live. During a swap, the barrier of `Admission` can hold new requests
+back. A request keeps its release until the request ends, even if another release becomes live in
+the meantime. All calls come from the thread of the event loop. Nothing here calls an engine.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from serving.weights.release import Release
 
 @dataclass(frozen=True, kw_only=True)
 class Unserved:
-    """The release that should be served, and the reasons why it is not."""
+    """A release that should be served but cannot be served, and the reasons."""
 
     id: str
     reasons: tuple[str, ...]
@@ -34,9 +35,10 @@ class LiveRelease:
     folder: Path
     tokenizer: ReleaseTokenizer
     live_since: int
-    """When the preflight of the release's swap ended, in Unix seconds."""
+    """When the first phase (the preflight) of the swap to this release ended, in Unix seconds."""
     stands_in_for: Unserved | None = None
-    """The release for which this older release is the substitute; None if it is no substitute."""
+    """The newer release in whose place this release is served; None if this release is not a
+    substitute."""
     engine_context: int | None = None
     """The largest number of tokens in a sequence for which the engine has memory; None if the
     engine has enough memory for every length that the release allows."""
@@ -73,14 +75,14 @@ class Admission:
         self._open.set()
         self._left = asyncio.Event()
         self.unserved: Unserved | None = None
-        """The release that should be served, if the server failed to load it at the start. It says
-        why there is no live release, so it has no meaning once there is one."""
+        """The release that should be served, if the server could not load it when it started. It
+        explains why no release is live. Once a release is live, ignore it."""
         self.is_stopping = False
         """Whether the server was told to stop. Running requests then end, and new ones are refused.
         """
         self.previous: str | None = None
-        """The id of the release that was live before the live one; None if there was none since the
-        start of the server."""
+        """The id of the release that was live before the present one; None if no other release was
+        live since the start of the server."""
 
     @property
     def live(self) -> LiveRelease | None:
@@ -101,13 +103,13 @@ class Admission:
 
     @property
     def num_in_flight(self) -> int:
-        """How many requests have a release and have not left it."""
+        """How many requests have been given a release and have not ended."""
         return self._in_flight.total()
 
     async def enter(self) -> LiveRelease:
         """The release for one request. When the request ends, pass this release to `leave`.
 
-        Waits while the barrier is closed. Raises QueueFull and NothingServed.
+        Waits while the barrier is closed. Raises QueueFull or NothingServed.
         """
         if self.num_in_flight + self.num_waiting >= self._max_requests:
             raise QueueFull
@@ -131,8 +133,8 @@ class Admission:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Holds new requests back until the `with` block ends. Inside the block, await nothing
-        without a time limit: all new requests wait for it."""
+        """Holds new requests back until the `with` block ends. Give every `await` in the block a
+        time limit, because all new requests wait for it."""
         self._open.clear()
         try:
             yield

@@ -1,4 +1,5 @@
-"""Writes the link `current` on disk, in a thread, when a swap makes another release live."""
+"""Writes the link `current` on disk, which names the served release, when another release becomes
+the served one. A thread writes it, because a disk may hang."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from serving.weights import release_store
 class CurrentLink:
     """The link `current` of one pipeline.
 
-    If the disk hangs, a caller waits at most `limit_seconds`. The write is not cancelled then. One
+    If the disk hangs, a caller waits at most `limit_seconds`, but the write itself goes on. One
     thread does all writes in the order of the calls, so the last call decides what `current` is."""
 
     def __init__(self, releases_dir: Path, limit_seconds: float) -> None:
@@ -35,7 +36,7 @@ class CurrentLink:
         await self._write(partial(self._remove, folder))
 
     def close(self) -> None:
-        """Stop the thread after the writes that were asked for. Does not wait for them."""
+        """Let the thread end after the writes that were already requested. Does not wait for it."""
         self._thread.shutdown(wait=False)
 
     def _remove(self, folder: Path) -> None:
@@ -46,7 +47,7 @@ class CurrentLink:
         written = asyncio.get_running_loop().run_in_executor(self._thread, write)
 
         async def wait() -> None:
-            # Without `shield`, the end of the wait would cancel a write that has not begun.
+            # Without `shield`, the time limit would cancel a write that has not begun.
             await asyncio.shield(written)
 
         link = self._releases_dir / release_store.CURRENT

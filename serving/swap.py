@@ -1,7 +1,8 @@
 """`Swapper` decides which swap runs and which one waits, and what the server serves at its start.
 
-One swap runs at a time, and one more may wait. A newer swap replaces the waiting one. It also
-replaces the running one, unless that has begun its commit. `swap_phases.py` performs a swap.
+A swap makes another release live: this release then answers all new requests. One swap runs at a
+time, and one more may wait. A newer swap replaces the waiting swap. It also replaces the running
+swap if the engine has not begun to use that swap's weights. `swap_phases.py` performs a swap.
 """
 
 import asyncio
@@ -49,12 +50,13 @@ class Swapper:
         self._worker: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path | None = None) -> None:
-        """Serve the first release. If `folder` is None, serve the release that was live last, and
-        then swap in the pending release, if there is one.
+        """Serve the first release. If `folder` is None, serve the release that was live last. Then
+        swap in the pending release, if one was chosen for the next start of the server.
 
         If the release that was live last is refused, the newest undamaged release that was live
-        before it is served as its substitute. If there is none, the server waits for a swap, and
-        its answers say why. Raises ReleaseError if `folder` cannot be served.
+        before it is served as its substitute. If there is no substitute, the server waits for a
+        swap, and its answers say why no release is served. Raises ReleaseError if `folder` cannot
+        be served.
         """
         if folder is not None:
             result = await self._enqueue(folder, is_recorded=False)
@@ -124,7 +126,7 @@ class Swapper:
 
     def _folder(self, requested: str) -> Path | None:
         """The folder of the release with this id or path; None if there is no such release."""
-        if "\0" in requested:  # `resolve` raises ValueError for such a path
+        if "\0" in requested:  # `resolve` would raise ValueError
             return None
         found = (self._releases_dir / requested).resolve()
         inside = found.parent == self._releases_dir.resolve()
@@ -154,8 +156,8 @@ class Swapper:
         self._waiting = swap
         if self._running is None:
             self._worker = asyncio.create_task(self._work())
-            # Set this here and not in the task, which begins later. Otherwise another call in the
-            # same turn of the event loop would see no running swap.
+            # Set `_running` here, because the task begins only in the next turn of the event loop.
+            # Another call in this turn must already see the running swap.
             self._running, self._waiting = swap, None
         elif not self._running.is_committing:
             self._running.superseded_by = swap.release_id
@@ -180,8 +182,8 @@ class Swapper:
             self._running, self._waiting = self._waiting, None
 
     def _finish(self, swap: SwapAttempt, result: SwapResult) -> None:
-        # If a folder was named at the start of the server, `start` raises an error for it, so the
-        # log needs no warning.
+        # `is_recorded` is False if a folder was named at the start of the server. If this swap
+        # fails, `start` raises an error, so the log needs no warning.
         trouble = logging.WARNING if swap.is_recorded else logging.DEBUG
         level = logging.INFO if result.result == "live" else trouble
         logger.log(
@@ -198,11 +200,11 @@ class Swapper:
             swap.result.set_result(result)
 
     async def _clear_pending(self, swap: SwapAttempt) -> None:
-        """Remove the mark `pending` of the release after its swap, also after one that failed.
+        """Remove the mark `pending` of the release after its swap, even if the swap failed.
         Otherwise every start of the server would try a release that cannot be served.
 
-        The mark of a substitute stays, because nobody has asked for the substitute: if it has a
-        mark, the swap that somebody asked for still has to come.
+        A swap to a substitute leaves the mark, because this is not the swap that somebody asked
+        for. If the substitute has the mark, the swap that somebody asked for will follow.
         """
         if swap.is_recorded and swap.stands_in_for is None:
             try:

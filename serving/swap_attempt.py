@@ -31,14 +31,17 @@ class SwapAttempt:
     """Whether the release was live before the server started. If so, the link `current` to it stays
     even if this swap fails."""
     stands_in_for: Unserved | None = None
-    """The release for which the release of this swap would be the substitute; None for none."""
+    """The release in whose place the release of this swap would be served; None if this swap is not
+    for a substitute."""
     phase: SwapPhase = "preflight"
     seconds: dict[str, float] = field(default_factory=dict)
     superseded_by: str | None = None
     is_committing: bool = False
-    """Whether the commit may have begun. From then on, a newer swap does not replace this one."""
+    """Whether the commit may have begun: the phase in which the engine begins to use the new
+    weights. From then on, a newer swap does not replace this one."""
     max_difference: float | None = None
-    """The `max_difference` of the probe; None before the probe."""
+    """The largest difference between a log-probability of the engine and the one in the release's
+    probe; None if the two were not compared."""
 
     @property
     def release_id(self) -> str:
@@ -66,8 +69,8 @@ class SwapAttempt:
         return self._result("live", previous)
 
     def stopped(self, stopped: "SwapStopped", live: str | None) -> SwapResult:
-        """The result of a swap that was stopped. `live` is the id of the release that is live
-        still."""
+        """The result of a swap that was stopped. `live` is the id of the release that is still
+        live."""
         return self._result(stopped.result, live, stopped.reasons)
 
     def _result(
@@ -99,8 +102,9 @@ class SwapStopped(Exception):
 
 
 async def bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """The result of `work`. After `seconds`, cancels `work` and raises TimeoutError, without a wait
-    for the end of `work`, which may ignore its cancellation."""
+    """The result of `work`. If `work` takes longer than `seconds`, cancels it and raises
+    TimeoutError at once. Does not wait for the end of `work`, because it may ignore the
+    cancellation."""
     task = asyncio.ensure_future(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)

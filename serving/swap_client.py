@@ -14,9 +14,9 @@ ANSWER_SECONDS = 600.0
 def request_swap(server_url: str, release: str, *, admin_token: str | None) -> SwapResult:
     """Ask the server to swap to `release`, and wait for the result.
 
-    An answer 503 without a `SwapResult` counts as `deferred`. Raises httpx.ConnectError if no
-    server listens, another httpx.TransportError if the server gives no answer, and SwapAnswerError
-    if any other answer is not a `SwapResult`.
+    An answer 503 that is not a `SwapResult` counts as `deferred`. Any other answer that is not a
+    `SwapResult` raises SwapAnswerError. Raises httpx.ConnectError if no server listens, and another
+    httpx.TransportError if the server gives no answer.
     """
     response = httpx.post(
         f"{server_url.rstrip('/')}/admin/swap",

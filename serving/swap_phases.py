@@ -1,5 +1,11 @@
 """`SwapPhases` performs the phases of a swap. If a phase fails, the old release is served again.
 
+    preflight   the server checks the new release on disk and loads its tokenizer
+    stage       the engine prepares the new weights, while the old release answers requests
+    commit      the engine begins to use the new weights
+    probe       the server compares log-probabilities with those that the job recorded
+    barrier     new requests wait, and then get the new release
+
 With an engine that can hold two releases, the order is: preflight, stage, commit, probe, barrier.
 New requests get the old release until the barrier, which lasts only one turn of the event loop.
 
@@ -124,8 +130,8 @@ class SwapPhases:
 
     def _read(self, folder: Path, live: LiveRelease | None) -> tuple[Release, ReleaseTokenizer]:
         release = self._check(folder)
-        # Use the live tokenizer if the files are the same, as in most releases. While a tokenizer
-        # is loaded, no other thread can run, so all streams pause.
+        # Use the live tokenizer if its files have not changed, as in most releases. While a
+        # tokenizer is loaded, no other thread can run, so all streams pause.
         if live is not None and tokenizer_files(release) == tokenizer_files(live.release):
             return release, live.tokenizer
         return release, load_tokenizer(folder)
@@ -151,8 +157,8 @@ class SwapPhases:
         dtype = self._engine.dtype_of(release)
         if release.probe is not None and dtype not in release.probe.bounds:
             reasons.append(
-                f"{RELEASE_FILE}: its probe has no bound for {dtype}, in which this server "
-                f"computes, only for {', '.join(release.probe.bounds) or 'nothing'}"
+                f"{RELEASE_FILE}: its probe has no bound for {dtype}, the dtype of this server; it "
+                f"has bounds only for {', '.join(release.probe.bounds) or 'nothing'}"
             )
         if reasons:
             raise ReleaseError(*reasons)
@@ -207,7 +213,7 @@ class SwapPhases:
         except BaseException:
             await self._restore_previous(swap, previous)
             raise
-        # There is no `await` inside, so no request waits at this barrier.
+        # The block has no `await`, so no request has to wait at this barrier.
         with swap.timed("barrier"), self._admission.closed():
             self._admission.switch(candidate)
 

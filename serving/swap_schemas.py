@@ -35,7 +35,7 @@ class SwapResult(_Record):
     phase: SwapPhase
     """The last phase that the swap reached."""
     reasons: tuple[str, ...] = ()
-    """Why the swap did not succeed. A reason names the file and the tensor, if it is about one."""
+    """Why the swap did not succeed. If a file or a tensor is wrong, the reason names it."""
     superseded_by: str | None = None
     """The id of the release of the newer swap, if the result is `superseded`."""
     seconds: dict[str, float] = {}

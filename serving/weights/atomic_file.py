@@ -17,8 +17,8 @@ REPLACING = ".replacing-"
 """The temporary name of a new file or link begins with this prefix, until the new file or link
 replaces the old one."""
 _ABANDONED_SECONDS = 60.0
-"""If a temporary file or link is older than this, its writer was probably killed, so the file or
-link counts as abandoned."""
+"""After this time, a temporary file or link counts as abandoned, because its writer was probably
+killed."""
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Yields a temporary file to write to. When the `with` block ends, this file replaces `path`.
 
     If the block raises an error, `path` does not change and the temporary file is removed. Raises
-    OSError.
+    OSError if the disk fails.
     """
     replacement = replacement_path(path.parent)
     try:
@@ -65,10 +65,9 @@ def replacement_path(folder: Path) -> Path:
 def is_abandoned(entry: Path) -> bool:
     """Whether `entry` is a temporary file or link whose writer was killed before the rename.
 
-    Only the age of the entry shows this, because some writers hold no lock. Use this function only
-    in folders where all temporary files are small, as in a pipeline's folder with its files
-    `current` and `live`. The writer of a large file, such as a checkpoint, may need more than a
-    minute.
+    This function decides by the age of the entry, because some writers hold no lock. So use it only
+    in folders whose temporary files are all small. The writer of a large file, such as a
+    checkpoint, may need more than a minute, and its file would count as abandoned too early.
     """
     if not entry.name.startswith(REPLACING):
         return False

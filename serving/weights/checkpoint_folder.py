@@ -1,5 +1,5 @@
-"""Reads a checkpoint folder that `save_pretrained` wrote: finds the tensors and files in this
-folder, and computes their digests.
+"""Reads a checkpoint folder that `save_pretrained` of `transformers` wrote: finds the tensors and
+files in this folder, and computes their digests.
 
 This module imports torch only if the folder has `.bin` shards.
 """
@@ -86,7 +86,7 @@ def manifest_of_folder(source: Path, pipeline: str) -> Release:
 
 
 def companions(folder: Path) -> list[Path]:
-    """The small files that a release needs in addition to the weights: config, tokenizer, notes.
+    """The small files that a release has in addition to the weights: config, tokenizer and README.
     Code and pickles are left out.
 
     Raises ReleaseError if a `.json` file is not valid JSON.
@@ -114,7 +114,8 @@ def digest_weights(folder: Path, weight_map: dict[str, str]) -> StoredWeights:
     """Computes the size and sha256 of each shard, and the digest of each tensor.
 
     `tied` in the result is empty, because a shard does not say which names share a tensor. Raises
-    ReleaseError if the shards lack a tensor that `weight_map` names, or hold another tensor.
+    ReleaseError if the shards lack a tensor that `weight_map` names, or hold a tensor that it does
+    not name.
     """
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
@@ -155,12 +156,12 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Maps `lm_head.weight` (the head) to the name of the embedding, if the config says that the
-    two are the same tensor and only the embedding is stored. Otherwise the result is empty.
+    """Maps `lm_head.weight` (the head) to the name of the embedding, if the config ties the two
+    (they are the same tensor), and the checkpoint stores only the embedding. Otherwise empty.
 
-    The result is also empty if the config does not say whether the two are tied, because the
-    default depends on the architecture. In a Llama, the head is not tied by default. So a Llama
-    checkpoint without a head is incomplete, and `verify_layout` refuses it.
+    Also empty if the config does not say whether the two are tied, because the default depends on
+    the architecture. In a Llama, the default is not tied. So if a Llama checkpoint has neither a
+    head nor this setting, it is incomplete, and `verify_layout` refuses it.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

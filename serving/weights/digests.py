@@ -24,8 +24,9 @@ class TensorDigest:
     """Computes the digest of bytes that arrive in pieces. `str()` of this object returns the
     digest: the name of the algorithm, a colon and 64 hex digits.
 
-    `like` is a digest with which the result will be compared. The result uses the same algorithm as
-    `like`, which is sha256 in manifests of format 1. Without `like`, the algorithm is BLAKE3.
+    `like` is a digest with which the result will be compared, so the result uses the algorithm of
+    `like`. The digests in manifests of format 1 are sha256. Without `like`, the algorithm is
+    BLAKE3.
     """
 
     def __init__(self, like: str = _DEFAULT) -> None:
@@ -65,7 +66,7 @@ class ShardDigests:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # After an error nobody needs the digests that have not been computed yet.
+        # After an error, nobody needs the digests that are not computed yet, so cancel them.
         for threads in (self._of_file, self._of_tensors):
             threads.shutdown(cancel_futures=True)
 
@@ -87,10 +88,11 @@ class ShardDigests:
 
 
 class HashingFile:
-    """A file for `torch.save`, which hashes each piece of content and writes it to the file `raw`.
+    """A file object for `torch.save`. It hashes each piece of content that it gets, and writes the
+    piece to the file `raw`.
 
-    `torch.save` frees a piece as soon as `write` returns. So `write` itself hashes the piece before
-    it returns. It cannot use another thread for this, as `ShardDigests` does.
+    `write` hashes the piece before it returns, because `torch.save` may free the piece after that.
+    The background threads of `ShardDigests` would read the piece too late.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

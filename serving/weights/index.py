@@ -36,8 +36,7 @@ class WeightsIndex(BaseModel):
     """The content of `model.safetensors.index.json`, or of `pytorch_model.bin.index.json` for
     `.bin` shards.
 
-    Only the files that `weight_map` names are opened as shards. All other files in the folder are
-    never opened as shards.
+    Only the files that `weight_map` names are opened as shards.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -128,7 +127,7 @@ def read_index(folder: Path) -> WeightsIndex | None:
         path = folder / name
         if path.is_file():
             if path.stat().st_size > MAX_INDEX_BYTES:
-                raise ReleaseError(f"{name}: larger than {MAX_INDEX_BYTES} bytes")
+                raise ReleaseError(f"{name}: larger than the limit of {MAX_INDEX_BYTES} bytes")
             return parse_index(path.read_bytes(), name)
     return None
 

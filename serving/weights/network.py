@@ -37,11 +37,11 @@ class Source:
     shapes: tuple[Shape, ...]
     """The shapes of the stored tensors, in the same order."""
     missing_names: tuple[str, ...] = ()
-    """If the tensor is made from a numbered list, such as one tensor for each expert: the stored
-    names that are missing from this list. Names after the last number are not known."""
+    """The tensor may be made from a numbered list of stored tensors, such as one for each expert.
+    These are the names that are missing between number 0 and the last number of this list."""
     kind: str
-    """How `convert` works. If two sources have the same kind, and their stored tensors are equal,
-    they make equal tensors."""
+    """Names what `convert` does: two sources of the same kind make equal tensors from equal
+    stored tensors."""
     convert: "Callable[[list[Tensor]], Tensor]"
     """Makes the tensor of the network from the stored tensors."""
 
@@ -76,9 +76,9 @@ def load_config(folder: Path) -> "PreTrainedConfig":
 
 
 def context_length(config: "PreTrainedConfig") -> int:
-    """The largest number of tokens in a sequence. Some networks have no such limit, for example
-    Bloom, which uses ALiBi (arXiv:2108.12409). For them, this is 8192, so that the keys and values
-    of a sequence fit into memory."""
+    """The largest number of tokens in a sequence. Some networks have no limit, for example Bloom,
+    which uses ALiBi (arXiv:2108.12409). For such a network, the result is 8192, so that the keys
+    and values of a sequence fit into memory."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", 8192))
 
 
@@ -93,7 +93,7 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 
     config = load_config(folder)
     if str(next(iter(config.architectures or ()), "")).endswith("ForMaskedLM"):
-        # `AutoModelForCausalLM` would not refuse this network. It would build a decoder instead.
+        # Without this check, `AutoModelForCausalLM` would build a decoder from such a config.
         raise ReleaseError(f"{folder / CONFIG_FILE}: {config.architectures[0]} generates no text")
     try:
         with no_init_weights(), torch.device("meta") if is_empty else nullcontext():
@@ -132,8 +132,8 @@ def sources(network: "nn.Module", stored: Mapping[str, TensorEntry]) -> Sources:
             ties |= dict(zip(found[other].names, source.names, strict=False))
         result = _result_shape(source)
         if isinstance(result, str) or result != shape:
-            # The cause may be that stored tensors are missing, such as the last experts. So look
-            # for these tensors too.
+            # The shape may be wrong because stored tensors are missing, such as the last experts.
+            # So also report the tensors that are missing.
             missing.append(first)
             fault = result if isinstance(result, str) else f"has shape {list(result)}"
             reasons.append(
@@ -202,8 +202,8 @@ class _NameConversions:
         return found
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        """The network's name for a stored name. If the stored tensor must be converted, also the
-        pattern of the conversion that matches the stored name; None otherwise."""
+        """The network's name for a stored name, and the pattern of the conversion that matches the
+        stored name. The pattern is None if the stored tensor needs no conversion."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._network.base_model_prefix
@@ -211,7 +211,7 @@ class _NameConversions:
             name, self._renamings, self._converters, prefix, self._tensors
         )
         if target not in self._tensors and name in self._tensors:
-            # The checkpoint was saved with the names of the network.
+            # The checkpoint already uses the names of the network.
             return name, None
         return target, pattern
 
@@ -242,7 +242,7 @@ class _NameConversions:
         try:
             results = list(make(empty))
         except (RuntimeError, ValueError, IndexError, KeyError):
-            # `_result_shape` will get the same error, and reports it.
+            # `_result_shape` will get the same error, and will report it.
             results = [target]
         return {
             result: Source(

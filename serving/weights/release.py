@@ -1,5 +1,5 @@
-"""Defines the manifest of a release. A release is a folder of weights that can be served and never
-changes. Its manifest is the file `release.json` in this folder."""
+"""Defines the manifest of a release. A release is a folder with weights that can be served. The
+files in it never change. Its manifest is the file `release.json` in this folder."""
 
 import math
 from collections import Counter
@@ -27,8 +27,8 @@ class TensorEntry(_Record):
     """The dtype in the spelling of safetensors: `F32`, `BF16`, …"""
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
-    """A digest of the tensor's bytes, but not of its name, dtype and shape. During a swap, an
-    engine does not have to load a tensor if a release that the engine already holds has a tensor
+    """A digest of the tensor's bytes; it does not cover the name, dtype and shape. During a swap
+    (the change to another release), an engine need not load a tensor if it already holds a tensor
     with the same digest, dtype and shape."""
 
     @model_validator(mode="before")
@@ -49,8 +49,9 @@ class ProbeText(_Record):
 
 
 class Probe(_Record):
-    """Texts, and the log-probabilities (logprobs) that the job computed for their tokens with the
-    new weights. During a swap, the server computes the logprobs again and compares them with these.
+    """Texts, and the log-probabilities (logprobs) of their tokens. The job that trained the release
+    computed the logprobs with the new weights. Before a server serves the release, it computes them
+    again, and compares its values with those of the job.
 
     Each logprob may differ by at most the bound for the dtype in which the server computes. If
     there is no bound for this dtype, the server cannot check the release and refuses it.
@@ -96,9 +97,9 @@ class Lineage(_Record):
     delivery_ids: tuple[str, ...] = ()
     """The ids of the webhook deliveries that led to the job."""
     forced: str | None = None
-    """Why a person published the release although the gate, which checks new weights, refused it:
-    the reason that the person gave, followed by the gate's reasons in parentheses. None if the gate
-    did not refuse the release."""
+    """Set if the gate (the check of new weights) refused the release, and a person published it
+    nevertheless: the person's reason, followed by the gate's reasons in parentheses. None if the
+    gate did not refuse the release."""
 
 
 class Release(_Record):
@@ -120,8 +121,8 @@ class Release(_Record):
     """Alias → stored name. An alias is a tensor name that uses the bytes of another tensor and has
     no bytes of its own."""
     probe: Probe | None = None
-    """None if the release was published by hand without a probe; the server then serves it without
-    comparing logprobs."""
+    """None if the release was published by hand without a probe. A server then compares no
+    logprobs before it serves the release."""
 
     @property
     def stored_dtype(self) -> str:

@@ -14,10 +14,11 @@ A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipel
     counter             the number of the newest release; a number is never used twice
     .lock               the lock of the folder, see `release_lock`
 
-Only the server writes `current`, `previous` and `live`, after a release has passed its probe.
-`current` normally points at the last release in `live`. If the server cannot serve this release,
-because it is damaged, the server serves an older release of the list as a substitute. The release
-in `current` then "stands in for" the last release in `live`.
+To swap a release in means to make it the served release. Only the server writes `current`,
+`previous` and `live`, after a release has passed all checks. `current` normally points at the last
+release in `live`. If the server cannot serve this release, because it is damaged, the server serves
+an older release of the list as a substitute. The release in `current` then "stands in for" the last
+release in `live`.
 """
 
 import logging
@@ -60,7 +61,8 @@ _RELEASE_ID = re.compile(r"r(\d{6,})-[0-9a-f]{8}")
 
 
 def release_number(release_id: str) -> int:
-    """The number in a release id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError."""
+    """The number in a release id: 42 for `r000042-1f3ac9d2`. Raises ReleaseError if the text is not
+    a release id."""
     match = _RELEASE_ID.fullmatch(release_id)
     if match is None:
         raise ReleaseError(
@@ -132,8 +134,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     """Record that the server now serves `release_id`. Only the server may call this. `current`
     changes atomically. There are two cases:
 
-    - `stands_in_for` is None. `release_id` becomes the last id in `live`, and `previous` gets the
-      release that was served before. But if `previous` already names `release_id`, it does not
+    - `stands_in_for` is None. `release_id` becomes the last id in `live`. `previous` then names the
+      release that was served before. But if `previous` named `release_id`, `previous` does not
       change.
     - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
       server could not serve. `stands_in_for` stays the last id in `live`, because nobody asked for
@@ -158,8 +160,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     link_atomically(pipeline_dir / CURRENT, release_id)
     fsync_dir(pipeline_dir)
     # Write `live` after `current`. If the server is killed between the two writes, it has not yet
-    # reported the result of the swap. So when it starts again, it may serve either this release or
-    # the release from before the swap.
+    # reported the result of the swap. So when it starts again, it may serve either `release_id` or
+    # the release that was served before the swap.
     path = pipeline_dir / LIVE
     if not path.exists() or path.read_text() != live:
         write_atomically(path, live)
@@ -182,15 +184,15 @@ def live_releases(pipeline_dir: Path) -> list[str]:
         previous = previous_release_id(pipeline_dir)
         is_older = previous is not None and release_number(previous) < number
         found = [previous] if previous is not None and is_older else []
-    # `current` may be newer than all releases in `live`: an earlier version of hotpush moved the
-    # link, or a server was killed between the two writes of `set_current`.
+    # `current` may be newer than all releases in `live`, if an earlier version of hotpush moved
+    # the link, or if a server was killed between the two writes of `set_current`.
     if current is not None and all(release_number(each) < number for each in found):
         found.append(current)
     return found
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
-    """If `current` points at a substitute, the id of the release that should be served instead.
+    """If `current` points at a substitute, the id of the release that it stands in for.
 
     None if `current` points at the release that should be served. Also None if there is no
     `current`, or if its target is not a release id.
@@ -397,8 +399,8 @@ def release_lock(pipeline_dir: Path, timeout_seconds: float = -1) -> Iterator[No
     this lock to publish, remove, pin or unpin releases. If a process is killed, the kernel frees
     its lock.
 
-    Raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If this is a negative
-    number, the wait has no limit.
+    Raises filelock.Timeout if the wait takes longer than `timeout_seconds`. If `timeout_seconds` is
+    negative, the wait has no limit.
     """
     with FileLock(pipeline_dir / ".lock", timeout=timeout_seconds):
         yield

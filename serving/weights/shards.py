@@ -279,7 +279,8 @@ def _open_shard(path: Path, stack: ExitStack) -> Mapping[str, torch.Tensor]:
         for name, tensor in content.items()
     ):
         raise ReleaseError(
-            f"{path.name}: not a dict of tensor names and tensors that can be stored"
+            f"{path.name}: not a dict of tensor names and tensors, or it has a dtype that cannot "
+            "be stored; save the weights as safetensors"
         )
     return content
 

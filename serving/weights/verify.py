@@ -46,12 +46,12 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     - the index and the headers of the shards agree with the manifest;
     - the shapes of the tensors agree with the config, if the config is of a Llama.
 
-    The index and the headers are checked only if the id and the files have no fault. The shapes are
-    checked only if the index and the headers have no fault either.
+    If the id or a file has a fault, the index and the headers are not checked. If there is any
+    fault so far, the shapes are not checked.
 
-    These checks are enough for an engine that itself checks the digest of each tensor that it
-    reads. Even such an engine needs the check of the sha256 of each `.bin` shard: it unpickles the
-    shard before it can check a digest, and it is not safe to unpickle unknown bytes.
+    These checks are enough for an engine that checks the digest of each tensor when it reads the
+    tensor. Such an engine still needs the sha256 check of `.bin` shards. It must unpickle a `.bin`
+    shard before it can check a tensor, and it is not safe to unpickle unknown bytes.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
