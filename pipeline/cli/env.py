@@ -19,13 +19,13 @@ def environment(hub_url: str, hub_token: str, home: Home) -> dict[str, str]:
         "HF_ENDPOINT": hub_url,
         "HF_TOKEN": hub_token,
         # The hub also accepts uploads by Xet, which transfers files in chunks. But on one machine
-        # plain HTTP is quicker, and without Xet the hub need not store chunks in addition to the
-        # files.
+        # plain HTTP is quicker. With Xet, the hub would also have to store the chunks in addition
+        # to the files.
         "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_UPDATE_CHECK": "1",
         "PIPELINE_HOME": str(home.root),
         "GIT_CONFIG_COUNT": "2",
-        # With the empty value, git ignores the credential helpers that other configuration files
+        # The empty value makes git ignore the credential helpers that other configuration files
         # set for this URL.
         "GIT_CONFIG_KEY_0": key,
         "GIT_CONFIG_VALUE_0": "",

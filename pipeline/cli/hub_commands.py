@@ -32,8 +32,9 @@ def hub(context: typer.Context, host: HostOption = None, port: PortOption = None
 
 @app.command()
 def gc() -> None:
-    """Remove commits that nothing needs: no branch, tag or pull request contains the commit, and no
-    release, unfinished job or stored event names it. Also remove large files that no commit names.
+    """Remove each commit that nothing needs: no branch, tag or pull request contains the commit,
+    and no release, unfinished job or stored event names it. Also remove each large file that no
+    commit names.
 
     This works whether the hub runs or not. A push to a repository waits while this command works on
     the repository.
@@ -60,8 +61,8 @@ def gc() -> None:
         answer = call_hub("POST", "gc", None, {}, timeout_seconds=None)
         released, large_bytes = answer["released"], answer["large_bytes"]
     print(
-        f"{released} commits are no longer kept; git has removed everything that no branch, tag or "
-        "other ref leads to"
+        f"the hub has stopped keeping {released} commits that nothing needs; git has removed "
+        "everything that no branch, tag or other ref leads to"
     )
     if large_bytes:
         print(f"removed {large_bytes / 1e6:,.1f} MB of large files that no commit names")
@@ -87,9 +88,10 @@ def purge(
 
     The command removes the commit, and all later commits that are based on it, from the repository.
     It also removes the copies of the dataset that jobs downloaded, the rows that jobs stored as
-    tokens, and the folders of the jobs that read these commits. It overwrites the reasons in the
-    outcomes of these jobs. Without --releases, it only names the releases that --releases would
-    remove. If the command is interrupted, run it again.
+    tokens, and the folders of the jobs that read these commits. In the outcomes of these jobs, it
+    overwrites the reason, because a reason may quote rows. Without --releases, the command removes
+    no release, but names the releases that --releases would remove. If the command is interrupted,
+    run it again.
     """
     from pipeline.hub.names import repository_name
     from pipeline.job_store import open_job_store
@@ -121,7 +123,7 @@ def purge(
     removed = (
         f"{len(commits)} commits"
         if planned["is_there"]
-        else "no commits, because the repository had none of them"
+        else "no commits, because the repository did not have this commit"
     )
     print(
         f"{sha} is gone from the {name}. Removed: {removed}; {len(traces.job_folders)} job "
@@ -133,8 +135,8 @@ def purge(
 
 def _purge(method: str, home: Home, name: "RepositoryName", sha: str) -> Any:
     """Returns what a purge of this commit removes from the repository. With the method POST, this
-    also carries out the purge; with GET, it only plans it. If the hub runs, the hub does the work;
-    otherwise this process does the work."""
+    function also carries out the purge. With GET, it removes nothing. If the hub runs, the hub does
+    the work; otherwise this process does the work."""
     from pipeline.hub.errors import HubInUse
     from pipeline.hub.purge import plan_purge, purge
     from pipeline.hub.state_folder import stopped_hub
@@ -172,7 +174,7 @@ def _remove_releases(home: Home, releases: "tuple[Release, ...]") -> None:
 def _print_remaining_releases(traces: "Traces") -> None:
     for words, found in (
         ("was trained on a removed commit", traces.releases),
-        ("started its training from such a release", traces.later_releases),
+        ("was trained from the weights of such a release", traces.later_releases),
     ):
         for release in found:
             print(f"release {release.id} of {release.pipeline} {words}")

@@ -83,8 +83,8 @@ def settings_text(*pipelines: BaseModel) -> str:
 def _table(
     heading: str, settings: BaseModel, always: Collection[str] = frozenset()
 ) -> Iterator[str]:
-    """The lines of one table of the file, with the description of each key as a comment. Then the
-    lines of the tables inside this table.
+    """Yields the lines of one table of the file, with the description of each key as a comment.
+    After these, yields the lines of the tables inside this table.
 
     A key that has its default value is commented out, unless the key is in `always`.
     """

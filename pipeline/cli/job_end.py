@@ -54,8 +54,8 @@ def follow_to_end(
 
 
 def timed_out(what: str) -> typer.Exit:
-    """Print that the time is over, and `what` (what has not happened yet). Returns the exception
-    that the caller must raise."""
+    """Print that the time is over, and print `what`: a text that says what has not happened yet.
+    Returns the exception that the caller must raise."""
     print(f"pipeline: the time is over, and {what}", file=sys.stderr)
     return typer.Exit(124)
 
@@ -81,8 +81,8 @@ def report_end(job: "Job", as_json: bool) -> None:
 
 
 def exit_code(job: "Job") -> int:
-    """The exit code for the job's outcome. This is 0 if the job has no outcome, because its command
-    then succeeded without writing an outcome.
+    """The exit code for the job's outcome. If a job has ended without an outcome, its command
+    succeeded but wrote no outcome. The exit code is then 0.
 
     If a plain command failed, this is the command's own exit code. If a signal ended a plain
     command, this is 128 plus the number of the signal, as in a shell.

@@ -29,8 +29,8 @@ def run(
     revision: Annotated[
         str | None,
         typer.Option(
-            help="A commit of the dataset. Default: the commit in --payload or, without --payload, "
-            "the newest commit of the pipeline's branch."
+            help="A commit of the dataset. Default: the commit that --payload names. If there is "
+            "no --payload, the default is the newest commit of the pipeline's branch."
         ),
     ] = None,
     mode: Annotated[
@@ -56,8 +56,8 @@ def run(
         bool,
         typer.Option(
             "--force",
-            help="Make and serve a new release even if the gate refuses the rows or the weights. "
-            "Needs --reason.",
+            help="Make and serve a new release even if the gate (the checks of the new rows and of "
+            "the new weights) refuses them. Needs --reason.",
         ),
     ] = False,
     reason: Annotated[
@@ -75,9 +75,9 @@ def run(
     """Run a retraining job now. If the command line ends with `--` and a command, run this command
     as a job instead.
 
-    A retraining ends as `unchanged`, without training, if the rows, the base model and the training
-    settings are the same as for the served release. With --mode, --set or --force it always trains.
-    If a job of the pipeline is running, the retraining waits until that job has ended. The
+    If the rows, the base model and the training settings are the same as for the served release,
+    the retraining ends as `unchanged`, without training. With --mode, --set or --force, it always
+    trains. If a job of the pipeline is running, the retraining waits until that job has ended. The
     retraining is never merged with the job of a push.
 
     If no stack is up, `jobs run` starts a hub and a runner for the job. The exit code says how a
@@ -150,9 +150,11 @@ def _pipeline_of_command(
 ) -> "PipelineSettings | None":
     """The pipeline whose environment variables the command gets; None if it gets none of them.
 
-    If `name` is None, this is the only configured pipeline. If no pipeline or several pipelines are
-    configured, this is None. But if there is a `revision`, this raises PipelineError instead,
-    because a revision is a commit of a pipeline's dataset.
+    If there is a `name`, this is the pipeline with this name. If there is no `name`, but exactly
+    one pipeline is configured, this is the configured pipeline. In all other cases, this is None.
+
+    Raises PipelineError if there is no pipeline called `name`. Also raises PipelineError if there
+    is a `revision` and the result would be None: a revision is a commit of a pipeline's dataset.
     """
     if name is None and revision is None and len(settings.pipelines) != 1:
         return None

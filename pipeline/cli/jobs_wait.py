@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jobs.store import JobStore
 
 ARRIVAL_SECONDS = 30.0
-"""With `--commit`, `jobs wait` gives up if the job store has no job for the commit after this time.
-"""
+"""`jobs wait --commit` gives up if the job store still has no job for the commit after this many
+seconds."""
 POLL_SECONDS = 0.1
 
 
@@ -30,8 +30,8 @@ def wait(
     commit: Annotated[
         str | None,
         typer.Option(
-            help="Wait for the job of a push. Give the newest commit that was pushed: its id or, "
-            "in a clone of the dataset, a name such as HEAD."
+            help="Wait for the job of a push. Name the newest commit of the push by its id. In a "
+            "clone of the dataset, you can also use a name such as HEAD."
         ),
     ] = None,
     pipeline: Annotated[
@@ -66,8 +66,9 @@ def wait(
 
 
 def commit_id(name: str) -> str:
-    """The full id of the commit `name`. If `name` is not a full id (but HEAD or a short id, for
-    example), git looks for the commit in the clone that contains the working folder.
+    """The full id of the commit `name`. `name` may be a full id, a short id, or a name such as
+    HEAD. If it is not a full id, git looks for the commit in the clone that contains the working
+    folder.
 
     Raises PipelineError if there is no such commit.
     """
@@ -116,8 +117,8 @@ def _arrived(store: "JobStore", sha: str, pipeline: str | None, deadline: float 
         if time.monotonic() > give_up:
             raise PipelineError(
                 f"no push of commit {sha[:8]} has led to a job in {ARRIVAL_SECONDS:g} s; check "
-                "that you pushed to the branch that the pipeline follows, that this commit was the "
-                "newest commit of the push, and with `pipeline status` that all services are up"
+                "that you pushed to the branch that the pipeline follows, and that this commit was "
+                "the newest commit of the push; `pipeline status` shows whether all services are up"
             )
         time.sleep(POLL_SECONDS)
     return job

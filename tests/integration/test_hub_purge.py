@@ -199,7 +199,7 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
     assert place.holds_the_secret() == []
     assert [line for line in said.splitlines() if line.startswith("release ")] == [
         f"release {ids[1]} of facts was trained on a removed commit",
-        f"release {ids[2]} of facts started its training from such a release",
+        f"release {ids[2]} of facts was trained from the weights of such a release",
     ]
     assert all((place.home.releases_dir / "facts" / id).is_dir() for id in ids)
     assert (place.home.jobs_dir / good).is_dir()
@@ -209,7 +209,7 @@ def test_a_purge_leaves_nothing_of_the_commit_and_names_the_releases(
         assert outcome is not None and outcome.reason is not None
         assert "was purged" in outcome.reason
     assert place.git("rev-parse", "refs/heads/main") == place.good
-    assert "the repository had none of them" in purged(place.bad), "it may be run again"
+    assert "the repository did not have this commit" in purged(place.bad), "it may be run again"
     with place.hub() as hub:
         assert place.push(hub, "rows.jsonl", "better")
 
@@ -302,20 +302,20 @@ def forget_events(place: Place) -> None:
 def test_gc_removes_what_nothing_needs(place: Place, is_up: bool) -> None:
     with place.hub() as hub:
         place.push_away(hub)
-    assert "0 commits are no longer kept" in pipeline("gc").stdout
+    assert "the hub has stopped keeping 0 commits" in pipeline("gc").stdout
     assert place.has(place.after), "an event names it"
     forget_events(place)
     with place.hub():
-        assert "0 commits are no longer kept" in pipeline("gc").stdout
+        assert "the hub has stopped keeping 0 commits" in pipeline("gc").stdout
         assert place.has(place.after), "this hub was not told what is needed"
     needed = place.release(1, place.bad)
     # The release needs a commit that only the ref of a later one leads to.
-    assert "1 commits are no longer kept" in pipeline("gc").stdout
+    assert "the hub has stopped keeping 1 commits" in pipeline("gc").stdout
     assert (place.has(place.bad), place.has(place.after)) == (True, False)
     release_store.remove(place.home.releases_dir / "facts", needed)
     if is_up:
         with place.hub(needed_commits=set):
-            assert "1 commits are no longer kept" in pipeline("gc").stdout
+            assert "the hub has stopped keeping 1 commits" in pipeline("gc").stdout
     else:
-        assert "1 commits are no longer kept" in pipeline("gc").stdout
+        assert "the hub has stopped keeping 1 commits" in pipeline("gc").stdout
     assert not place.has(place.bad) and place.has(place.good)
