@@ -21,8 +21,8 @@ from pipeline.stack_record import read_stack
 
 POLL_SECONDS = 0.1
 NO_RUNNER_SECONDS = 15.0
-"""Give up waiting for a job if no runner was up for this long. A runner must be able to start in
-this time, because `jobs run --detach` does not wait until its runner is up."""
+"""Give up waiting for a job if no runner was up for this many seconds. A new runner must be able to
+start in this time: `jobs run --detach` starts a runner, and returns before the runner is up."""
 
 
 def follow_stages(
@@ -121,8 +121,8 @@ class _StageTime(ProgressColumn):
 
 
 class _StageDisplay:
-    """Shows what the job does now. Until the job starts, this is `waiting`. Until the job's metrics
-    file names the first stage, it is `running`. After that, it is the name of the stage."""
+    """Shows what the job does now: `waiting` until the job starts, then `running` until the job's
+    metrics file names the first stage, and from then on the name of the stage."""
 
     def __init__(self, console: Console, progress: Progress | None) -> None:
         self._console = console

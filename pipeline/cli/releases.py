@@ -34,9 +34,9 @@ def ls(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """List releases, newest first. If a release is `pending`, the next server that starts will
     serve it.
 
-    The column `rows` shows how many rows were learned and kept. For rows of plain text, it instead
-    shows the loss before and after the training, in nats per token. It also shows the loss for
-    releases that earlier versions of hotpush made.
+    The column `rows` shows how many rows were learned and kept. For rows of plain text, and for
+    releases that earlier versions of hotpush made, the column instead shows the loss before and
+    after the training, in nats per token.
     """
     from serving.weights.release_store import (
         list_releases,
@@ -111,10 +111,11 @@ def swap(
 def rollback(pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Serve an older release again.
 
-    The command chooses the release that was served before. If that release does not exist any
-    more, or is newer than the served one, the command chooses the parent of the served release
-    (the release from which its training started). If there is no such parent, it chooses the newest
-    release that is older than the served one.
+    The command chooses the release that was served before the present one. If that release does not
+    exist any more, or is not older than the present one, the command chooses the parent of the
+    present release (the release from which the training of the present release started). If the
+    parent does not exist either, the command chooses the newest release that is older than the
+    present one.
     """
     from serving.errors import ReleaseError
     from serving.weights.release_store import (

@@ -85,8 +85,8 @@ def receiver(
         "deliveries_path": deliveries_path(settings, home),
         **_without_none(tunnel=tunnel, public_url=public_url),
     }
-    # When the receiver's public URL changes, the receiver also updates its webhooks on the hub that
-    # HF_ENDPOINT of this shell names. For this it needs HF_TOKEN of this shell.
+    # When the receiver's public URL changes, the receiver writes the new URL into its webhooks. It
+    # also does so on the hub that this shell's HF_ENDPOINT names, if this shell has a HF_TOKEN.
     hub_of_shell = (
         [HubCredentials(endpoint=os.environ.get("HF_ENDPOINT"))] if "HF_TOKEN" in os.environ else []
     )

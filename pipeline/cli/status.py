@@ -185,8 +185,8 @@ def _state(child: "Child") -> str:
 
 
 def _advice_after_refusal(jobs: Sequence["Job"]) -> str | None:
-    """What the user can do if the gate rejected the last job that ended. None if the gate did
-    not reject this job."""
+    """What the user can do if the gate (the checks of the new rows and of the new weights) rejected
+    the last job that ended. None if the gate did not reject this job."""
     last = next((job for job in jobs if job.has_ended), None)
     if last is None or last.outcome is None or last.outcome.result != "rejected":
         return None

@@ -19,7 +19,8 @@ def swap_in(pipeline: "PipelineSettings", release: str, *, as_json: bool) -> Non
 
     If the server answers that it does not serve the release, this raises a `typer.Exit` with exit
     code 1. Raises PipelineError if the server gives no answer. Also raises PipelineError if the
-    answer is not the answer to a swap, because the server then belongs to another state folder.
+    answer is not the result of a swap: the answer then does not come from the server of this state
+    folder.
     """
     import httpx
 

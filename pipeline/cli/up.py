@@ -162,8 +162,9 @@ def _detach(home: Home) -> None:
     num_printed = 0
     try:
         while True:
-            # Read the record before the log. If the record says that the stack is ready, the log
-            # already contains every line of the start, so this loop prints all of them.
+            # Read the stack's record (`stack.json`) before the log. If the record says that the
+            # stack is ready, the log already contains every line of the start. So this loop prints
+            # all of these lines.
             record = read_stack(home)
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
             for line in lines[num_printed:]:
