@@ -203,9 +203,10 @@ def _count_tokens(
 
 
 def _tokenizer(home: Home, pipeline: PipelineSettings) -> tuple[Path, Any] | None:
-    """Returns the tokenizer that a job would use, and its folder. This is the tokenizer of the
-    release from which the job would start to train or, if there is no release yet, of the base
-    model. None if no tokenizer is on this disk, or if `transformers` is not installed."""
+    """Returns the tokenizer that a job would use, and the folder of this tokenizer. A job uses the
+    tokenizer of the release from which it starts to train. If there is no release yet, it uses the
+    tokenizer of the base model. Returns None if no tokenizer is on this disk, or if `transformers`
+    is not installed."""
     folders = [chosen_release(home.releases_dir / pipeline.name), pipeline.base_folder()]
     if pipeline.base_model in PRESETS:
         folders.append(home.bases_dir / pipeline.name / pipeline.base_model.partition(":")[2])

@@ -14,9 +14,9 @@ from pipeline.tokens import Tokens
 
 
 def open_job_store(settings: Settings, home: Home) -> JobStore:
-    """Open the store at `database_url` under `[jobs]` or, if this setting is missing, the store in
-    the state folder. Creates or upgrades the tables of the store if necessary. Raises StoreError.
-    """
+    """Open the store that `database_url` under `[jobs]` names. If this setting is missing, open the
+    store in the state folder. Creates or upgrades the tables of the store if necessary. Raises
+    StoreError."""
     if settings.jobs.database_url is not None:
         return JobStore.open(settings.jobs.database_url)
     home.jobs_dir.mkdir(parents=True, exist_ok=True)

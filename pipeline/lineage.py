@@ -28,8 +28,9 @@ class JobContext:
     revision: str | None = None
     delivery_ids: tuple[str, ...] = ()
     updated_refs: tuple[UpdatedRef, ...] = ()
-    """The refs that the push in the job's payload moved. Empty if the job's spec (its description
-    in the job's folder) names a commit, because the lineage then names this commit."""
+    """The refs that were moved by the push in the job's payload. Empty if the job's spec (its
+    description in the job's folder) names a commit: the lineage then uses that commit, so these
+    refs are not needed."""
 
     def for_ref(self, ref: str) -> "JobContext":
         """A copy of this context with the given `ref` (such as `refs/heads/main`), and with the

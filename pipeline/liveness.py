@@ -31,9 +31,10 @@ class ChildWatch:
     Until its first answer, the child may be silent for `start_seconds`. After its first answer, it
     may be silent for `hang_seconds`.
 
-    If a probe gets no answer, the time until the next probe is added to the child's silent time,
-    but never more than two intervals. Without this limit, a pause of our own process (for example,
-    when the machine sleeps) would count as silence of the child, and the child would be killed.
+    If a probe gets no answer, the time from this probe to the next one is added to the child's
+    silent time. At most two intervals are added (an interval is the planned time between two
+    probes). Without this limit, a pause of our own process, for example while the machine sleeps,
+    would count as silence of the child, and the child would be killed.
     """
 
     def __init__(self, probe: LivenessProbe, *, start_seconds: float, hang_seconds: float) -> None:

@@ -1,5 +1,6 @@
-"""Reports the outcome of a job as the setting `on_outcome` of its pipeline says: posts the outcome
-as JSON to a URL, or runs a command that reads the JSON from its standard input."""
+"""Reports the outcome of a job. The setting `on_outcome` of the job's pipeline names a URL or a
+command. This module posts the outcome as JSON to the URL, or runs the command, which gets the JSON
+on its standard input."""
 
 import json
 import logging

@@ -2,8 +2,8 @@
 
 The handlers run in a thread of their own. So a handler that is slow or fails does not disturb the
 runner. A file, called the progress file, records which outcomes were handled. Every outcome is
-handled at least once (NUM_WATCHED states the exception). If the process is killed, an outcome may
-be handled twice.
+handled at least once, except in the rare case that is described at NUM_WATCHED. If the process is
+killed, an outcome may be handled twice.
 """
 
 import logging
@@ -30,16 +30,17 @@ class _Progress(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: dict[str, float]
-    """Id of a handled job → the job's end time (Unix time). The time is needed because a new
-    database gives its jobs the same ids again."""
+    """Id of a handled job → the job's end time (Unix time). The id alone is not enough: if the
+    database is lost, a new database gives the ids of handled jobs to new jobs."""
 
 
 class Outcomes:
     """Calls every handler for each job that ends.
 
-    The progress file lists each handled job. If it had only the end time of the last handled job,
-    two kinds of jobs would be missed: jobs that end after the clock was set back, and jobs that
-    become visible in the store after another job that ended later.
+    The progress file lists each handled job. It is not enough to record only the end time of the
+    last handled job, because two kinds of jobs would then be missed. A job that ends after the
+    clock was set back has an earlier end time. And a job may become visible in the store only after
+    a job with a later end time was handled.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Outcomes:
         self._handlers = handlers
 
     def start(self) -> None:
-        """If there is no readable progress file, mark each job that has already ended as handled.
+        """If there is no readable progress file, write one that lists all ended jobs as handled.
 
         Raises StoreError.
         """

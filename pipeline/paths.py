@@ -38,10 +38,11 @@ class Home:
 
     @property
     def bases_dir(self) -> Path:
-        """Holds the base models. A preset is created once for each pipeline, in a folder with the
-        pipeline's name. A model from a hub is downloaded once for all pipelines, into the folder
-        `hub`. The folder `answers` holds the answers that the base models gave to everyday prompts.
-        Retrainings use these answers to keep the model from drifting away from its base model."""
+        """Holds the base models. A preset (a small model that hotpush itself makes) is created once
+        for each pipeline, in a folder with the pipeline's name. A model from a hub is downloaded
+        once for all pipelines, into the folder `hub`. The folder `answers` holds the answers that
+        the base models gave to everyday prompts. Retrainings use these answers to keep the model
+        from drifting away from its base model."""
         return self.root / "bases"
 
     @property

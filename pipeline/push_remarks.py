@@ -53,8 +53,8 @@ class PushRemarks:
         try:
             return list(self._lines(repository, former, changes))
         except (PipelineError, OSError, ValueError) as error:
-            # Only log the error. The push is already stored, and if this raised the error, the hub
-            # would tell the client that it refused the push.
+            # Only log the error. If this method raised it, the client would be told that the hub
+            # refused the push, although the push is already stored.
             logger.warning("a push to %s was not checked: %s", repository.name, error)
             return []
 

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_JOBS_DAYS = 90.0
 KEEP_JOBS = 1000
-"""This many of the newest jobs of each pipeline stay in the store, however old they are."""
+"""This many of the newest jobs of each pipeline stay in the store, however old they are. The same
+holds for plain commands (jobs of no pipeline)."""
 RETRAINING = "pipeline.retrain"
 """The module that the command of the built-in retraining runs. Only jobs with this command have
 checkpoints that this module may remove."""
@@ -72,8 +73,9 @@ def forget_jobs(
 ) -> Sequence[str]:
     """Delete old jobs and deliveries from the store; returns the ids of the deleted jobs.
 
-    A job stays if it is one of the newest KEEP_JOBS jobs of its pipeline, if its id is in `kept`,
-    or if a webhook starts copies of it. Raises HubError if the hub's webhooks cannot be read.
+    A job stays if its id is in `kept`, if a webhook starts copies of it, or if it is one of the
+    newest KEEP_JOBS jobs of its pipeline (or of all plain commands). Raises HubError if the hub's
+    webhooks cannot be read.
     """
     forgotten = store.forget(
         store.now() - 86400 * remembered_days(settings),

@@ -24,8 +24,8 @@ def retrain_rule(
 ) -> RetrainRule:
     """The rule of one pipeline. If the settings change later, this rule does not change.
 
-    Pass `force_reason` and `skip_if` only for a job that a person submits by hand. Their meaning is
-    in `RetrainSettings`.
+    Pass `force_reason` and `skip_if` only for a job that a person submits by hand.
+    `RetrainSettings` explains both.
     """
     ref = branch_ref(pipeline)
     retrain = RetrainSettings(

@@ -49,14 +49,14 @@ class RunnerMetrics:
 
         self._rows = Gauge(
             "pipeline_rows",
-            "Numbers of rows in the last job that counted rows: changed, learned, known, kept, …",
+            "The row counts of the last job that counted rows: changed, learned, known, kept, …",
             ["pipeline", "count"],
             registry=self.registry,
         )
         self._base_agreement = Gauge(
             "pipeline_base_agreement",
-            "How well the weights of the last job keep the base model's answers: the share of the "
-            "tokens in these answers that the weights still find likeliest",
+            "How well the weights of the last job keep the base model's answers: the share of "
+            "these answers' tokens to which the weights still give the highest probability",
             ["pipeline"],
             registry=self.registry,
         )

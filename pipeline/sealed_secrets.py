@@ -54,7 +54,7 @@ def _lost_webhook_secrets(home: Home, fernet: Fernet) -> Iterator[LostSecret]:
             continue
         step = f"set the secret again: pipeline webhooks update {id} {' '.join(options)}"
         if urlsplit(url).path == ROUTE:
-            step = "restart the stack, which sets it again: pipeline down && pipeline up --detach"
+            step = "restart the stack to set it again: pipeline down && pipeline up --detach"
         target = url or f"job {job_id}"
         yield LostSecret(
             f"webhook {id} to {target} delivers nothing, because its secret was {CAUSE}", step

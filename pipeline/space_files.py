@@ -60,7 +60,8 @@ def write_space(into: Path, title: str, folder: Path | None) -> None:
     """Write all files of the Space to the empty folder `into`. Raises PipelineError.
 
     `folder` has the user's files. If it is None, this writes an `app.py` that shows how to begin.
-    `title` becomes the Space's title if the user has no README, or a README without front matter.
+    `title` becomes the Space's title if the user has no README, or if the user's README has no
+    front matter.
     """
     if folder is not None:
         _copy(folder, into)

@@ -44,16 +44,17 @@ def submit_retraining(
     """Submit the retraining of one commit. The job starts as soon as no other job of the pipeline
     runs.
 
-    The commit is `revision`. If `revision` is None, it is the commit that `payload` names for the
-    branch that the pipeline follows. If `payload` is None or names no commit of this branch, it is
-    the newest commit of the branch.
+    This function retrains on the commit `revision`. If `revision` is None, it takes the commit that
+    `payload` names for the branch that the pipeline follows. If `payload` is None or names no
+    commit of this branch, it takes the newest commit of the branch.
 
-    `hub_url` is the URL of the stack's own hub. The meaning of `force_reason` and `skip_if` is in
-    `RetrainSettings`.
+    `hub_url` is the URL of the stack's own hub. `RetrainSettings` explains `force_reason` and
+    `skip_if`.
 
     Raises PipelineError for an unknown commit or an invalid payload. If the dataset is a git URL,
-    this function does not check whether `revision` exists. If it does not exist, the job fails.
-    Raises PendingJob if the pipeline already has a pending job that was submitted by hand.
+    this function does not check whether the commit `revision` exists. The job of a commit that does
+    not exist fails. Raises PendingJob if the pipeline already has a pending job that was submitted
+    by hand.
     """
     rule = retrain_rule(settings, home, pipeline, force_reason=force_reason, skip_if=skip_if)
     sha = revision or (_pushed_commit(payload, rule.ref) if payload is not None else None)
@@ -64,7 +65,7 @@ def submit_retraining(
         payload = _push_payload(hub.url, pipeline, revisions)
     # Set no `dedupe_key`: with the key, a later push of this commit would get no job of its own.
     # Set `debounce_seconds` to 0: the job need not wait for later commits, because the store never
-    # merges them into it.
+    # merges later commits into a job that was submitted by hand.
     by_hand = {"dedupe_key": None, "debounce_seconds": 0.0}
     spec = rule.job_spec(revisions).model_copy(update=by_hand)
     return store.submit(spec, payload=payload, by_hand=True).job
@@ -85,8 +86,8 @@ def submit_command(
     pipeline's jobs.
 
     If there is a `pipeline` but no `payload`, the command gets the payload of a push of `revision`.
-    If `revision` is None, it gets the payload of a push of the newest commit of the pipeline's
-    branch. If the hub cannot name the newest commit, for example because there is none yet, the
+    If `revision` is None, the payload is for a push of the newest commit of the pipeline's branch.
+    If the hub cannot name the newest commit, for example because the branch has no commit yet, the
     command gets no payload. Do not pass both `payload` and `revision`.
 
     Raises PipelineError for an unknown `revision`.
@@ -130,7 +131,7 @@ class _Hub:
     token: str | Literal[False] = field(repr=False)
     """False if the user has no token for this hub."""
     if_missing: str
-    """What the user can do if the dataset is missing: the end of the error message."""
+    """The end of the error message for a missing dataset. It says what the user can do."""
 
 
 def _hub_of(hub_url: str, home: Home, settings: Settings, pipeline: PipelineSettings) -> _Hub:
