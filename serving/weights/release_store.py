@@ -1,14 +1,14 @@
-"""Reads and changes a pipeline's folder, which holds its releases and records which of them is
-served.
+"""Reads and changes a pipeline's folder, which holds the pipeline's releases and records which
+release is served.
 
 A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipeline_dir`. It holds:
 
     r000042-1f3ac9d2/   a release, immutable
     current             a link to the served release: the release that the server answers with
     previous            a link to a release that was served earlier; `set_current` says which one
-    live                the ids of the releases that were served and that nobody has rolled back
-                        from, one per line, oldest first. The last id is the release that should be
-                        served
+    live                the ids of the releases that were served, one per line, oldest first,
+                        without the releases from which somebody has rolled back. The last id is the
+                        release that should be served
     pending             the id of a release that the next server must swap in when it starts
     pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
@@ -168,7 +168,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
 
 
 def live_releases(pipeline_dir: Path) -> list[str]:
-    """The ids of the releases that were served and that nobody has rolled back from, oldest first.
+    """The ids of the releases that were served, oldest first, without the releases from which
+    somebody has rolled back.
 
     The last id is the release that should be served. Each of these releases may be damaged by now,
     or its folder may be gone. Empty if no release was served yet.
