@@ -17,8 +17,8 @@ from receiver.webhooks import (
 )
 
 ROUTE = "/webhooks/retrain"
-"""The receiver's route for pushes. If the URL of a webhook on the stack's hub has this path, it is
-the stack's own webhook."""
+"""The receiver's route for pushes. A webhook on the stack's hub is the stack's own webhook if the
+webhook's URL has this path."""
 
 
 def subscribe(settings: Settings, tokens: Tokens) -> None:
@@ -28,9 +28,9 @@ def subscribe(settings: Settings, tokens: Tokens) -> None:
 
     If the webhook exists, this function always sets its address and its secret again. The stored
     secret may be wrong, and this function cannot check it, because the hub never shows a secret. If
-    `tokens.json` was replaced, even the hub cannot decrypt the stored secret. After the correction,
-    the hub sends the events that waited because of a wrong address or secret. A webhook that a
-    person disabled stays disabled.
+    `tokens.json`, which contains the encryption key, was replaced, then even the hub cannot decrypt
+    the stored secret. After the correction, the hub sends the events that waited because of a wrong
+    address or secret. A webhook that a person disabled stays disabled.
     """
     moved = moved_datasets(settings, tokens)
     # Do not create a dataset with the old name of a moved dataset. The hub would then no longer

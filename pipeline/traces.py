@@ -1,6 +1,7 @@
-"""Finds and removes everything that some commits of a dataset have left in the state folder outside
-of the hub: downloads, token caches (rows that a job stored as tokens) and job folders. Also finds
-the releases that were trained on these commits. A purge (`pipeline hub purge`) uses this module."""
+"""A purge (`pipeline hub purge`) uses this module. For some commits of a dataset, the module finds
+and removes all that jobs have stored in the state folder: downloads, token caches (rows that a job
+stored as tokens) and job folders. It does not touch the hub's part of the state folder. It also
+finds the releases that were trained on these commits, but does not remove any release."""
 
 import shutil
 from collections.abc import Collection, Iterator
@@ -22,7 +23,10 @@ from serving.weights.release_store import list_releases
 TOKEN_CACHE = "tokens.npz"
 """The file name of a token cache. `pipeline/retrain/token_cache.py` has the same constant; it is
 not imported from there, because that module imports numpy."""
-PURGED = "The commit was purged, so the reason was removed: it could quote rows of the commit."
+PURGED = (
+    "The reason for this job's outcome was removed when the commit was purged, because the reason "
+    "could quote rows of the commit."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +35,26 @@ class Traces:
 
     caches: tuple[Path, ...]
     """Downloads and token caches: files and folders, to be removed in this order. For each
-    pipeline, the downloads come last, because `find_traces` looks for the other files only if there
-    are downloads. So if a removal is interrupted, a second `find_traces` finds the rest."""
+    pipeline, the downloads are removed last. `find_traces` looks for a pipeline's token caches and
+    other files only if it finds downloads there. So if a removal is interrupted, the downloads are
+    still there, and a second `find_traces` finds the rest."""
     job_folders: tuple[Path, ...]
-    """The folders of the jobs in `job_ids` that still exist. Also the folders of jobs of an earlier
-    database that read one of the commits; the runner has renamed these folders."""
+    """The folders of the jobs in `job_ids` that still exist. Also the folders of older jobs that
+    are recorded only in an earlier database, if the job has read one of the commits. The runner has
+    renamed these folders."""
     job_ids: tuple[str, ...]
     """The jobs that were started for one of the commits, or that read the rows of one of them."""
     releases: tuple[Release, ...]
     """The releases that were trained on one of the commits."""
     later_releases: tuple[Release, ...]
-    """The releases whose training started from one of `releases`, directly or through other
-    releases."""
+    """The releases whose training started from a release in `releases`, or from another release in
+    `later_releases`."""
 
 
 def needed_commits(home: Home, store: JobStore) -> set[str]:
-    """The commits that a release or an unfinished job names: the commit that the training uses and,
-    if there is one, the earlier commit with which the job compares it."""
+    """The commits that the hub must keep, because a release or an unfinished job names them. Each
+    release or job names the commit that its training uses. It may also name an earlier commit, if
+    the training compares the two commits."""
     needed = {
         sha
         for release in _releases(home)
@@ -155,9 +162,8 @@ def _trained_on(
     releases: Collection[Release], commits: Collection[str]
 ) -> tuple[list[Release], list[Release]]:
     """Two lists: the releases that were trained on one of the commits, and the later releases whose
-    training started from a release of the first list, directly or through others. Both lists
-    begin with the oldest release. Pass the `releases` of each pipeline in the order of their
-    creation."""
+    training started from a release of either list. Both lists begin with the oldest release. Pass
+    the `releases` of each pipeline in the order of their creation."""
     trained = [each for each in releases if each.lineage.dataset_revision in commits]
     touched, later = {(each.pipeline, each.id) for each in trained}, []
     for release in releases:  # a parent comes before its children, because it is older

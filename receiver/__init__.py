@@ -16,8 +16,8 @@ __all__ = ["WebhookPayload", "WebhooksServer", "webhook_endpoint"]
 
 
 def __getattr__(name: str) -> Any:
-    # Import `receiver.server` at its first use. So the hub can import the records of this package
-    # without loading a web server.
+    # Import `receiver.server` at its first use. So a program that needs only another module of this
+    # package, such as `receiver.payload`, does not load the server.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from receiver import server

@@ -1,4 +1,4 @@
-"""Starts the server when the script that defines its handlers ends.
+"""Starts the server at the end of the script that defines the server's handlers.
 
 An `atexit` handler would start the server too late, because Python closes its thread pools before
 it calls `atexit` handlers. Then `asyncio.to_thread`, name resolution and async clients would fail
@@ -127,8 +127,8 @@ else:
                 sys.stdout.flush()
                 os._exit(1)
 
-        # Python calls the functions that are registered here in reverse order, so `on_exit` runs
-        # before the function with which concurrent.futures closes its thread pools.
+        # Python calls the registered functions in the reverse order of their registration. So
+        # `on_exit` runs before the function with which concurrent.futures closes its thread pools.
         # `_register_atexit` is private, but it will not change, because Python 3.11 gets only
         # security fixes.
         threading._register_atexit(on_exit)  # type: ignore[attr-defined]

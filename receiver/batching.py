@@ -1,5 +1,5 @@
 """Writes items in batches. While one write runs, new items are collected. The next write takes all
-collected items together, so they wait for the disk only once."""
+collected items together, so all these items wait for the disk only once."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -63,5 +63,7 @@ class Batches(Generic[Item, Result]):
                         future.set_exception(error)
                 continue
             for (_, future), result in zip(batch, results, strict=True):
-                if not future.done():  # a future is cancelled when its sender disconnects
+                # If a call of `add` was cancelled, for example because the sender has disconnected,
+                # the future of this call is cancelled too, and is already done.
+                if not future.done():
                     future.set_result(result)

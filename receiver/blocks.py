@@ -22,8 +22,9 @@ def is_blocks(ui: object) -> bool:
 
 
 def application_of_blocks(blocks: Any) -> FastAPI:
-    """An application that serves `blocks`. The caller must enter its lifespan."""
-    import gradio  # is installed, because the user has passed a gradio.Blocks
+    """An application that serves `blocks`. The caller must enter the lifespan of the application
+    (the context in which it starts and stops its own tasks)."""
+    import gradio  # gradio is installed here, because the user has passed a gradio.Blocks
 
     # Mount the interface in a separate application. If it were mounted at "/" of the server's own
     # application, it would hide the routes that a script adds later.
@@ -58,8 +59,8 @@ def show_as_running(
 def block_until_interrupted(blocks: Any) -> None:
     """Wait until Ctrl-C or SIGTERM, and then close the server. After SIGTERM, also end the process.
 
-    This function waits in `blocks.block_thread()`, because a script may have replaced this method
-    by its own method."""
+    To wait, this function calls `blocks.block_thread()` and no method of its own. A script may have
+    replaced `block_thread` by its own method, and expects that this method is called."""
     if threading.current_thread() is not threading.main_thread():
         blocks.block_thread()  # only the main thread can set signal handlers
         return
@@ -68,7 +69,7 @@ def block_until_interrupted(blocks: Any) -> None:
     def terminate(_number: int, _frame: FrameType | None) -> None:
         nonlocal is_terminated
         is_terminated = True
-        raise KeyboardInterrupt  # `block_thread` stops waiting
+        raise KeyboardInterrupt  # makes `block_thread` stop waiting
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:

@@ -1,6 +1,6 @@
 """Stores the deliveries of durable handlers in one SQLite file. A handler is *durable* if each of
-its deliveries is stored before the handler is called. If `MAX_ATTEMPTS` calls
-(`receiver/durable.py`) for a delivery have failed, the delivery is given up: it stays in the file
+its deliveries is stored before the handler is called. After `MAX_ATTEMPTS` failed calls for a
+delivery (`receiver/durable.py` defines this number), the delivery is given up: it stays in the file
 as a *dead letter*.
 
 A delivery is on disk before its sender gets an answer. Headers with secrets or signatures are never
@@ -159,8 +159,9 @@ class DeliveryLog:
         """
         keys = [(delivery.path, delivery.id) for delivery in deliveries]
         known = self._known(keys)
-        # Use one statement for all rows. Each call of SQLite releases Python's interpreter lock. If
-        # the thread of the event loop is busy, this thread gets the interpreter lock back late.
+        # Use one statement for all rows. During each call of SQLite, the calling thread gives up
+        # Python's interpreter lock. If the thread of the event loop is busy, the calling thread
+        # waits a long time for the lock after each call.
         rows = ", ".join(["(?, ?, ?, ?, ?, ?, ?)"] * len(deliveries))
         self._synced_connection.execute(
             "INSERT INTO deliveries (path, id, headers, body, repository, received_at, due_at)"
@@ -207,7 +208,8 @@ class DeliveryLog:
             return []
         is_busy = " AND (repository IS NULL OR NOT (path = ? AND repository = ?))" * len(busy)
         rows = self._connection.execute(
-            # Few deliveries wait for their next call. So first collect these deliveries once.
+            # First list the queues in which a delivery waits for its next call. The list is made
+            # only once, and is short, because few deliveries wait.
             "WITH waiting AS MATERIALIZED (SELECT path, repository, min(rowid) AS first"
             " FROM deliveries INDEXED BY deliveries_due"
             " WHERE due_at > ? AND repository IS NOT NULL GROUP BY path, repository)"
@@ -262,8 +264,8 @@ class DeliveryLog:
             )
 
     def next_due_at(self, now: float) -> float | None:
-        """The earliest time after `now` at which a delivery becomes due. None if there is no such
-        time."""
+        """The earliest time after `now` at which the handler of a delivery must be called. None if
+        no delivery waits for such a time."""
         due_at: float | None = self._connection.execute(
             "SELECT min(due_at) FROM deliveries WHERE due_at > ?", (now,)
         ).fetchone()[0]

@@ -1,10 +1,11 @@
-"""Stores the deliveries of durable handlers in the *delivery log* (`receiver/delivery_log.py`).
-After a sender was answered, the *worker* (a task) calls the handler. If the call fails, the worker
-calls the handler again after a pause.
+"""Stores the deliveries of durable handlers in the *delivery log* (`receiver/delivery_log.py`). A
+handler is *durable* if each of its deliveries is stored before the handler is called. After a
+sender was answered, the *worker* (a task) calls the handler. If the call fails, the worker calls
+the handler again after a pause.
 
 A handler may be called several times for one delivery: if the process dies while the handler runs,
 the next process calls the handler again. A handler gets the deliveries of one repository in the
-order of their arrival: while one delivery waits for its next call, the later deliveries wait too.
+order of their arrival: while one of them waits for its next call, the later ones wait too.
 After `MAX_ATTEMPTS` failed calls, the delivery is given up: it becomes a dead letter
 (`receiver/dead_letters.py`), and the later deliveries are handled.
 """
@@ -208,10 +209,10 @@ class DurableDeliveries:
                 await self._wake.wait()
                 continue
             next_due_at = await self._in_thread(log.next_due_at, now)
-            # `_wake` is set when a delivery was stored, when a handler was added or has ended, and
-            # when the worker is asked to stop. But nothing sets `_wake` when a pause ends, when it
-            # is time to delete old deliveries, or when another process queues a dead letter. So
-            # wait for `_wake` at most until `look_at`.
+            # `_wake` is set when a delivery was stored, when a handler was added, when a call of a
+            # handler has ended, and when the worker is asked to stop. But nothing sets `_wake` when
+            # a pause ends, when it is time to delete old deliveries, or when another process queues
+            # a dead letter. So wait for `_wake` at most until `look_at`.
             look_at = min(forget_at, next_due_at or forget_at, now + LOOK_SECONDS)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(look_at - now):
@@ -241,11 +242,11 @@ class DurableDeliveries:
         return found
 
     async def _handle_queue(self, first: StoredDelivery) -> None:
-        """Call the handler for the first delivery, and then for the deliveries that wait in the
-        queue of the first delivery.
+        """Call the handler for the delivery `first`, and then for the other deliveries in the queue
+        of `first`. Stop after a failed call, or when the queue is empty.
 
-        At the same time, the worker stores the results of these calls. One transaction stores
-        several results.
+        This task does not store the results of its calls. The worker stores them, several results
+        in one transaction.
         """
         queue, delivery = queue_of(first), first
         while await self._handle(delivery, queue):

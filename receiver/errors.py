@@ -57,8 +57,9 @@ class NotAnEvent(ReceiverError):
 
 
 class WorkerNotRunning(ReceiverError):
-    """The server accepts no delivery for its durable handlers, because it could not call these
-    handlers: nobody has entered the server's lifespan (`WebhooksServer.lifespan`)."""
+    """A handler is *durable* if each of its deliveries is stored before the handler is called. The
+    server accepts no delivery for such a handler now, because it could not call the handler: nobody
+    has entered the context `WebhooksServer.lifespan`."""
 
     status_code = 503
 

@@ -37,4 +37,6 @@ def greeting(
             f"The public URL expires at {as_utc(public.ends_at)}; the tunnel is renewed before that"
             " time. If the URL changes, the webhooks that post to the old URL get the new URL."
         )
-    return "\n".join([*lines, f"Open {page}/ to see how to create a webhook for them."])
+    return "\n".join(
+        [*lines, f"Open {page}/ to see how to create a webhook that posts to these URLs."]
+    )

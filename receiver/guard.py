@@ -55,12 +55,12 @@ class RequestGuard:
     """Limits the memory that all bodies take together. All handlers share this limit."""
     cache: IdempotencyCache | None
     """The answers to earlier deliveries. None if the handler itself recognises repeated deliveries.
-    The cache is not used for a durable handler, because the delivery log recognises repeated
-    deliveries."""
+    The cache is not used if `durable` is set, because the file that stores the deliveries also
+    shows whether a delivery is repeated."""
     history: History
     durable: DurableDeliveries | None
-    """Stores the deliveries of a durable handler. None if the handler is called at once, while the
-    sender waits for the answer."""
+    """Stores each delivery before the handler is called (the handler is then *durable*). None if
+    the handler is called at once, while the sender waits for the answer."""
 
     async def handle(self, request: Request, call_handler: CallHandler) -> Response:
         """The answer to the sender. It is the handler's answer, or the guard's own answer if the
@@ -130,7 +130,9 @@ class RequestGuard:
 
     def _check_where_from(self, request: Request) -> None:
         if self.proof.secrets:
-            return  # a page of another site does not know the secret, so the proof check refuses it
+            # A page of another site does not know the secret, so the check of the proof refuses the
+            # requests of this page.
+            return
         if (site := other_site(request.headers)) is not None:
             raise FromElsewhere(
                 f"A browser sent this request for {site}. A handler without a secret refuses"
@@ -198,8 +200,8 @@ def guarded_route(guard: RequestGuard) -> type[APIRoute]:
 
 
 def sent_delivery_id(headers: Mapping[str, str]) -> str | None:
-    """The id of the delivery that the sender has put into a header, or None. A repeat of a delivery
-    has the same id."""
+    """The delivery's id, which the sender has put into a header. None if no header has an id. If a
+    sender repeats a delivery, the repeat has the same id."""
     if is_svix(headers):
         return headers.get("svix-id") or None  # the signature covers only this id
     return next((headers[name] for name in _ID_HEADERS if headers.get(name)), None)

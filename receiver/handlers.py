@@ -1,5 +1,5 @@
-"""The record of a registered handler, and the server's answers if it refuses a request or if a
-handler fails."""
+"""The record of a registered handler, and the answers that the server sends when it refuses a
+request or when a handler fails."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -48,7 +48,8 @@ class RegisteredWebhook:
     is_durable: bool
     """Whether deliveries are stored before the handler is called."""
     knows_repeats: bool
-    """Whether the handler itself recognises repeated deliveries. It is then called for them too."""
+    """Whether the handler itself recognises repeated deliveries. If True, the server calls the
+    handler for repeated deliveries too."""
 
 
 def as_secrets(given: str | Sequence[str] | None) -> tuple[str, ...]:

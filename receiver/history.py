@@ -1,5 +1,5 @@
-"""Keeps the latest requests to the handlers in memory, without their bodies. The landing page shows
-them."""
+"""Keeps the latest requests to the handlers in memory, without the bodies of the requests. The
+landing page shows these requests."""
 
 from collections import deque
 from dataclasses import dataclass

@@ -90,7 +90,7 @@ def serve(server: uvicorn.Server, *listening: socket.socket) -> None:
 
 def serve_in_thread(server: uvicorn.Server, *listening: socket.socket) -> threading.Thread:
     """Serve in a thread until `server.should_exit` is set. Returns the thread as soon as the server
-    answers requests. If the server cannot start, returns the ended thread."""
+    answers requests. If the server cannot start, the returned thread has already ended."""
 
     def run() -> None:
         with _closing(listening):

@@ -12,7 +12,7 @@ def add_live_route(app: FastAPI, store: JobStore) -> None:
     """Add the route `/live`, which reads the job store before it answers. Call this function before
     the app serves requests.
 
-    If the store fails, the answer has status 200 and names the error. If it had status 503,
+    If the store fails, the answer has status 200 and names the error. If the answer had status 503,
     `pipeline up` would restart the receiver, but a restart does not repair a database.
     """
 

@@ -1,6 +1,7 @@
 """Updates webhooks on hubs when the public URL of this receiver has changed.
 
-The former URLs are stored in a file, because a receiver may get another URL each time it starts.
+A receiver may get another URL each time it starts. So its former URLs are stored in a file, where
+the receiver finds them after a restart.
 """
 
 import json
@@ -57,7 +58,7 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
         for webhook in list_webhooks(endpoint=hub.endpoint, token=hub.token):
             posts_to = webhook.url or ""
             # One known URL may be a prefix of another known URL, so take the longest URL that
-            # matches. If the longest is the new URL, the webhook is already right.
+            # matches. If this is the new URL, the webhook already posts to the new URL.
             matching = [each for each in (url, *former) if f"{posts_to}/".startswith(f"{each}/")]
             old = max(matching, key=len, default=url)
             if old != url:
@@ -66,7 +67,7 @@ def _move(hub: HubCredentials, former: Sequence[str], url: str) -> bool:
                 _logger.warning("Webhook %s now posts to %s", webhook.id, moved)
     except NotAllowed as error:
         _logger.warning(
-            "Webhooks that post to %s cannot be updated; change them to %s by hand: %s",
+            "Webhooks that post to %s cannot be updated; change their URL to %s by hand: %s",
             *(", ".join(former), url, error),
         )
         return True

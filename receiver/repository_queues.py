@@ -1,5 +1,6 @@
-"""Keeps deliveries in memory while they wait for a call of their durable handler. Each pair of
-handler path and repository has its own queue.
+"""Keeps deliveries in memory until their durable handler is called with them. A handler is
+*durable* if each of its deliveries is stored before the handler is called. The deliveries of one
+repository to one handler form a queue.
 
 The deliveries of one queue are handled one after another, in the order of their arrival. Deliveries
 of different queues may be handled at the same time.

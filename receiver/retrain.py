@@ -32,9 +32,10 @@ def retrain_handler(
     pipelines follow the dataset, the answer also has `"jobs"`, a list of all their jobs. If an
     event needs no job, the answer is `{"ignored": reason}`.
 
-    If a delivery is repeated, the present rules decide again whether it needs a job. If it needs a
-    job, the answer is the job that was submitted the first time. But if this job failed or was
-    cancelled, the answer is the job of a later push, or a new job if there was no later push.
+    If a delivery is repeated, the present rules decide again whether the delivery needs a job. If
+    it does, the answer names the job that was submitted the first time. But if this job failed or
+    was cancelled, the answer names the job of a later push. If there is no such job, the event is
+    handled as if it were new.
 
     Raises:
         ValueError: Two rules name the same pipeline.
@@ -82,7 +83,7 @@ class _Event:
     body: str
     payload: dict[str, Any]
     decision: tuple[JobSpec, ...] | str
-    """The jobs to submit, or the reason why there is none."""
+    """The specs of the jobs to submit, or the reason why the event needs no job."""
 
     def delivery(self, source: str) -> Delivery:
         return Delivery(source=source, id=self.delivery_id, body=self.body)
@@ -90,7 +91,8 @@ class _Event:
     def requests(self) -> list[JobRequest]:
         """One request per job; empty if the event needs no job. The source of each delivery
         contains the pipeline's name. Without this name, all requests of one event would have the
-        same source and the same delivery id, so the store would take them for repeats."""
+        same source and the same delivery id. The store would then take the second request for a
+        repeat of the first."""
         specs = () if isinstance(self.decision, str) else self.decision
         return [
             JobRequest(

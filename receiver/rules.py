@@ -1,5 +1,5 @@
-"""Decides which pipelines an event retrains, and makes the specs of their jobs. This module reads
-and writes no files."""
+"""Decides which pipelines an event retrains, and makes the specs (the descriptions) of their jobs.
+This module reads and writes no files."""
 
 import hashlib
 import json
@@ -165,7 +165,8 @@ def _updated_refs(payload: WebhookPayload) -> tuple[UpdatedRef, ...]:
 
 
 def _why_not_retrained(update: UpdatedRef, rule: RetrainRule) -> str | None:
-    """Why the updated ref does not retrain the rule's pipeline. None if it does retrain it."""
+    """The reason why this change of a ref does not retrain the rule's pipeline. None if the change
+    retrains the pipeline."""
     name = _quoted(update.ref)
     if update.ref != rule.ref:
         if update.ref.startswith("refs/tags/"):

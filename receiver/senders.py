@@ -2,7 +2,8 @@
 Face Hub.
 
 The configured proof scheme, such as `github`, says which sender to expect. With the schemes
-`secret` and `standard-webhooks`, an event must already be a `WebhookPayload`. It is not changed.
+`secret` and `standard-webhooks`, an event must already be a `WebhookPayload`, and this module does
+not change the event.
 """
 
 from collections.abc import Mapping

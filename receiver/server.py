@@ -51,10 +51,11 @@ def webhook_endpoint(
     """Register the decorated function on the server that all functions of a script share. The
     parameters have the same meaning as in `WebhooksServer.add_webhook`.
 
-    If the function is defined in the folder of the script or below, the server starts when the
-    script ends. In all other cases, for example in a notebook, the user must call the method
-    `launch` of a decorated function. `launch` takes the arguments of `WebhooksServer.launch`. If a
-    notebook cell is executed again, its function replaces the earlier function of the same name.
+    If the function is defined in the script's folder or in a folder below it, the server starts
+    when the script ends. In all other cases, for example in a notebook, the user must call the
+    method `launch` of a decorated function. `launch` takes the arguments of
+    `WebhooksServer.launch`. If a notebook cell is executed again, its function replaces the earlier
+    function of the same name.
     """
     if callable(path):
         return webhook_endpoint()(path)
@@ -94,7 +95,7 @@ def _shared_server() -> WebhooksServer:
 
 
 def _is_of_the_script(handler: Callable[..., Any]) -> bool:
-    """Whether the handler is defined in the main script's folder or below.
+    """Whether the handler is defined in the main script's folder or in a folder below it.
 
     If the handler is defined elsewhere, the main script is a program that only imports the handler,
     such as a test runner. When this program ends, no server may start.

@@ -59,14 +59,15 @@ def open_tunnel(
 
 
 class FixedUrl:
-    """Is used in place of a `Tunnel` if the user has set `public_url`. Starts no process.
+    """Takes the place of a `Tunnel` if the user has set `public_url`. This class starts no process.
 
     A thread updates the webhooks on `hubs` that post to a former URL: the thread calls
     `move_webhooks` again and again until `move_webhooks` returns True.
     """
 
     public: PublicUrl | None = None
-    """Always None, because a fixed URL does not expire."""
+    """Always None. In a `Tunnel`, this attribute is the URL with the time at which the URL expires,
+    but a fixed URL does not expire."""
 
     def __init__(self, url: str, remembered: Path, hubs: Sequence[HubCredentials]) -> None:
         self._url = url.rstrip("/")

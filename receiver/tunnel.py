@@ -103,8 +103,8 @@ class Tunnel:
         current: _Link | None = None
         pause = 1.0
         while not self._is_closing:
-            # If the last link broke, ask for its URL again. If the last link is still open, but too
-            # old, its URL is still in use. So ask for any URL.
+            # If the last link broke, ask for its URL again. If the last link is only too old, the
+            # link is still open and uses its URL. In this case, ask for any URL.
             former = None if current is not None or self._public is None else self._public.url
             began = time.monotonic()
             link = _Link(self._command(former), self._wake)

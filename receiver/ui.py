@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     Ui = Union[ASGIApp, str, os.PathLike[str], "Blocks"]  # noqa: UP007
 
     class Blocks:
-        """The type `gradio.Blocks` for the type checker, because gradio may not be installed."""
+        """Stands for the type `gradio.Blocks`. The type checker sees this class instead, because
+        gradio may not be installed."""
 
 
 def application_of(ui: "Ui") -> ASGIApp:
     """The application that serves `ui`. If this application is a FastAPI, the caller must enter its
-    lifespan.
+    lifespan (the context in which it starts and stops its own tasks).
 
     Raises `ValueError` if `ui` is a path that is not a folder, and `TypeError` if `ui` is an object
     that cannot be served.

@@ -54,8 +54,8 @@ class Proof:
     def check_headers(
         self, headers: Mapping[str, str], query: Mapping[str, str] = _NO_QUERY
     ) -> BodyCheck:
-        """Do the part of the check that needs only the headers. Returns the part that needs the
-        body.
+        """Do the part of the check that needs only the headers. Returns a function that does the
+        rest of the check when it is called with the body.
 
         The names in `headers` must be in lower case. With the scheme `secret`, the secret may be in
         `query` (`?secret=…`) instead of the header. Raises `ProofMissing` or `ProofWrong`.
@@ -74,7 +74,7 @@ def _accept(_body: bytes) -> None:
 
 
 def _check_secret(secrets: Sequence[str], headers: Mapping[str, str]) -> BodyCheck:
-    """The header is the secret itself. See
+    """The header contains the secret itself. See
     https://huggingface.co/docs/hub/webhooks#webhook-secret."""
     given = _required(headers, _SECRET_HEADER)
     if not _matches_any(given, secrets):

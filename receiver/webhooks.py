@@ -40,7 +40,8 @@ class WatchedItem(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> "WatchedItem":
-        """Parse `type:name`, such as `dataset:acme/answers`. Raises `ValueError`."""
+        """Parse `type:name`, such as `dataset:acme/answers`. Raises `ValueError` if the text has
+        another form or the type is unknown."""
         type_, colon, name = text.partition(":")
         valid = ", ".join(get_args(WatchedType))
         if not colon or not name:
@@ -77,7 +78,8 @@ class WebhookRecord(BaseModel):
     """Why the webhook gets no events of some watched items, for example because the repository does
     not exist. Only the embedded hub reports warnings."""
     secret: str | None = Field(default=None, repr=False)
-    """The secret, in the record that `create_webhook` returns. None in all other records."""
+    """Only the record that `create_webhook` returns has the secret. In all other records, this is
+    None."""
 
 
 def create_webhook(

@@ -97,7 +97,8 @@ class WebhooksServer:
             self.settings.deliveries_path, shutdown_seconds=self.settings.shutdown_seconds
         )
         self.app = FastAPI(title="Webhooks", redoc_url=None, lifespan=self.lifespan)
-        """The ASGI application. Another application that mounts it must enter `lifespan`."""
+        """The ASGI application. If another application mounts this one, the other application must
+        enter `lifespan`."""
         self.app.exception_handler(RequestValidationError)(refuse_unreadable)
         self.app.exception_handler(HTTPException)(refuse)
         self.app.exception_handler(Exception)(answer_handler_error)
@@ -144,8 +145,9 @@ class WebhooksServer:
             proof: Replaces the settings' proof for this function.
             durable: Store each delivery on disk, answer 202, and then call the function. If the
                 call fails, or if the server stops before the call has ended, the function is called
-                again later. After `MAX_ATTEMPTS` failed calls (`receiver/durable.py`), the delivery
-                is kept as a dead letter. The function must take a `WebhookPayload`.
+                again later. After `MAX_ATTEMPTS` failed calls (`receiver/durable.py` defines this
+                number), the delivery is kept as a dead letter. The function must take a
+                `WebhookPayload`.
             knows_repeats: Call the function for repeated deliveries too, because the function
                 itself recognises them. If False, a repeated delivery gets the first answer again.
 

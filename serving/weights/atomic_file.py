@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 REPLACING = ".replacing-"
-"""The temporary name of a new file or link begins with this prefix, until the new file or link
-replaces the old one."""
+"""A new file or link has a temporary name until it replaces the old one. The temporary name begins
+with this prefix."""
 _ABANDONED_SECONDS = 60.0
 """After this time, a temporary file or link counts as abandoned, because its writer was probably
 killed."""

@@ -34,9 +34,9 @@ _NOT_COMPANIONS = {
 def checkpoint_weight_map(source: Path) -> dict[str, str]:
     """Maps each tensor name to the file name of its shard.
 
-    The map comes from the index. A checkpoint without an index must have exactly one shard, and the
-    tensor names are then read from this shard. Raises ReleaseError if there are no weights, or if a
-    shard is missing.
+    The map comes from the index, a file of the checkpoint that lists the tensors of each shard. A
+    checkpoint without an index must have exactly one shard, and the tensor names are then read from
+    this shard. Raises ReleaseError if there are no weights, or if a shard is missing.
     """
     if not source.is_dir():
         raise ReleaseError(f"{source} is not a folder")
@@ -156,12 +156,13 @@ def utc_now() -> str:
 
 
 def tied_head(folder: Path, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Maps `lm_head.weight` (the head) to the name of the embedding, if the config ties the two
-    (they are the same tensor), and the checkpoint stores only the embedding. Otherwise empty.
+    """The head (`lm_head.weight`) is *tied* to the embedding if both are the same tensor. If the
+    config says that they are tied, and the checkpoint stores only the embedding, returns a dict of
+    the name of the head → the name of the embedding. Otherwise returns an empty dict.
 
-    Also empty if the config does not say whether the two are tied, because the default depends on
-    the architecture. In a Llama, the default is not tied. So if a Llama checkpoint has neither a
-    head nor this setting, it is incomplete, and `verify_layout` refuses it.
+    Also empty if the config does not say whether they are tied, because the default depends on the
+    architecture. In a Llama, they are not tied by default. So a Llama checkpoint that has neither a
+    head nor this setting is incomplete, and `verify_layout` refuses the checkpoint.
     """
     path = folder / "config.json"
     config = json.loads(path.read_bytes()) if path.is_file() else None

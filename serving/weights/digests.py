@@ -51,7 +51,7 @@ class ShardDigests:
     """Computes the digests of one shard in background threads. Use it in a `with` block.
 
     Add the content in the order of the shard's bytes. The threads read the content later, so the
-    caller must not change or free it before `finish` returns.
+    caller must not change or free the content before `finish` returns.
     """
 
     def __init__(self) -> None:

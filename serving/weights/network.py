@@ -38,9 +38,10 @@ class Source:
     """The shapes of the stored tensors, in the same order."""
     missing_names: tuple[str, ...] = ()
     """The tensor may be made from a numbered list of stored tensors, such as one for each expert.
-    These are the names that are missing between number 0 and the last number of this list."""
+    The list should have every number from 0 to its last number. `missing_names` are the names of
+    the stored tensors whose numbers are missing."""
     kind: str
-    """Names what `convert` does: two sources of the same kind make equal tensors from equal
+    """A name for what `convert` does: two sources of the same kind make equal tensors from equal
     stored tensors."""
     convert: "Callable[[list[Tensor]], Tensor]"
     """Makes the tensor of the network from the stored tensors."""
@@ -60,8 +61,8 @@ class Sources:
 
 
 def load_config(folder: Path) -> "PreTrainedConfig":
-    """The configuration in `config.json`. For values that the file does not have, it contains the
-    defaults of the architecture. No code from the folder runs.
+    """The configuration in `config.json`. If the file lacks a value, the configuration contains the
+    architecture's default. No code from the folder runs.
 
     Raises ReleaseError if transformers cannot read the file.
     """
@@ -93,7 +94,8 @@ def build_network(folder: Path, *, is_empty: bool = False) -> "nn.Module":
 
     config = load_config(folder)
     if str(next(iter(config.architectures or ()), "")).endswith("ForMaskedLM"):
-        # Without this check, `AutoModelForCausalLM` would build a decoder from such a config.
+        # A masked language model, such as BERT, generates no text. Without this check,
+        # `AutoModelForCausalLM` would build a network that generates text from its config.
         raise ReleaseError(f"{folder / CONFIG_FILE}: {config.architectures[0]} generates no text")
     try:
         with no_init_weights(), torch.device("meta") if is_empty else nullcontext():
@@ -218,9 +220,9 @@ class _NameConversions:
     def _converted_sources(
         self, target: str, pairs: list[tuple[str, str]], stored: Mapping[str, TensorEntry]
     ) -> dict[str, Source]:
-        """The sources of the tensors that one conversion makes. It may make several tensors; the
-        first one has the name `target`. `pairs` are the stored names that the conversion takes,
-        each with the pattern that matches it."""
+        """The sources of the tensors that one conversion makes. A conversion may make several
+        tensors; the first one has the name `target`. `pairs` are the stored names that the
+        conversion takes, each with the pattern that matches it."""
         import torch
 
         converter = self._by_pattern[pairs[0][1]]

@@ -28,8 +28,8 @@ class TensorEntry(_Record):
     shape: tuple[int, ...]
     digest: str = Field(pattern=r"^(blake3|sha256):[0-9a-f]{64}$")
     """A digest of the tensor's bytes; it does not cover the name, dtype and shape. During a swap
-    (the change to another release), an engine need not load a tensor if it already holds a tensor
-    with the same digest, dtype and shape."""
+    (the change to another release), the engine (the part of the server that computes tokens) need
+    not load a tensor if it already holds a tensor with the same digest, dtype and shape."""
 
     @model_validator(mode="before")
     @classmethod
@@ -50,8 +50,8 @@ class ProbeText(_Record):
 
 class Probe(_Record):
     """Texts, and the log-probabilities (logprobs) of their tokens. The job that trained the release
-    computed the logprobs with the new weights. Before a server serves the release, it computes them
-    again, and compares its values with those of the job.
+    computed the logprobs with the new weights. Before a server serves the release, the server
+    computes the logprobs again, and compares its own values with the job's values.
 
     Each logprob may differ by at most the bound for the dtype in which the server computes. If
     there is no bound for this dtype, the server cannot check the release and refuses it.
@@ -82,11 +82,11 @@ class Lineage(_Record):
     dataset_revision: str | None = None
     """The commit whose rows this release was trained on."""
     dataset_base_revision: str | None = None
-    """The dataset commit of the parent, if the job trained on what has changed since this commit.
-    None if the job trained on all rows."""
+    """The dataset commit that the parent was trained on, if the job trained on the rows that have
+    changed since this commit. None if the job trained on all rows."""
     data_digest: str | None = None
-    """A digest of all rows of the training split, which does not depend on the order of the rows.
-    If two releases have the same digest, no row has changed between the two."""
+    """A digest of all rows of the training split. The digest does not depend on the order of the
+    rows. If two releases have the same digest, no row of the split has changed between them."""
     mode: Literal["full", "delta"] | None = None
     """`full`: trained from the base model, on all rows. `delta`: trained from the parent, on the
     rows that have changed."""

@@ -1,14 +1,14 @@
-"""Reads and changes a pipeline's folder, which holds its releases and records which of them is
-served.
+"""Reads and changes a pipeline's folder, which holds the pipeline's releases and records which
+release is served.
 
 A pipeline's folder is `<home>/releases/<pipeline>`. This module calls it `pipeline_dir`. It holds:
 
     r000042-1f3ac9d2/   a release, immutable
     current             a link to the served release: the release that the server answers with
     previous            a link to a release that was served earlier; `set_current` says which one
-    live                the ids of the releases that were served and that nobody has rolled back
-                        from, one per line, oldest first. The last id is the release that should be
-                        served
+    live                the ids of the releases that were served, one per line, oldest first,
+                        without the releases from which somebody has rolled back. The last id is the
+                        release that should be served
     pending             the id of a release that the next server must swap in when it starts
     pinned              the ids of the releases that must not be removed, one per line
     counter             the number of the newest release; a number is never used twice
@@ -90,8 +90,8 @@ def load_release(folder: Path) -> Release:
 
 
 def list_releases(pipeline_dir: Path) -> list[Release]:
-    """The manifests of all releases, oldest first. If a manifest is unreadable, this logs it and
-    skips the release."""
+    """The manifests of all releases, oldest first. If a manifest is unreadable, this function logs
+    a warning and leaves the release out."""
     releases = []
     for release_id in release_ids(pipeline_dir):
         try:
@@ -135,8 +135,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
     changes atomically. There are two cases:
 
     - `stands_in_for` is None. `release_id` becomes the last id in `live`. `previous` then names the
-      release that was served before. But if `previous` named `release_id`, `previous` does not
-      change.
+      release that was served until now. But `previous` does not change if it names `release_id`, or
+      if `release_id` was already served.
     - `release_id` is only a substitute, and `stands_in_for` is the id of the release that the
       server could not serve. `stands_in_for` stays the last id in `live`, because nobody asked for
       a rollback, and `previous` does not change.
@@ -168,7 +168,8 @@ def set_current(pipeline_dir: Path, release_id: str, stands_in_for: str | None =
 
 
 def live_releases(pipeline_dir: Path) -> list[str]:
-    """The ids of the releases that were served and that nobody has rolled back from, oldest first.
+    """The ids of the releases that were served, oldest first, without the releases from which
+    somebody has rolled back.
 
     The last id is the release that should be served. Each of these releases may be damaged by now,
     or its folder may be gone. Empty if no release was served yet.
@@ -192,7 +193,7 @@ def live_releases(pipeline_dir: Path) -> list[str]:
 
 
 def stood_in_for(pipeline_dir: Path) -> str | None:
-    """If `current` points at a substitute, the id of the release that it stands in for.
+    """If `current` points at a substitute, the id of the release that the substitute stands in for.
 
     None if `current` points at the release that should be served. Also None if there is no
     `current`, or if its target is not a release id.
@@ -237,16 +238,16 @@ def pending_release(pipeline_dir: Path) -> str | None:
 def set_pending(pipeline_dir: Path, release_id: str) -> None:
     """Mark a release as pending: the next server that starts swaps the release in.
 
-    To swap a release in, first call this function, and then ask the running server. If no server
-    runs at that time, the next server that starts finds the mark.
+    To swap a release in, first call this function, and then ask the running server to swap the
+    release in. If no server runs at that time, the next server that starts finds the mark.
     """
     release_number(release_id)
     write_atomically(pipeline_dir / PENDING, release_id + "\n")
 
 
 def clear_pending(pipeline_dir: Path, release_id: str) -> None:
-    """Remove the file `pending` if it names `release_id`. If it names another release, keep it,
-    because the other release still waits for its swap."""
+    """Remove the file `pending` if it names `release_id`. If the file names another release, keep
+    the file, because that release still waits for its swap."""
     try:
         pending = pending_release(pipeline_dir)
     except ReleaseError:

@@ -72,9 +72,9 @@ def write_shards(
     """Write a state dict as shards into `folder`, and fsync each shard.
 
     The tensors are spread over the shards in the order of the state dict. A tensor larger than
-    `max_shard_bytes` gets a shard of its own. Names that share a tensor (`find_tied`) get only one
-    stored tensor. Raises ReleaseError for a tensor that cannot be stored, and OSError if the disk
-    fails.
+    `max_shard_bytes` gets a shard of its own. If several names share a tensor (`find_tied`), the
+    tensor is stored only once. Raises ReleaseError for a tensor that cannot be stored, and OSError
+    if the disk fails.
     """
     if not tensors:
         raise ReleaseError("there is no tensor to write")
@@ -212,8 +212,8 @@ def _split(tensors: Mapping[str, torch.Tensor], max_bytes: int) -> Iterator[list
 def _write_safetensors(
     tensors: dict[str, torch.Tensor], out: BinaryIO
 ) -> tuple[FileEntry, dict[str, str]]:
-    # Write the tensors with the widest dtype first, so that every tensor is aligned to its own
-    # element size, as readers expect.
+    # Begin with the tensors whose elements have the most bytes. Then the offset of each tensor is a
+    # multiple of its element size, as readers expect.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0

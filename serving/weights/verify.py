@@ -49,9 +49,10 @@ def verify_layout(folder: Path, release: Release) -> tuple[str, ...]:
     If the id or a file has a fault, the index and the headers are not checked. If there is any
     fault so far, the shapes are not checked.
 
-    These checks are enough for an engine that checks the digest of each tensor when it reads the
-    tensor. Such an engine still needs the sha256 check of `.bin` shards. It must unpickle a `.bin`
-    shard before it can check a tensor, and it is not safe to unpickle unknown bytes.
+    An engine is the part of the server that computes tokens. If an engine checks the digest of each
+    tensor when it reads the tensor, it needs no other checks than these. It still needs the sha256
+    check of `.bin` shards, because it must unpickle such a shard before it can check a tensor, and
+    it is not safe to unpickle unknown bytes.
     """
     reasons = [*_check_id(release), *_check_files(folder, release)]
     if not reasons:
@@ -107,8 +108,8 @@ def _check_id(release: Release) -> list[str]:
     digest = files_digest(release.files)
     if release.id.split("-")[1] != digest:
         return [
-            f"{RELEASE_FILE}: the digest of the release's files is {digest}, but its id is "
-            f"{release.id}"
+            f"{RELEASE_FILE}: the digest of the release's files is {digest}, but the release's id "
+            f"is {release.id}"
         ]
     return []
 
