@@ -10,8 +10,8 @@ from jobs.folder import PAYLOAD
 from jobs.job import Job
 
 MAX_INLINE_BYTES = 96 * 1024
-"""A longer payload is shortened before it is put into a variable, because Linux refuses to start a
-process if one of its variables has 128 KiB or more."""
+"""A payload with more bytes than this is shortened before it is put into a variable, because Linux
+refuses to start a process if one of its variables has 128 KiB or more."""
 
 COMMITTER_DOMAIN = "jobs.hotpush.invalid"
 """When a job makes a git commit, the committer's email address has this domain. So the commits of

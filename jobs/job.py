@@ -31,7 +31,7 @@ class Job:
     store's clock (`JobStore.open`)."""
 
     id: str
-    """`j` and a number, as in `j000012`. A store never uses an id twice."""
+    """`j` and a number, as in `j000012`. A store never gives the same id to two jobs."""
     state: JobState
     spec: JobSpec
     payload: dict[str, Any] | None
@@ -107,7 +107,8 @@ class Submission:
     """Whether the submission created `job`."""
     how: Literal["created", "merged", "duplicate"]
     """`merged`: the pipeline's pending job absorbed the submission. `duplicate`: `job` already
-    answers for the delivery, or has the same dedupe key."""
+    answers for the delivery, or has the same dedupe key (`JobSpec.dedupe_key`), a text that marks
+    equal submissions."""
 
 
 def final_state(outcome: JobOutcome | None) -> JobState:

@@ -36,7 +36,7 @@ def outcome_of_exit(
       one exception: if the runner stopped the job, an outcome `failed` or `cancelled` is ignored,
       because the stop probably caused it. The result then says why the runner stopped the job.
     - None, if the process exited with 0 and wrote no outcome. A plain command (a job without a
-      pipeline) does this when it succeeds.
+      pipeline) normally ends in this way when it succeeds.
     - `Lost`, if the runner was stopped, or if the process was killed or vanished before it wrote an
       outcome. But if a plain command was killed by a signal that the runner did not send, the
       outcome is `failed`.

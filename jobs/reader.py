@@ -48,8 +48,8 @@ class JobReader:
             return fetch_job(connection, number_of(job_id))
 
     def when_ended(self, *, among: int) -> dict[str, float]:
-        """Job id → when the job ended, in the order of these times. Only the newest `among` jobs
-        count. Jobs that have not ended are left out."""
+        """Job id → the time when the job ended, in the order of these times. Only the newest
+        `among` jobs are looked at. Jobs that have not ended are left out."""
         newest = select(func.max(JOBS.c.number)).scalar_subquery()
         query = (
             select(JOBS.c.number, JOBS.c.ended_at)
@@ -120,8 +120,8 @@ class JobReader:
 
     def seconds_to_next(self) -> float | None:
         """The number of seconds until `JobStore.claim` can return a job; 0 if a job is due now.
-        None if no job is pending, or if every pending job waits for the running job of its
-        pipeline."""
+        None if no job is pending, or if every pending job must wait until the running job of its
+        pipeline has ended."""
         with reading(self._engine) as connection:
             due = connection.scalar(select(func.min(JOBS.c.run_after)).where(is_claimable()))
             return None if due is None else max(0.0, due - self._now(connection))

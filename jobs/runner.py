@@ -39,8 +39,8 @@ _ALIVE_SECONDS = 0.25
 """A runner touches its `alive_file` at most once in this time."""
 
 _RETRY_FACTOR = 4
-"""With each attempt that was lost or failed, the wait before the job's next attempt grows by this
-factor."""
+"""The wait after a temporary failure is multiplied by this factor for each earlier attempt of the
+job that was lost or failed."""
 
 StopReason = Literal["cancel", "timeout", "shutdown"]
 

@@ -174,8 +174,8 @@ def _set_up_sqlite(dbapi_connection: Any, record: object) -> None:
     _set_busy_timeout(dbapi_connection, record)
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
-    # With WAL, NORMAL is usual. Use FULL instead: once a sender has got its answer, the delivery
-    # must survive a power cut.
+    # With NORMAL, which is the usual value with WAL, a power cut can lose the last transactions. So
+    # use FULL: once a sender has got its answer, the delivery must survive a power cut.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.close()
 
@@ -243,9 +243,9 @@ class ChangeDetector:
     The detector has its own connection to the database. Each call of `changed` reads a number, and
     compares it with the number that the last call has read. On SQLite, the number is `PRAGMA
     data_version`, which changes when any other connection commits. On Postgres, the number is
-    `pg_snapshot_xmax`, which grows when a transaction that has written ends. Transactions in other
-    databases of the server count too, so `changed` may return True although this database has not
-    changed.
+    `pg_snapshot_xmax`, which grows at the end of each transaction that has written something.
+    Transactions in other databases of the server count too, so `changed` may return True although
+    this database has not changed.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -30,7 +30,8 @@ class JobsSettings(BaseModel):
     retry_seconds: float = Field(default=30.0, gt=0)
     """If a job failed for a temporary cause, such as a full disk or a hub that cannot be reached,
     the next attempt starts after this time. Each earlier attempt that failed or was killed makes
-    this time four times longer. If an attempt was killed, the next attempt starts at once."""
+    this time four times longer. After an attempt that was killed, there is no wait: the next
+    attempt starts at once."""
     lease_seconds: float = Field(default=15.0, gt=0)
     """If a runner has sent no heartbeat for a job for this long, another runner takes the job over.
     """

@@ -57,8 +57,8 @@ class RevisionRange(_Record):
         this range; `jobs/submissions.py` records the delivery ids of `arrived` in the store.
 
         `arrived` came later, so its commits normally count as newer. But deliveries may overtake
-        each other: if `arrived` ends where this range begins, its commits count as older. This rule
-        has two exceptions:
+        each other. So if `arrived` ends where this range begins, the commits of `arrived` count as
+        older. This rule has two exceptions:
 
         - With `may_be_older=False`, the commits of `arrived` always count as newer.
         - If each range begins where the other range ends, somebody has pushed the ref back to an
@@ -89,15 +89,15 @@ class JobSpec(_Record):
     """The commits that led to the job. None if no commit led to it."""
     dedupe_key: str | None = None
     """If an earlier job has the same key, and did not fail and was not cancelled, a submission
-    returns the earlier job and creates no new job. For a pipeline, only one earlier job is
-    compared: the pending job that was created by pushes or, if there is none, the newest job. A
-    submission without a key is compared with no job."""
+    returns the earlier job and creates no new job. A submission of a pipeline is compared with only
+    one earlier job: with the pending job that was created by pushes or, if there is none, with the
+    newest job of the pipeline. A submission without a key is compared with no job."""
     resources: Resources = Resources()
     launcher: str = "local"
     """The launcher that starts the command. There is only `local` (`jobs/launchers/local.py`)."""
     max_attempts: int = Field(default=3, ge=1)
-    """The job fails when this many of its attempts were lost (their process was killed, for
-    example) or failed for a temporary cause. After any other failure, the job fails at once. An
+    """The job fails when this many of its attempts were lost (for example, because the process was
+    killed) or failed for a temporary cause. After any other failure, the job fails at once. An
     attempt that ended because its runner was stopped does not count."""
     debounce_seconds: float = Field(default=0.0, ge=0)
     """A pending job may start once no newer commit has arrived for this long."""

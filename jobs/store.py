@@ -105,15 +105,16 @@ class JobStore(JobReader):
 
         1. If the store has recorded a job for `delivery`, return this job. But if this job failed
            or was cancelled, look for later push jobs of the pipeline that did not fail and were not
-           cancelled. Return the newest of them. If there is none, go on with rule 2.
+           cancelled, and return the newest of these jobs. If there is no such job, go on with rule
+           2.
         2. Compare `spec` with one earlier job: with the pipeline's pending push job or, if no push
            job is pending, with the pipeline's newest job. A plain command is compared with the
            newest plain command that has the same `dedupe_key`. If the earlier job has the same
            `dedupe_key`, and did not fail and was not cancelled, return the earlier job.
-        3. If the pipeline has a pending push job, this job absorbs `spec`; return this job. It
-           takes the command, settings and payload of `spec`, and its range of commits then also
-           covers the commits of `spec`. But if the commits of `spec` are older, the pending job
-           keeps its command, settings and payload.
+        3. If the pipeline has a pending push job, the pending job absorbs `spec`; return the
+           pending job. The pending job takes the command, settings and payload of `spec`. Its range
+           of commits then also covers the commits of `spec`. But if the commits of `spec` are
+           older, the pending job keeps its command, settings and payload.
         4. Create a pending job, and return it.
 
         For a submission by hand (`by_hand`), only rules 1 and 4 apply. The new job absorbs no push,

@@ -195,8 +195,8 @@ class _Batch:
             if number is not None:
                 raise PendingJob(job_id_of(number), pipeline)
             # If no push job is pending, the next push must be compared with the new job. So if the
-            # remembered candidate is not pending, forget it. For the next push of this batch,
-            # `_candidate_of` then reads the new job from the database.
+            # remembered candidate is not pending, forget this candidate. For the next push of this
+            # batch, `_candidate_of` then reads the new job from the database.
             candidate = self._candidates.get(pipeline)
             if candidate is not None and candidate.job.state != "SCHEDULING":
                 del self._candidates[pipeline]
@@ -208,9 +208,9 @@ class _Batch:
 
         Normally this is the job `number`. But if this job failed or was cancelled, it is the newest
         later push job of the pipeline that did not fail and was not cancelled. The later job trains
-        on a newer commit. If the commit of the repeated delivery were trained on again after that,
-        older weights would replace newer weights. For a plain command that failed or was cancelled,
-        returns None, because no other job does the work of the command.
+        on a newer commit. If a new job then trained on the older commit of the repeated delivery,
+        its weights would replace the newer weights. For a plain command that failed or was
+        cancelled, returns None, because no other job does the work of the command.
         """
         job = self.job(number)
         if not _failed_or_cancelled(job):
@@ -299,8 +299,8 @@ class _Batch:
         job took it over from a failed job.
 
         A push that arrives now is newer than an old delivery. So the push has not arrived late,
-        even if it ends at the commit at which the old delivery begins: somebody has force-pushed
-        the branch back to this commit.
+        even if the push ends at the commit at which the old delivery begins. In that case, somebody
+        has force-pushed the branch back to this commit.
         """
         number = number_of(pending.id)
         links = JOB_DELIVERIES.c
@@ -349,9 +349,9 @@ class _Batch:
 
 
 def _failed_or_cancelled(job: Job) -> bool:
-    """Whether the job failed, was cancelled, or still runs but will be cancelled. If a delivery of
-    this job is then repeated, the delivery may lead to another job. A job that completed before it
-    could be cancelled does not count as cancelled, because it has done its work."""
+    """Whether the job failed, was cancelled, or still runs but will be cancelled. If the sender
+    repeats a delivery of such a job, the delivery may lead to another job. A job that completed
+    before it could be cancelled does not count as cancelled, because it has done its work."""
     return job.state in _FAILED_OR_CANCELLED or (job.cancel_requested and not job.has_ended)
 
 

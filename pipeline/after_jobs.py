@@ -29,9 +29,9 @@ PRUNE_SECONDS = 3600.0
 
 @contextmanager
 def after_jobs(settings: Settings, home: Home, *, serves_metrics: bool) -> Iterator[None]:
-    """Run the two threads that the module's docstring describes, until the `with` block ends.
-    Before the first thread stops, it handles every job that has ended by then, so that no outcome
-    is missed.
+    """Run the two threads that the module's docstring describes, until the `with` block ends. When
+    the block ends, the first thread still handles every job that has ended by then, and stops only
+    after that. So no outcome is missed.
 
     With `serves_metrics`, also serve the runner's metrics, unless the setting `metrics_port` is 0.
     Raises StoreError.

@@ -1,5 +1,5 @@
-"""Runs the job runner (`run_jobs`). Also provides a hub and a runner for a job that a person
-submits (`with_runner`). If a stack (the services that `pipeline up` starts) is up, the job uses the
+"""Runs the job runner (`run_jobs`), and makes sure that a job submitted by a person has a hub and a
+runner (`with_runner`). If a stack (the services that `pipeline up` starts) is up, the job uses the
 hub and the runner of the stack. Otherwise this module starts a new hub and a new runner."""
 
 import os
@@ -144,8 +144,9 @@ def _attempt_variables(job: Job, tokens: Tokens) -> dict[str, str]:
 
 def _user_token_variable(tokens: Tokens) -> dict[str, str]:
     """The environment variable that passes the user's own token on to the jobs. The jobs need this
-    token for other hubs. It is `HF_TOKEN` of the shell that started this process. Empty if
-    `HF_TOKEN` is not set, or if it is the token of the stack's own hub."""
+    token for other hubs. The token is the value of `HF_TOKEN` in the shell that started this
+    process. The result is empty if `HF_TOKEN` is not set, or if it is the token of the stack's own
+    hub."""
     token = os.environ.get("HF_TOKEN")
     return {OWN_TOKEN: token} if token and token != tokens.hub else {}
 

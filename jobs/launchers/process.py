@@ -110,8 +110,8 @@ def lower_priority(niceness: int) -> None:
             if found and int(found[-1]) < niceness:
                 session.write_text(str(niceness))
         except BlockingIOError:
-            # Try again later. The kernel accepts only ten writes per second to these files from
-            # all processes without root rights together.
+            # Try again later. The kernel counts the writes of all processes without root rights to
+            # these files, and accepts only ten of these writes per second.
             time.sleep(0.1)
         except OSError:
             return

@@ -1,8 +1,8 @@
 """The *leader* of a job's session (setsid(2)): the process that starts the command, waits until the
 command has ended, and records the command's exit code.
 
-The leader is a separate process for two reasons: it records the exit code even if the runner dies,
-and when the command has ended, it kills the processes that the command has left running.
+The leader is a separate process, so that it can record the exit code even if the runner dies. When
+the command has ended, the leader also kills the processes that the command has left running.
 
 If this module is run as a program, it reads one request from standard input. The module uses only
 the standard library, so that it starts quickly.
@@ -159,9 +159,9 @@ def _record_process(job_dir: Path, attempt: int) -> None:
 
 
 def _prepare_command_process(leader: int) -> None:
-    """Prepare this process to run the command. Stop signals get their default action again. If the
-    leader is killed, the kernel kills this process too, because nobody else could record the
-    command's exit code."""
+    """Prepare this process to run the command. Stop signals get their default action again. Also
+    tell the kernel to kill this process if the leader is killed. Without its leader, the command
+    would run on, but nobody could record its exit code."""
     die_with_parent(leader)
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)

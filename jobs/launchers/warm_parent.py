@@ -1,6 +1,6 @@
 """`WarmParent`: manages the warm parent, a process from which jobs are forked
-(`jobs/launchers/warm.py`). It starts the warm parent, sends requests to it, and starts another warm
-parent if it dies."""
+(`jobs/launchers/warm.py`). `WarmParent` starts this process, sends requests to it, and starts
+another warm parent if this process dies."""
 
 import contextlib
 import json
@@ -134,8 +134,8 @@ class WarmParent:
     def _close_pipes(process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         process.stdout.close()
-        # `close` fails if the pipe's buffer still holds a request. Ignore this error: the launcher
-        # sends the request again, to the next warm parent.
+        # `stdin.close` fails if the pipe's buffer still holds a request. Ignore this error: the
+        # launcher sends the request again, to the next warm parent.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 

@@ -21,8 +21,9 @@ def check(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="Check the files in this folder, committed or not. Default: the clone of the "
-            "dataset that you are in; outside a clone, the newest commit of the pipeline's branch."
+            help="Check the files in this folder, committed or not. Default: if you are in a clone "
+            "of the dataset, the files of that clone; if you are not, the newest commit of the "
+            "pipeline's branch."
         ),
     ] = None,
     pipeline: PipelineOption = None,
