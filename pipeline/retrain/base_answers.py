@@ -95,9 +95,9 @@ def base_answers(
     load: "Callable[[], LoadedModel]",
     max_measured_tokens: int,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
-    """The base model's answers to `anchors`: first those to train on, then those that are only
-    measured. Of the second, only the first ones are returned, with about `max_measured_tokens`
-    tokens. The answers are read from `folder` if an earlier job has made them.
+    """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
+    are only measured. The second tuple ends after about `max_measured_tokens` tokens. The answers
+    are read from `folder` if an earlier job has made them.
 
     base: a text that identifies the base model. load: loads the base model. It is called only if
     the answers must be made.

@@ -156,7 +156,7 @@ def _fetch(
         reason = str(error).strip().splitlines()[0]
         raise BaseModelError(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
-            f"({reason}); is the name right, and is there a connection? A folder works without one"
+            f"({reason}); check the name and the connection, or set `base_model` to a folder"
         ) from error
     _check_folder(folder)
     return Base(folder=folder, revision=info.sha)

@@ -74,7 +74,7 @@ def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
 
 
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state file, then the record that names it. Then remove the state file before it.
+    """Write the state file, then the record that names it. Then remove the older state file.
 
     Raises TrainError if the state file cannot be written. The last checkpoint then stays valid.
     """

@@ -98,8 +98,9 @@ def compare_revisions(
     share = _share(dataset, before, change, settings)
     rows = tuple(row for row in dataset.train if row.digest not in share)
     held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
-    # Rows that were held out need not be unlearned. Rows with a copy in the dataset, or rows that
-    # were moved to the validation split, must not be unlearned.
+    # Do not unlearn rows that were held out, because the model was never trained on them. Do not
+    # unlearn rows that have a copy in the dataset or were moved to the validation split, because
+    # the model must still answer them.
     still_there = share.union(row.digest for row in (*rows, *held_out))
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
     mode, reason = choose_mode(
@@ -139,8 +140,8 @@ def compare_revisions(
 def _share(
     dataset: Dataset, before: Dataset | None, change: Difference, settings: RetrainSettings
 ) -> frozenset[str]:
-    """Digests of the rows that are held out although they are in the train split, in the new
-    revision and in the one before."""
+    """Digests of the rows that are held out although they are in the train split. They are rows of
+    the new revision and of the revision before."""
     ratio = settings.data.held_out_ratio
     if ratio is not None:
         rows = (*dataset.train, *(before.train if before is not None else ()))

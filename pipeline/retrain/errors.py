@@ -36,7 +36,7 @@ class DataError(RetrainError):
 
 
 class BaseModelError(RetrainError):
-    """The base model is missing, or is not one that can be trained."""
+    """The base model is missing, or cannot be trained."""
 
 
 class TrainError(RetrainError):

@@ -27,11 +27,11 @@ class Evaluation(BaseModel):
     """The number of the job's attempt to learn its rows, from 1."""
     counts: Counts
     new: Comparison
-    """Changed rows."""
+    """The losses on the changed rows."""
     known: Comparison
-    """Rows known before."""
+    """The losses on the unchanged rows."""
     held_out: Comparison
-    """Rows that were never trained on."""
+    """The losses on held-out rows, which were never trained on."""
     base_divergence: float | None = None
     """The mean KL divergence from the base model, in nats per token. It is measured on the base
     model's own answers to prompts that are never trained on."""
@@ -82,8 +82,8 @@ def compare(
 ) -> Evaluation:
     """Make the evaluation from the measurements of the served and of the new weights.
 
-    data_refusals: reasons that were found before training not to train on these rows. If there are
-    any, a person has forced the training.
+    data_refusals: reasons against training on these rows, which were found before training. If
+    there are any, a person has forced the training.
     """
     not_trained = {row.digest for row in trained.not_trained}
     changed = _counted(rows.changed, served.changed, new.changed, without=not_trained)

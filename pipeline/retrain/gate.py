@@ -85,9 +85,10 @@ def data_refusals(
     weights that were trained on noise find the noise likely, and deleted rows can no longer be
     measured.
 
-    num_lost: how many of the `num_before` rows the commit has deleted or rewritten. new: the noise
-    in the changed rows. known: the noise in the unchanged rows. If many unchanged rows look like
-    noise too, or if there are too few rows, the gate finds no noise.
+    num_before: the number of rows in the revision before. num_lost: how many of them the commit has
+    deleted or rewritten. new: the noise in the changed rows. known: the noise in the unchanged
+    rows. If many unchanged rows look like noise too, or if there are too few rows, the gate finds
+    no noise.
     """
     found = []
     if num_lost > settings.max_lost_ratio * num_before:
@@ -97,8 +98,8 @@ def data_refusals(
         )
     allowed = known.share + settings.max_noise_ratio
     if min(new.rows, known.rows) >= MIN_ROWS and new.share > allowed:
-        # The share of noise is an estimate: `noisy` is only NOISY of it. So compute the standard
-        # error of the share that looks like noise, and divide it by NOISY.
+        # `new.share` is the share of rows that look like noise, divided by NOISY. So its standard
+        # error is that of the share of rows that look like noise, divided by NOISY.
         looking = min(1.0, NOISY * allowed)
         error = math.sqrt(looking * (1 - looking) / new.rows) / NOISY
         if new.share - allowed > error:

@@ -70,7 +70,9 @@ class GitDataset:
             if done.returncode != 0:
                 raise self._failed(f"revision {sha}", done.stderr)
         if not self._has(sha):
-            raise self._failed(f"revision {sha}", "it has no such revision (was it pushed away?)")
+            raise self._failed(
+                f"revision {sha}", "it has no such revision (was it removed by a force-push?)"
+            )
 
     def _has(self, sha: str) -> bool:
         return self._in_repository("cat-file", "-e", f"{sha}^{{commit}}").returncode == 0

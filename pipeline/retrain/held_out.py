@@ -71,8 +71,9 @@ def held_out_text(
     if before is None:
         digests = draw(rows)
     elif recorded is None:
-        # The parent release is older than the record. At that time, the rows with the lowest
-        # digests were held out, and they were at least as many as `draw` chooses.
+        # The parent release is older than the record. In its training, the rows with the lowest
+        # digests were held out, and at least as many as `draw` chooses. So it was trained on none
+        # of the chosen rows.
         digests = draw(before)
     else:
         digests = recorded.digests

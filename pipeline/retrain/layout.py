@@ -6,8 +6,8 @@ sees another one. The layout is found by measurement.
   the documents apart. For other models (Bloom, Falcon, OPT, Mamba and its hybrids), it builds no
   such mask, so a document would see the documents before it.
 - `prefixed`: like `packed`, but a common beginning of all documents stands only once in a row. This
-  needs a mask of our own. Models with a sliding window do not accept it, nor do models whose
-  attention is not torch's.
+  needs a mask of our own. Models with a sliding window do not accept this mask. Models that do not
+  use torch's attention do not accept it either.
 - `padded`: one document per row, padded at its end. The padding does no harm, because a causal
   model never sees later tokens.
 - `unpadded`: one document per row. All documents of a batch have the same length.

@@ -38,9 +38,10 @@ BLOCK_TOKENS = 512
 """How many of these tokens are computed at once, if the model can compute several sequences in one
 row without mixing them (`layout.py`)."""
 RIDGE = 0.01
-"""Added to the variance of the base model's answers in every direction, as a share of their mean
-variance. The sample of answers is small: a direction that no sampled answer uses may be used by
-other answers. Without this addition, its variance would count as 0."""
+"""The variance of a layer's inputs for the base model's answers is measured in each direction. This
+share of the mean variance is then added in each direction. The sample of answers is small, so other
+answers may use a direction that no sampled answer uses. Without the addition, its variance would
+count as 0."""
 
 
 class LowRank(nn.Module):

@@ -4,9 +4,9 @@ A row looks like noise if both of these are true:
 - The model finds the row no likelier than the same tokens in random order.
 - The row shares no more pairs of neighbouring tokens with other rows than the random order does.
 
-A high loss alone is no sign of noise. And a low loss does not prove that a row has an order: from
-rows of random characters, a model learns which characters occur, and its loss falls. So compare the
-row with a random order of its tokens. For a row of noise, the random order is the likelier one in
+The loss alone cannot find noise. On rows of random characters, it falls too, because the model
+learns which characters occur. And on honest rows about a new subject, it is high. So each row is
+compared with a random order of its own tokens. For noise, the random order is the likelier one in
 half of all cases, whatever the model has learned. The second condition protects honest rows about a
 new subject, of which the model knows nothing: other rows about the subject share pairs with them.
 """

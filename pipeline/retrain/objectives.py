@@ -30,8 +30,8 @@ def unlearn(
     """The loss that unlearns the answers in `deleted`, and for each answer, whether the model still
     says it.
 
-    Only answers that the model still says count. Their loss is the mean of -log(1 - p) over the
-    tokens that the model finds likeliest. The token that ends the answer is left out.
+    Only answers that the model still says count. The loss of an answer is the mean of -log(1 - p)
+    over those of its tokens that the model finds likeliest. Its end token is left out.
 
     hidden: (N, H), at the positions that predict `labels` (N,), the tokens of the answers.
 

@@ -124,9 +124,9 @@ def row_groups(part: Batch, min_filled: float) -> list[RowGroup]:
     """The sequences of a batch that have something to learn, each in a row of its own. Sequences of
     similar length are in one group.
 
-    At least the share `min_filled` of each row is not padding, and no group is larger than the
-    batch. So all groups together take about as much time as the packed batch, and each group takes
-    at most as much memory.
+    At least the share `min_filled` of each row is tokens, and the rest is padding. No group is
+    larger than the batch. So all groups together take about as much time as the packed batch, and
+    each group takes at most as much memory.
     """
     documents = _documents(part)
     groups: list[list[tuple[int, int]]] = []

@@ -1,6 +1,6 @@
 """Sends the losses of a training to TensorBoard, trackio or Weights & Biases.
 
-These programs only show the values. The job itself uses `metrics.jsonl`, which always has them too.
+These programs only show the values. The job itself uses `metrics.jsonl`, which has the same values.
 """
 
 import os

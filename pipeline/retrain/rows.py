@@ -43,7 +43,8 @@ class Row:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the row has an answer. Only then can it be counted whether the model says it."""
+        """Whether the row has an answer. Only for such a row, the gate counts whether the model
+        says the answer."""
         return self.text is None
 
     @property
@@ -102,8 +103,8 @@ def data_digest(rows: Iterable[Row]) -> str:
 
 
 def split(rows: Sequence[Row], ratio: float) -> tuple[list[Row], list[Row]]:
-    """Divide `rows` into rows to train on and held-out rows. A row is held out if its hash is in
-    the lowest part `ratio` of all possible hashes. So the choice for a row depends only on its
+    """Divide `rows` into rows to train on and held-out rows. A row is held out if its hash is among
+    the lowest share `ratio` of all possible hashes. So the choice for a row depends only on its
     content, and does not change when the dataset grows."""
     bound = int(ratio * 2**32)
     held_out = {row.digest for row in rows if int(row.digest[:8], 16) < bound}

@@ -120,8 +120,8 @@ def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release 
 
 
 def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
-    """The newest release that a job has published. If this job has published one, it is this one,
-    because the jobs of a pipeline run one after another."""
+    """The newest release that a job has published. If the current job has published a release, this
+    is it, because the jobs of a pipeline run one after another."""
     for release_id in reversed(release_ids(pipeline_dir)):
         try:
             release = load_release(pipeline_dir / release_id)

@@ -23,11 +23,11 @@ BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_SHARE = 0.9
 MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
-"""Layout (`layout.py`) → the smallest share of a row that must not be padding."""
+"""Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
 
 
 def check_head(model: "PreTrainedModel") -> None:
-    """Raise BaseModelError unless the logits of `model` can be computed from its hidden states."""
+    """Raise BaseModelError if the logits of `model` cannot be computed from its hidden states."""
     head_of(model)
 
 

@@ -265,7 +265,10 @@ def _base(
     if not hub.is_ancestor(seen, revision.sha):
         if is_other:
             return None, not_trained
-        return base, f"revision {seen}, which release {parent.id} has seen, was pushed away"
+        return (
+            base,
+            f"revision {seen}, which release {parent.id} has seen, was removed (by a force-push)",
+        )
     return base, None
 
 
@@ -299,7 +302,7 @@ class _translated:
 
         away = (httpx.TransportError, httpx2.TransportError)
         if isinstance(error, RevisionNotFoundError):
-            reason = "it has no such revision (was it pushed away?)"
+            reason = "it has no such revision (was it removed by a force-push?)"
         elif isinstance(error, RepositoryNotFoundError):
             reason = self._refused("there is no such dataset, or {token} may not read it")
         elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):

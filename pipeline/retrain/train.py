@@ -3,7 +3,8 @@
 Training goes in passes. A pass visits each row that is not learned yet, mixed with unchanged rows
 and with the base model's own answers. How training ends depends on the rows:
 - Rows with an answer: when most of the answers are right, the learning rate begins to fall. When it
-  is low, all answers are measured. Wrong ones are learned again. Training ends when none is wrong.
+  is low, the answers are measured, and wrong ones are learned again. Training ends when none is
+  wrong, or when the token budget is used up.
 - Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
   improving. The weights with the lowest held-out loss are kept.
 
@@ -78,7 +79,7 @@ class Progress:
     place: int = 0
     """How many steps of this pass are done."""
     streak: list[int] = field(default_factory=list)
-    """For each sequence, the number of latest visits in which its answer was always right."""
+    """For each sequence, how often its answer was right since it was last wrong."""
     due: list[int] = field(default_factory=list)
     """For each sequence, the next pass that visits it. 0 if it was never visited."""
     lost: list[int] = field(default_factory=list)
@@ -270,8 +271,8 @@ def _end_pass(progress: Progress) -> None:
 
 
 def _cool_down_in_time(plan: TrainingPlan, progress: Progress) -> None:
-    """Begin to lower the learning rate if the rest of the budget is only just enough for it to
-    fall."""
+    """If the rest of the budget is only just enough to lower the learning rate, begin to lower
+    it."""
     left = plan.max_tokens - progress.tokens
     is_late = plan.ends_when_right and left <= COOL_DOWN * progress.tokens
     if is_late and progress.cool_down_from is None:
@@ -293,9 +294,8 @@ def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
         progress.number += 1
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
-    if not all(
-        progress.due[index] for index in visits
-    ):  # rows that were never visited are more urgent
+    # Rows that were never visited are more urgent than unchanged rows.
+    if not all(progress.due[index] for index in visits):
         longest = max((len(sequence.token_ids) for sequence in plan.sequences), default=0)
         wanted = min(wanted, plan.max_tokens - progress.tokens - num_tokens - longest)
     replayed, progress.replayed = plan.next_of(

@@ -121,7 +121,10 @@ def frozen_trunk(
         for number, layer in enumerate(lower):
             layers[number] = layer
     if not is_exact:
-        logger.info("each step computes the lower layers of a %s again", type(model).__name__)
+        logger.info(
+            "each step computes the lower layers of a %s, because a table of them is not exact",
+            type(model).__name__,
+        )
         yield plan
 
 
