@@ -1,6 +1,8 @@
-"""Averages the weights after a delta with the weights before it. A delta learns new rows, but
-forgets other rows a little. An average keeps most of what was learned, and brings back most of
-what was forgotten.
+"""Averages the weights after a delta with the weights before it.
+
+A delta is a training of the served weights on the changed rows. It learns these rows, but forgets
+other rows a little. An average keeps most of what was learned, and brings back most of what was
+forgotten.
 
 Robust fine-tuning of zero-shot models, Wortsman et al. 2022, https://arxiv.org/abs/2109.01903
 """

@@ -77,9 +77,9 @@ def _answers(
         answered: str = render(messages[: number + 1], tokenize=False)
         if not answered.startswith(asked):
             raise DataError(
-                f"{row.place}: with the chat template of the base model, the prompt for an answer "
-                "is not the text that stands before the answer in the whole conversation, so the "
-                "answer cannot be found; take a template with {% generation %}"
+                f"{row.place}: the chat template of the base model renders the prompt of an answer "
+                "differently when the answer follows, so that answers cannot be told from prompts; "
+                "take a template with {% generation %}"
             )
         found.append((asked, answered))
     return found

@@ -1,5 +1,9 @@
 """Reads the rows of a dataset snapshot, and decides which rows to train on, which to hold out, and
-whether to train at all."""
+whether to train at all.
+
+A *full* training trains the base model on all rows. A *delta* trains the weights of the parent (the
+release from which the job continues) on the changed rows.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,8 +23,8 @@ training without them is cheaper."""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """The rows of a revision, compared with the revision that the parent (the release to go on
-    from) was trained on. If there is no such revision, every row is new."""
+    """The rows of a revision, compared with the revision that the parent was trained on. If there
+    is no such revision, every row is new."""
 
     mode: Literal["full", "delta"]
     reason: str

@@ -1,5 +1,9 @@
 """The gate: decides whether the new weights may be served. It judges counts and losses that other
-modules have measured."""
+modules have measured.
+
+Weights *say* a row if a model with these weights gives the row's answer. A row is *learned* if the
+new weights say it, and *kept* if they still say it.
+"""
 
 import math
 from collections.abc import Sequence

@@ -43,8 +43,8 @@ TRAINING_COST = 3.0
 """Training on a token takes this many times as long as measuring it. A measurement is one forward
 pass, and the backward pass of a training step takes as long as two more."""
 FULL_ATTEMPT = 3
-"""The number of the last attempt of a delta: a full training from the base model, if the delta did
-not learn its rows."""
+"""The number of the last attempt of a delta (a training of the served weights on the changed rows).
+If the delta does not learn its rows, this attempt is a full training, from the base model."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,8 @@ class Learning:
     loaded: LoadedModel
     """The served weights at first. After `train`, the new weights."""
     anchors: tuple[AnchorTarget, ...]
-    """The base model's own answers to train on. Empty for a preset, which has nothing to keep."""
+    """The base model's own answers to train on. Empty for a preset: its weights are random, so its
+    answers are not worth keeping."""
     measured_anchors: tuple[AnchorTarget, ...]
     """The base model's own answers that are only measured."""
     rows: MeasuredRows

@@ -1,5 +1,9 @@
 """`TrainingPlan`: the token sequences that a training uses, its token budget, and its learning
-rate."""
+rate.
+
+A *full* training trains the base model on all rows. A *delta* trains the weights of the parent
+release (usually the served one) on the changed rows.
+"""
 
 import math
 import random
