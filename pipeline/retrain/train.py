@@ -1,7 +1,8 @@
 """Trains a model on the token sequences of a plan. It is one loop, without a framework.
 
 Training goes in passes. A pass visits each row that is not learned yet, mixed with unchanged rows
-and with the base model's own answers to everyday prompts (anchors). How training ends depends on the rows:
+and with the base model's own answers to everyday prompts (anchors). How training ends depends on
+the rows:
 - Rows with an answer: when most of the answers are right, the learning rate begins to fall. When it
   is low, the answers are measured, and wrong ones are learned again. Training ends when none is
   wrong, or when the token budget is used up.
