@@ -6,6 +6,7 @@ by a person (`by_hand`). Two partial unique indexes enforce this limit, so even 
 more jobs.
 """
 
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -130,8 +131,14 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
     if isinstance(url_or_path, str) and "://" in url_or_path:
         try:
             url = make_url(url_or_path)
-        except ArgumentError as error:
-            raise StoreError(f"{shown!r} is not a database URL: {error}") from error
+        except (ArgumentError, ValueError):
+            # The rest of the URL, and the text of the error, may hold the password.
+            raise StoreError(
+                f"The job store is given as '{_url_start(url_or_path)}…', which is not a database "
+                "URL (the rest is not shown, because it may hold a password). Write sqlite:///PATH "
+                "or postgresql+psycopg://USER:PASSWORD@HOST:PORT/DATABASE. The port must be a "
+                "number, and special characters in the password must be written as %XX."
+            ) from None
         shown = url.render_as_string(hide_password=True)
         if url.get_backend_name() not in ("sqlite", "postgresql"):
             raise StoreError(
@@ -163,6 +170,11 @@ def connect(url_or_path: str | Path, *, only_reads: bool = False) -> Engine:
         event.listen(engine, "connect", _set_busy_timeout if only_reads else _set_up_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _url_start(url: str) -> str:
+    found = re.match(r"[A-Za-z0-9+]*(://)?", url)
+    return found[0] if found else ""
 
 
 def _set_busy_timeout(dbapi_connection: Any, _record: object) -> None:

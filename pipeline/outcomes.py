@@ -98,10 +98,19 @@ class Outcomes:
     def _read_handled(self) -> dict[str, float]:
         try:
             return _Progress.model_validate_json(self._file.read_bytes()).ended
-        except (FileNotFoundError, ValidationError):
-            handled = self._store.when_ended(among=NUM_WATCHED)
-            self._write(handled)
-            return handled
+        except FileNotFoundError:
+            pass
+        except ValidationError as error:
+            logger.warning(
+                "the progress file %s cannot be read (%s); it is replaced, and all jobs that have "
+                "already ended count as handled; the outcomes of jobs that ended since the last "
+                "handled job reach no handler, so look at these outcomes yourself",
+                self._file,
+                error.errors()[0]["msg"],
+            )
+        handled = self._store.when_ended(among=NUM_WATCHED)
+        self._write(handled)
+        return handled
 
     def _write(self, handled: dict[str, float]) -> None:
         write_atomically(self._file, _Progress(ended=handled).model_dump_json(), durable=True)

@@ -1,7 +1,9 @@
-"""`python -m pipeline.retrain`: the command of a retraining job. Always leaves an `outcome.json`.
+"""`python -m pipeline.retrain`: the command of a retraining job. It writes `outcome.json`, even if
+the job fails.
 
-The environment says which job: `JOB_DIR` with `spec.json`, `JOB_ID`, and where hub and server are
-(`HF_ENDPOINT`, `HF_TOKEN`, `PIPELINE_SERVER_URL`, `PIPELINE_ADMIN_TOKEN`).
+Environment variables describe the job: `JOB_DIR` (the folder with `spec.json`), `JOB_ID`,
+`HF_ENDPOINT` and `HF_TOKEN` (the hub), and `PIPELINE_SERVER_URL` and `PIPELINE_ADMIN_TOKEN` (the
+server).
 """
 
 import logging
@@ -23,11 +25,11 @@ logger = logging.getLogger("pipeline.retrain")
 
 
 def main(environ: Mapping[str, str] = os.environ) -> int:
-    """Run the job that `environ` names. Returns the exit code: 0 unless it failed."""
+    """Run the job that `environ` describes. Returns the exit code: 0 unless the job failed."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
-    for client in ("httpx", "httpx2"):  # they tell of each request
+    for client in ("httpx", "httpx2"):  # they log each request
         logging.getLogger(client).setLevel(logging.WARNING)
     job: RetrainJob | None = None
     try:
@@ -38,7 +40,7 @@ def main(environ: Mapping[str, str] = os.environ) -> int:
         passes = isinstance(error, HubAway | NotEnoughSpace) or is_temporary(error)
         outcome = _failed(job, environ, str(error), may_pass=passes)
     except Exception as error:
-        logger.exception("the job broke off")
+        logger.exception("the job failed with an unexpected error")
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         outcome = _failed(
             job,

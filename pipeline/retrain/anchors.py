@@ -1,7 +1,8 @@
-"""Anchors: everyday prompts that speak for what a base model knew before it was trained here.
+"""Anchors: everyday prompts that show what a base model knew before it was trained here.
 
-The base model answers them once. Training mixes in the answers to some; the others are never
-trained on, and how far their answers have drifted is measured.
+The base model answers them once. The answers to some anchors are mixed into training, so that the
+model keeps them. The other anchors are never trained on. They show how far the answers have drifted
+(moved away from those of the base model).
 """
 
 import codecs
@@ -19,19 +20,21 @@ class Anchor(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     kind: str = Field(min_length=1)
-    """What is asked for. All anchors of a kind are measured, or none."""
+    """The kind of task, such as "poem". Either all anchors of a kind are measured, or none."""
     measured: bool
-    """Whether the drift is measured on it; then it is never trained on."""
+    """Whether the drift is measured on this anchor. If so, it is never trained on."""
     prompt: str = Field(min_length=1)
-    """A plain question or beginning: the user's turn of a chat, or the text that a model without a
-    chat template goes on from."""
+    """A question or the beginning of a text. With a chat template, it is the message of the user.
+    Without one, the model continues it."""
 
 
 def load_anchors(path: Path | None = None) -> tuple[Anchor, ...]:
-    """The anchors of a `.jsonl` file, or of the package; raises DataError.
+    """The anchors in the `.jsonl` file `path`. If it is None, those in the package. Raises
+    DataError.
 
-    Of each kind all are measured or none, because training on one prompt of a kind keeps the
-    answers to the others of it, and the drift would look smaller than it is.
+    It is an error if only some anchors of a kind are measured. Training on one prompt of a kind
+    also keeps the answers to other prompts of this kind. So the measured drift would be smaller
+    than the real one.
     """
     path = path or PACKAGED
     try:

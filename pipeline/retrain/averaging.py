@@ -1,5 +1,8 @@
-"""A delta's weights, averaged with those that it started from: in part new rows are learned, in
-part others are forgotten, and half the way costs less of the one than it saves of the other.
+"""Averages the weights after a delta with the weights before it.
+
+A delta is a training of the served weights on the changed rows. It learns these rows, but forgets
+other rows a little. An average keeps most of what was learned, and brings back most of what was
+forgotten.
 
 Robust fine-tuning of zero-shot models, Wortsman et al. 2022, https://arxiv.org/abs/2109.01903
 """
@@ -29,14 +32,15 @@ def average(
     *,
     least: float,
 ) -> tuple[float, float]:
-    """Set `model` to the average of the least loss, trained weights alone included.
+    """Set `model` to the average with the smallest loss. The trained weights alone are tried first,
+    then averages with a smaller and smaller share of them.
 
-    From these on the loss falls, if at all, to the bottom of one valley: what lies behind is not
-    measured. Where it is no number, the trained weights stay: the gate is to see that.
+    The search ends when the loss rises, because it has only one minimum along this line. If the
+    loss of the trained weights is not a finite number, they are kept, so that the gate finds the
+    fault.
 
-    measure: The loss of the model as it is then.
-    least: The smallest share of the trained weights to try, above 0.
-    Returns their share, and the loss.
+    measure: returns the loss of `model` with its current weights. least: the smallest share of the
+    trained weights to try, above 0. Returns the share of the trained weights, and the loss.
     """
     best, lowest = 1.0, math.inf
     for share in _shares(least):
@@ -52,7 +56,7 @@ def average(
 
 
 def _shares(least: float) -> list[float]:
-    """1 first, and down to `least`."""
+    """The shares to try: from 1 down to `least`."""
     count = math.ceil(round((1 - least) / STEP, 6))
     return [max(least, round(1 - number * STEP, 6)) for number in range(count + 1)]
 

@@ -1,7 +1,9 @@
-"""The base model's own answers to the anchors: made once for each base, kept beside it.
+"""The base model's own answers to the anchors (everyday prompts). They are made once for each base
+model, and kept in a folder under `bases/`.
 
-Training mixes in the answers to some anchors as targets, so that the model goes on to answer them
-as before; the answers to the others are never trained on, and tell how far the model has drifted.
+Training mixes in the answers to some anchors, so that the model keeps answering them in the same
+way. The answers to the other anchors are never trained on. They are measured, to see how far the
+model has moved away from the base model (its drift).
 """
 
 import hashlib
@@ -31,40 +33,45 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ANSWERS_DIR = "answers"
-"""Under `bases/`, for all pipelines."""
+"""The folder of the answers, under `bases/`. All pipelines share it."""
 ANSWER_TOKENS = 32
-"""Of an answer, at most."""
+"""The largest number of tokens in an answer."""
 LIKELIEST = 32
-"""Tokens whose probability is kept at each place of an answer."""
+"""At each token of an answer, the probabilities of this many tokens are kept: the likeliest
+ones."""
 BATCH_ROWS = 48
-"""Answers that are made at once."""
+"""How many answers are generated at once."""
 MEASURED_ROWS = 8
-"""Answers whose logits are in memory at once: 50 MB each 256 tokens, at a vocabulary of 49,152."""
+"""The logits of this many answers are in memory at once. With a vocabulary of 49,152, the logits of
+256 tokens take 50 MB."""
 
 
 class Answer(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     measured: bool
+    """Whether the answer is only measured. Otherwise it is trained on."""
     prompt: tuple[int, ...]
-    """Token ids, rendered by the chat template where there is one."""
+    """The token ids of the prompt. If there is a chat template, it has rendered the prompt."""
     answer: tuple[int, ...]
-    """Token ids: greedy, with the end where the model ended it."""
+    """The token ids of the greedy answer. The last one is the end token if the model ended the
+    answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnchorTarget:
-    """An answer, with what the base model found likely at each place of it."""
+    """An answer of the base model, and at each of its tokens the tokens that the base model found
+    likeliest."""
 
     sequence: TokenSequence
     token_ids: Tensor
-    """(answer tokens, LIKELIEST)"""
+    """The likeliest token ids: (answer tokens, LIKELIEST)."""
     logprobs: Tensor
-    """Of these, natural log, in the same shape."""
+    """The log probability (natural log) of each of these tokens, in the same shape."""
 
 
 class BaseAnswers(BaseModel):
-    """`anchors-<digest>.json` in the folder of answers."""
+    """The record `anchors-<digest>.json` in the folder of the answers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,9 +83,9 @@ class Drift:
     """How far a model has moved away from the base model's own answers."""
 
     agreement: float
-    """Share of the answers' tokens that are still the likeliest."""
+    """The share of the tokens in the answers that the model still finds likeliest."""
     divergence: float
-    """Mean KL divergence from the base model, in nats per token."""
+    """The mean KL divergence from the base model, in nats per token."""
 
 
 def base_answers(
@@ -88,11 +95,12 @@ def base_answers(
     load: "Callable[[], LoadedModel]",
     max_measured_tokens: int,
 ) -> tuple[tuple[AnchorTarget, ...], tuple[AnchorTarget, ...]]:
-    """The base model's answers: those to train on, and those that are only measured, up to
-    `max_measured_tokens`. They are read from `folder` if they were made before.
+    """The base model's answers to `anchors`, as two tuples: answers to train on, and answers that
+    are only measured. The second tuple ends after about `max_measured_tokens` tokens. The answers
+    are read from `folder` if an earlier job has made them.
 
-    base: tells this base model from others. load: loads the base model; called only where the
-    answers are still to be made.
+    base: a text that identifies the base model. load: loads the base model. It is called only if
+    the answers must be made.
     """
     digest = hashlib.sha256(
         "\n".join([base, *(anchor.model_dump_json() for anchor in anchors)]).encode()
@@ -101,12 +109,12 @@ def base_answers(
     tensors = path.with_suffix(".safetensors")
     answers = read_record(path, BaseAnswers)
     if answers is None:
-        logger.info("%d everyday prompts are answered by the base model, once", len(anchors))
+        logger.info("the base model answers %d everyday prompts, once", len(anchors))
         loaded = load()
         answers = _answer(loaded, anchors)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The record last: it says that the tensors are there. Jobs of several pipelines may come
-        # here at the same time, with the same answers.
+        # Write the record last, because it says that the tensors are complete. Jobs of several
+        # pipelines may do this at the same time, but they write the same answers.
         with atomic_file(tensors) as file:
             file.write(save(_likeliest(loaded, answers)))
         write_record(path, answers)
@@ -122,9 +130,10 @@ def base_answers(
 
 
 def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
-    """KL divergence of the base model from `logprobs` (answer tokens, V): (answer tokens,) nats.
+    """The KL divergence from the base model to the model with the log probabilities `logprobs`
+    (answer tokens, V). The result is (answer tokens,), in nats.
 
-    Tokens that the base model found unlikely count together, as one more token.
+    All tokens that are not among the base model's likeliest ones count together, as one token.
     """
     token_ids = torch.cat([anchor.token_ids for anchor in anchors]).to(logprobs.device)
     base = torch.cat([anchor.logprobs for anchor in anchors]).to(logprobs.device)
@@ -136,7 +145,7 @@ def divergence(logprobs: Tensor, anchors: Sequence[AnchorTarget]) -> Tensor:
 
 @torch.no_grad()
 def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
-    """Measured on these answers."""
+    """Measure how far `model` has moved away from the base model, on the answers `anchors`."""
     num_right, total, num_tokens = 0, 0.0, 0
     for start in range(0, len(anchors), MEASURED_ROWS):
         some = anchors[start : start + MEASURED_ROWS]
@@ -152,7 +161,7 @@ def drift(model: "PreTrainedModel", anchors: Sequence[AnchorTarget]) -> Drift:
 
 @torch.no_grad()
 def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
-    """Greedy answers, in batches padded on the left."""
+    """Generate the greedy answers, in batches that are padded on the left."""
     tokenizer, model = loaded.tokenizer, loaded.model
     model.eval()
     prompts = [_prompt(loaded, anchor.prompt) for anchor in anchors]
@@ -188,7 +197,7 @@ def _answer(loaded: "LoadedModel", anchors: Sequence[Anchor]) -> BaseAnswers:
 
 @torch.no_grad()
 def _likeliest(loaded: "LoadedModel", answers: BaseAnswers) -> dict[str, Tensor]:
-    """At each token of the answers, the likeliest tokens and their logprobs."""
+    """At each token of the answers, the likeliest tokens and their log probabilities."""
     found = _sequences(answers.answers)
     ids, logprobs = [], []
     for start in range(0, len(found), MEASURED_ROWS):

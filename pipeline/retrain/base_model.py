@@ -1,4 +1,5 @@
-"""The base model of a pipeline: a preset made here, a checkpoint folder, or a model of a hub."""
+"""The base model of a pipeline: a preset that this module makes, a checkpoint folder, or a model on
+a hub."""
 
 import os
 import re
@@ -21,7 +22,7 @@ END, SYSTEM, USER, ASSISTANT = "<|end|>", "<|system|>", "<|user|>", "<|assistant
 VOCABULARY = 4_096
 CONTEXT = 1_024
 TOKENIZER_BYTES = 32 << 20
-"""Text that the vocabulary is learned from, at most."""
+"""The vocabulary of a preset is learned from at most this much text."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@[\w./-]+)?")
 SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -43,28 +44,31 @@ PRESETS = {
         "num_key_value_heads": 4,
     }
 }
-"""Widths of the Llama that each preset is; they learn the vocabulary from the first rows."""
+"""The sizes of each preset. A preset is a Llama model with random weights. Its vocabulary is
+learned from the rows of the pipeline's first job."""
 
 
 def longest_sequence(wanted: int | None, base_model: str, context: int | None) -> int:
-    """How many tokens training looks at together, at most. wanted: `train.max_length`; context: of
-    the model, where its config says it."""
+    """The largest number of tokens in one training sequence. wanted: the setting
+    `train.max_length`. context: the context length in the model's config, or None."""
     usual = PRESET_LENGTH if base_model in PRESETS else DEFAULT_LENGTH
     return min(wanted or usual, context or DEFAULT_LENGTH)
 
 
 class Base(BaseModel):
-    """`base.json` in the job's folder: every attempt of a job starts from the same weights."""
+    """`base.json` in the job's folder. It records the base model, so that every attempt of a job
+    starts from the same weights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path
-    """Ready for `from_pretrained`."""
+    """The folder of the base model, which `from_pretrained` can load."""
     revision: str | None = None
-    """The commit, of a model of a hub."""
+    """The commit of a model on a hub. None for a preset or a folder."""
 
     def identity(self) -> str:
-        """Other for other weights: the commit, or the size and time of each weights file."""
+        """A text that differs for different weights. It contains the commit, or the size and the
+        time of each weights file."""
         if self.revision is not None:
             return f"{self.folder.parent.parent.name} {self.revision}"
         files = [*self.folder.glob("*.safetensors"), *self.folder.glob("*.bin")]
@@ -84,13 +88,14 @@ def find_base(
     token: str | None = None,
     pinned: str | None = None,
 ) -> Base:
-    """The folder of the base model, made or fetched where it is not there yet.
+    """Find the base model. If it is not on this disk yet, it is made or fetched.
 
-    bases_dir: shared by all pipelines, as are models fetched into `hub` there. A preset is made
-    once for each pipeline, from its `rows`, and kept for good.
-    pinned: the commit that the pipeline's releases were trained from so far.
+    bases_dir: the folder for the base models of all pipelines. Its folder `hub` holds the models
+    that were fetched from a hub, and all pipelines share them. A preset is made once for each
+    pipeline, from its `rows`, and is never deleted. pinned: the commit of the base model from which
+    the pipeline's releases were trained so far.
 
-    Raises BaseModelError where there is no such model.
+    Raises BaseModelError if there is no such model.
     """
     if base_model in PRESETS:
         folder = bases_dir / pipeline / base_model.partition(":")[2]
@@ -98,7 +103,7 @@ def find_base(
             _publish_preset(base_model, rows, folder, seed)
         return Base(folder=folder)
     if base_model.startswith("preset:"):
-        raise BaseModelError(f"no preset {base_model!r}; there is {', '.join(PRESETS)}")
+        raise BaseModelError(f"no preset {base_model!r}; choose one of {', '.join(PRESETS)}")
     folder = Path(base_model).expanduser()
     if folder.is_dir():
         _check_folder(folder)
@@ -123,8 +128,9 @@ def _check_folder(folder: Path) -> None:
 def _fetch(
     base_model: str, cache: Path, endpoint: str | None, token: str | None, pinned: str | None
 ) -> Base:
-    """A model of a hub, at one commit: `pinned`, else the revision that its id names, else what
-    `main` is now. Fetches its config, its tokenizer and its weights in one format."""
+    """Fetch the config, the tokenizer and the weights of a model from a hub. The commit is
+    `pinned`. If that is None, it is the revision in the model's id, and if there is none, the
+    newest commit of `main`."""
     import httpx2  # huggingface_hub raises the errors of httpx2 when a connection fails
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -132,7 +138,7 @@ def _fetch(
     repo, _, revision = base_model.partition("@")
     if pinned is not None and (folder := cached_folder(cache, repo) / pinned).is_dir():
         return Base(folder=folder, revision=pinned)
-    token_or_none = token or cached_login() or False  # None would send the HF_TOKEN of the job
+    token_or_none = token or cached_login() or False  # None would send the job's HF_TOKEN
     try:
         info = HfApi(endpoint, token_or_none).model_info(repo, revision=pinned or revision or None)
         files = needed_files([each.rfilename for each in info.siblings or ()])
@@ -150,20 +156,20 @@ def _fetch(
         reason = str(error).strip().splitlines()[0]
         raise BaseModelError(
             f"base model {base_model!r} could not be fetched from {endpoint or 'huggingface.co'} "
-            f"({reason}); is the name right, and is there a connection? A folder works without one"
+            f"({reason}); check the name and the connection, or set `base_model` to a folder"
         ) from error
     _check_folder(folder)
     return Base(folder=folder, revision=info.sha)
 
 
 def cached_folder(cache: Path, repo: str) -> Path:
-    """Holds a folder for each fetched commit of the model."""
+    """The folder that holds one folder for each fetched commit of the model."""
     return cache / f"models--{repo.replace('/', '--')}" / "snapshots"
 
 
 def needed_files(files: Sequence[str]) -> list[str]:
-    """Of a model's files those that `from_pretrained` reads: no copies of the weights in another
-    format, and nothing that lies in a folder."""
+    """The files among `files` that `from_pretrained` reads. Files in subfolders are left out, and
+    so are copies of the weights in another format."""
     own = [file for file in files if "/" not in file]
     weights = [file for file in own if SAFETENSORS.fullmatch(file)]
     weights = weights or [file for file in own if PICKLED.fullmatch(file)]
@@ -174,7 +180,8 @@ def needed_files(files: Sequence[str]) -> list[str]:
 
 
 def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -> None:
-    """Make the preset aside and rename it into place: whole or not there."""
+    """Make the preset in a temporary folder, and rename this folder. So `folder` is never
+    incomplete."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -182,7 +189,8 @@ def _publish_preset(preset: str, rows: Iterable[Row], folder: Path, seed: int) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(preset_config(preset, tokenizer))
-    # One by one, jobs of a pipeline come here: what is there is of one that was killed.
+    # Only one job of a pipeline runs at a time. So any temporary folder here is from a job that was
+    # killed.
     for killed in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(killed)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -198,7 +206,7 @@ def preset_config(preset: str, tokenizer: "PreTrainedTokenizerFast") -> "LlamaCo
 
     return LlamaConfig(
         **PRESETS[preset],
-        # A multiple of 64 keeps the output layer's matrix product on its fast path.
+        # With a multiple of 64, the matrix product of the output layer is faster.
         vocab_size=-(-len(tokenizer) // 64) * 64,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
@@ -209,7 +217,7 @@ def preset_config(preset: str, tokenizer: "PreTrainedTokenizerFast") -> "LlamaCo
 
 
 def train_tokenizer(rows: Iterable[Row]) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE on the rows' text: every string has tokens, none is unknown."""
+    """Learns a byte-level BPE tokenizer from the text of the rows. It can tokenize every string."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,5 @@
-"""A conversation → tokens, by the chat template of the tokenizer, as `transformers` renders it."""
+"""Turns a conversation into tokens. `transformers` renders the text with the tokenizer's chat
+template."""
 
 import json
 import re
@@ -12,17 +13,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Encoded = tuple[list[int], list[bool]]
-"""Token ids, and for each whether it is learned."""
+"""Token ids, and for each of them whether training teaches the model to predict it (a learned
+token)."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What a template begins the words of the assistant with, where it marks them."""
+"""The tag that some templates put before the words of the assistant, to mark these words."""
 
 
 def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
-    """The whole conversation, with what the assistant says marked; or, where the template writes
-    earlier turns differently once others follow (without their reasoning), one for each answer, as
-    it was asked for.
+    """Encode the conversation of `row`. The words of the assistant are the learned tokens.
 
-    Raises BaseModelError without a template, DataError for a row that it refuses or cuts.
+    Usually, the result is one sequence with the whole conversation. But some templates write an
+    earlier answer differently when more turns follow, for example without its reasoning. Then the
+    result is one sequence for each answer, rendered as if the conversation ended there.
+
+    Raises BaseModelError if there is no chat template, and DataError if the template refuses the
+    row or leaves out a part of it.
     """
     if tokenizer.chat_template is None:
         raise BaseModelError(
@@ -38,7 +43,7 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
                 [dict(message) for message in turns], tools=tools, **options
             )
         except Exception as error:
-            # A template is a program, and raises anything.
+            # A template is a program, so it may raise any exception.
             reason = " ".join(str(error).split()) or repr(error)
             raise DataError(
                 f"{row.place}: the chat template of the base model refuses it ({reason})"
@@ -62,18 +67,18 @@ def encode(row: Row, tokenizer: "PreTrainedTokenizerBase") -> list[Encoded]:
 def _answers(
     row: Row, messages: list[Message], render: Callable[..., Any]
 ) -> list[tuple[str, str]]:
-    """For each answer, what asks for it and that with the answer."""
+    """For each answer, two texts: the prompt for this answer, and the prompt with the answer."""
     found = []
     for number, message in enumerate(messages):
-        # Nothing asks for what the assistant opens with.
+        # If the assistant speaks first, this message has no prompt, so it is not learned.
         if message["role"] != "assistant" or number == 0:
             continue
         asked: str = render(messages[:number], tokenize=False, add_generation_prompt=True)
         answered: str = render(messages[: number + 1], tokenize=False)
         if not answered.startswith(asked):
             raise DataError(
-                f"{row.place}: the chat template of the base model asks for an answer in other "
-                "words than it writes before one, so that answers cannot be told from prompts; "
+                f"{row.place}: the chat template of the base model renders the prompt of an answer "
+                "differently when the answer follows, so that answers cannot be told from prompts; "
                 "take a template with {% generation %}"
             )
         found.append((asked, answered))
@@ -92,10 +97,8 @@ def _marked(
 
 
 def _check_complete(row: Row, rendered: str) -> None:
-    """A template that has no place for tools, or for a role, often says nothing and leaves it out.
-
-    Raises DataError.
-    """
+    """Raises DataError if the rendered text lacks a tool, a call of a tool, or a message of a rare
+    role. A template that does not know tools or a role often leaves them out without an error."""
 
     def has(text: str) -> bool:
         return text.strip() in rendered or json.dumps(text)[1:-1].strip() in rendered

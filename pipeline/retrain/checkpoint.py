@@ -1,6 +1,8 @@
-"""`Checkpoint`: where training stands, so that a killed job goes on instead of starting again.
+"""`Checkpoint`: the state of a training, so that a restarted job continues instead of starting
+again.
 
-`checkpoint.json` names the file that holds the state; the file is whole before the record names it.
+The record `checkpoint.json` names the file that holds the state. The file is complete before the
+record is written.
 """
 
 from pathlib import Path
@@ -19,22 +21,24 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")  # a job of an earlier release goes on
+    model_config = ConfigDict(frozen=True, extra="ignore")  # read those of earlier versions too
 
     job_id: str
     attempt: int = 1
-    """Of the job to learn its rows."""
+    """The number of the job's attempt to learn its rows, from 1."""
     step: int
     """Updates of the weights so far."""
     tokens: int
-    """Trained on so far, without padding."""
+    """Tokens trained on so far, without padding."""
     not_trained: tuple[int, ...] = ()
-    """Rows that no step has seen yet, as indices into what the plan learns."""
+    """Rows that no step has visited yet, as indices of the rows to learn."""
     file: str
-    """Relative to the job's folder. Weights, optimizer and random state; once finished, the best
-    weights only."""
+    """The path of the state file, relative to the job's folder. The file holds the weights, the
+    optimizer and the random state. After the end of the training, it holds only the best
+    weights."""
     trained_share: float = 1.0
-    """Of the best weights in those that were kept; the rest is what the training started from."""
+    """The kept weights are an average of the best weights and the weights before the training. This
+    is the share of the best weights."""
     finished: bool = False
 
 
@@ -42,8 +46,8 @@ State = dict[str, Any]
 
 
 def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """What training changes, by name, tied ones once, still sharing the model's storage: trainable
-    parameters, and buffers."""
+    """The tensors that training changes, by name: trainable parameters, and buffers. They share the
+    memory of the model. Tied weights occur once."""
     seen: set[int] = set()
     found = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -55,28 +59,29 @@ def weights_of(model: "PreTrainedModel") -> dict[str, Tensor]:
 
 
 def copy_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """In the memory of the host, beside what the device holds."""
+    """A copy of `weights_of` in the memory of the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in weights_of(model).items()}
 
 
 @torch.no_grad()
 def set_weights(model: "PreTrainedModel", weights: dict[str, Tensor]) -> None:
-    """Copy `weights` in place, so that tied names stay tied."""
+    """Copy `weights` into the tensors of `model`. So tied weights stay tied."""
     own = weights_of(model)
     if own.keys() != weights.keys():
-        raise ValueError(f"these are other weights: {sorted(own.keys() ^ weights.keys())}")
+        raise ValueError(f"the weights have other names: {sorted(own.keys() ^ weights.keys())}")
     for name, tensor in own.items():
         tensor.copy_(weights[name])
 
 
 def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
-    """Write the state, then the record that names it, then drop what the record named before.
+    """Write the state file, then the record that names it. Then remove the older state file.
 
-    Raises TrainError where the disk takes no more; the last checkpoint is still there then.
+    Raises TrainError if the state file cannot be written. The last checkpoint then stays valid.
     """
     path = job_dir / checkpoint.file
     path.parent.mkdir(exist_ok=True)
-    # A job that was killed while it saved leaves half a file, as large as the weights.
+    # If the job was killed while it saved, an incomplete file is left, which may be as large as the
+    # weights.
     for abandoned in path.parent.glob(f"{REPLACING}*"):
         abandoned.unlink()
     try:
@@ -93,7 +98,7 @@ def save(job_dir: Path, checkpoint: Checkpoint, state: State) -> None:
 
 
 def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
-    """The last checkpoint of this job; None where there is none that can be read."""
+    """The last checkpoint of this job and its state. None if there is no readable checkpoint."""
     checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
     if checkpoint is None or not (job_dir / checkpoint.file).is_file():
         return None
@@ -102,6 +107,6 @@ def load(job_dir: Path) -> tuple[Checkpoint, State] | None:
 
 
 def is_finished(job_dir: Path, attempt: int) -> bool:
-    """Whether this attempt's training is over, and only its weights are to be loaded."""
+    """Whether the training of this attempt is over, so that only its weights need be loaded."""
     checkpoint = job_folder.read_record(job_dir / job_folder.CHECKPOINT, Checkpoint)
     return checkpoint is not None and checkpoint.finished and checkpoint.attempt == attempt

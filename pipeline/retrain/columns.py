@@ -1,5 +1,6 @@
-"""The columns of a record → the known ones: as they are called, as settings name them, or as Alpaca
-and ShareGPT call them."""
+"""Turns the columns of a record into the columns that a row has. It knows these columns by their
+own names, by the names in the settings, and by the names that the formats Alpaca and ShareGPT
+use."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,18 +25,19 @@ _SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Who speaks in `from`, as ShareGPT and its kin write it, and the role of it."""
+"""The speaker in `from`, as ShareGPT and similar formats write it → the role in a chat template."""
 
 
 def renaming(settings: ColumnSettings) -> Callable[[Columns], Columns]:
-    """A function from a record's columns to `messages` (and `tools`), `prompt` and `completion`, or
-    `text`. It raises ValueError where there is nothing to learn."""
+    """A function that turns the columns of a record into the columns of a row. These are `messages`
+    (possibly with `tools`), or `prompt` and `completion`, or `text`. The function raises ValueError
+    if the record has none of the known columns."""
     return partial(_known, named=settings.model_dump(exclude_none=True))
 
 
 def _known(record: Columns, named: Mapping[str, str]) -> Columns:
     given = {known: record[name] for known, name in named.items() if name in record}
-    # What settings name comes first: a record may have the columns of several forms.
+    # A record may have the columns of several formats. Try the columns in the settings first.
     for columns in (given, {**record, **given}):
         for form in (_messages, _prompt_and_completion, _conversations, _alpaca, _text):
             found = form(columns)
@@ -50,11 +52,11 @@ def _nothing_known(record: Columns, named: Mapping[str, str]) -> str:
         asked = ", ".join(f'{known} = "{name}"' for known, name in named.items())
         return (
             f"nothing to learn from in the columns {columns}; [pipelines.data.columns] says "
-            f"{asked}, and known are {KNOWN}"
+            f"{asked}; the known columns are {KNOWN}"
         )
     return (
-        f"nothing to learn from in the columns {columns}; known are {KNOWN}; name others under "
-        '[pipelines.data.columns], as prompt = "question" and completion = "answer"'
+        f"nothing to learn from in the columns {columns}; the known columns are {KNOWN}; name "
+        'others under [pipelines.data.columns], as prompt = "question" and completion = "answer"'
     )
 
 
@@ -97,7 +99,7 @@ def _text(columns: Columns) -> Columns | None:
 
 
 def _roles(messages: object) -> object:
-    """With `role` and `content` where they have ShareGPT's `from` and `value`."""
+    """The messages with `role` and `content`, even if they use ShareGPT's `from` and `value`."""
     if not isinstance(messages, list):
         return messages
     return [_role(message) for message in messages]
@@ -108,7 +110,7 @@ def _role(message: Any) -> Any:
         return message
     speaker = message["from"]
     if speaker not in _SPEAKERS:
-        raise ValueError(f"a message is from {speaker!r}; known are {', '.join(_SPEAKERS)}")
+        raise ValueError(f"a message is from {speaker!r}; write one of {', '.join(_SPEAKERS)}")
     return {"role": _SPEAKERS[speaker], "content": message["value"]}
 
 
@@ -120,7 +122,7 @@ def _after_system(columns: Columns, messages: object) -> object:
 
 
 def _tools(columns: Columns) -> Columns:
-    """`tools`, where there are any; tables often hold them as JSON."""
+    """The column `tools`, or nothing if it is empty. Tables often hold it as JSON text."""
     tools = columns.get("tools")
     if isinstance(tools, str) and tools:
         try:
@@ -131,6 +133,6 @@ def _tools(columns: Columns) -> Columns:
 
 
 def kind(value: object) -> str:
-    """A value in words."""
+    """The kind of a value, in words for an error message."""
     names = {dict: "an object", list: "a list", str: "text", type(None): "nothing"}
     return names.get(type(value), f"the value {value!r}")

@@ -1,4 +1,9 @@
-"""Snapshot → what to train on and what to hold out, and whether anything changed at all."""
+"""Reads the rows of a dataset snapshot, and decides which rows to train on, which to hold out, and
+whether to train at all.
+
+A *full* training trains the base model on all rows. A *delta* trains the weights of the parent (the
+release from which the job continues) on the changed rows.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,39 +17,42 @@ from pipeline.retrain.settings import RetrainSettings
 from pipeline.retrain.snapshot import DatasetSnapshot, Revision
 
 MAX_UNLEARNED = 100
-"""Deleted rows that a delta unlearns. More are cheaper to leave out of a full training."""
+"""The largest number of deleted rows that a delta unlearns. If more rows were deleted, a full
+training without them is cheaper."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What a revision gives to learn. `new` is relative to what the parent has seen; without a
-    revision to compare with, every row is new."""
+    """The rows of a revision, compared with the revision that the parent was trained on. If there
+    is no such revision, every row is new."""
 
     mode: Literal["full", "delta"]
     reason: str
-    """Why this mode; for the log."""
+    """Why this mode was chosen. For the log."""
     digest: str
-    """Of the training split, as a multiset of rows."""
+    """The digest of all rows in the train split (`rows.data_digest`)."""
     rows: tuple[Row, ...]
-    """All that are trained on, in the dataset's order."""
+    """All rows to train on, in the order of the dataset."""
     new: tuple[Row, ...]
-    """Of `rows`, those that were added or edited."""
+    """The rows of `rows` that were added or edited."""
     known: tuple[Row, ...]
-    """Of `rows`, all others: trained on in a full training, replayed from in a delta."""
+    """The other rows of `rows`. A full training trains on all of them. A delta mixes in a sample of
+    them."""
     edited: tuple[tuple[Row, Row], ...]
-    """Rows with another answer than before: the old side, which is gone, and the new one."""
+    """The old and the new version of each edited row."""
     deleted: tuple[Row, ...]
-    """Rows that were trained on and are gone, without a copy left or another answer in their
-    place."""
+    """Rows that were trained on and are gone. There is no copy and no new version of them."""
     held_out_new: tuple[Row, ...]
-    """Never trained on, and not in the revision before; empty where nobody holds anything out."""
+    """Held-out rows that were not in the revision before."""
     held_out_known: tuple[Row, ...]
+    """Held-out rows that were in the revision before."""
     contradictions: tuple[tuple[int, ...], ...]
-    """Groups of indices into `rows`: one question, several answers."""
+    """For each question with several different answers, the indices of its rows in `rows`."""
     num_permuted: int
-    """Edited rows that took over the answer of another edited row: a shuffled column."""
+    """How many edited rows now have the former answer of another edited row. Many of them are the
+    sign of a shuffled column."""
     num_before: int
-    """Rows of the revision that this one is compared with."""
+    """The number of rows to train on in the revision before."""
     dataset: Dataset
     """The revision as it was read."""
 
@@ -54,7 +62,7 @@ class TrainingData:
 
     @property
     def replaced(self) -> tuple[Row, ...]:
-        """The old sides of the edited rows."""
+        """The old versions of the edited rows."""
         return tuple(old for old, _ in self.edited)
 
     @property
@@ -67,22 +75,24 @@ class TrainingData:
 
     @property
     def num_lost(self) -> int:
-        """Rows known before that were deleted or edited."""
+        """How many rows of the revision before were deleted or edited."""
         return self.num_edited + self.num_deleted
 
     @property
     def is_removal(self) -> bool:
-        """Whether this training takes rows back, by learning all others anew."""
+        """Whether this training removes deleted rows from the model, by learning all other rows
+        again from the base model."""
         return self.mode == "full" and self.num_deleted > 0
 
 
 def compare_revisions(
     snapshot: DatasetSnapshot, parent: Parent | None, settings: RetrainSettings
 ) -> TrainingData:
-    """Read the rows of the revision and of the one that the parent has seen.
+    """Read the rows of the new revision, and of the revision that the parent was trained on, and
+    compare them.
 
-    A row of both the training and a held-out split is trained on. Where a share of a text corpus is
-    held out, it is recorded beside the base model. Raises DataError.
+    A row that is in both the train split and a held-out split is trained on. If a share of a text
+    corpus is held out, this share is recorded in the folder of the base model. Raises DataError.
     """
     before, unreadable = _read_base(snapshot.base, settings)
     dataset = _read(snapshot.revision, settings, before)
@@ -92,8 +102,9 @@ def compare_revisions(
     share = _share(dataset, before, change, settings)
     rows = tuple(row for row in dataset.train if row.digest not in share)
     held_out = (*dataset.held_out, *(row for row in dataset.train if row.digest in share))
-    # What was never trained on is not to be unlearned; what has a copy left, or was moved to the
-    # validation split, is still to be answered.
+    # Do not unlearn rows that were held out, because the model was never trained on them. Do not
+    # unlearn rows that have a copy in the dataset or were moved to the validation split, because
+    # the model must still answer them.
     still_there = share.union(row.digest for row in (*rows, *held_out))
     deleted = tuple(row for row in change.deleted if row.digest not in still_there)
     mode, reason = choose_mode(
@@ -133,7 +144,8 @@ def compare_revisions(
 def _share(
     dataset: Dataset, before: Dataset | None, change: Difference, settings: RetrainSettings
 ) -> frozenset[str]:
-    """Digests of the rows of the training split, before and now, that are held out after all."""
+    """Digests of the rows that are held out although they are in the train split. They are rows of
+    the new revision and of the revision before."""
     ratio = settings.data.held_out_ratio
     if ratio is not None:
         rows = (*dataset.train, *(before.train if before is not None else ()))
@@ -149,8 +161,8 @@ def _share(
 
 
 def is_unchanged(data: TrainingData, parent: Parent | None, settings: RetrainSettings) -> bool:
-    """Whether the parent has nothing to learn and nothing to forget, on the same base model; by the
-    rule that `RetrainSettings.skip_if` states."""
+    """Whether there is nothing to do: the parent has nothing to learn and nothing to forget, and
+    the base model is the same. `RetrainSettings.skip_if` describes the rule."""
     if parent is None or parent.lineage.base_model != settings.base_model:
         return False
     if settings.skip_if == "never" or settings.force_reason is not None:
@@ -174,9 +186,9 @@ def choose_mode(
     num_deleted_text: int,
     unreadable: str | None = None,
 ) -> tuple[Literal["full", "delta"], str]:
-    """Full or delta, and why: the rule that `TrainSettings.mode` states.
+    """Full or delta, and the reason. `TrainSettings.mode` describes the rule.
 
-    unreadable: why the rows that the parent has seen cannot be read any more.
+    unreadable: why the rows that the parent was trained on cannot be read any more, or None.
     """
     wanted, base_model = settings.train.mode, settings.base_model
     if wanted == "full":
@@ -186,7 +198,7 @@ def choose_mode(
     if parent.lineage.base_model != base_model:
         return (
             "full",
-            f"release {parent.id} stands on {parent.lineage.base_model}, not {base_model}",
+            f"release {parent.id} was trained from {parent.lineage.base_model}, not {base_model}",
         )
     if unreadable is not None:
         return "full", unreadable
@@ -217,11 +229,12 @@ def _read(revision: Revision, settings: RetrainSettings, before: Dataset | None 
 def _read_base(
     base: Revision | None, settings: RetrainSettings
 ) -> tuple[Dataset | None, str | None]:
-    """The rows that the parent has seen, or why they cannot be read: the settings may be others
-    than they were, and what stands in that revision can no longer be corrected."""
+    """The rows that the parent was trained on, or the reason why they cannot be read. This is no
+    error of the job: the settings may have changed since then, and nobody can correct an old
+    revision."""
     if base is None:
         return None, None
     try:
         return _read(base, settings), None
     except DataError as error:
-        return None, f"the rows of {base.sha[:8]}, which it has seen, cannot be read: {error}"
+        return None, f"the rows of {base.sha[:8]}, the revision before, cannot be read: {error}"

@@ -1,5 +1,10 @@
-"""Which files of a dataset hold rows, and in which split they are: settings, else the dataset card,
-else the names of folders and files, by the conventions of `datasets`."""
+"""Finds the files of a dataset that hold rows, and the split of each file (train, validation or
+test).
+
+The split comes from the settings. If they set no split, it comes from the dataset card. If the card
+names no files, it comes from the names of folders and files, with the conventions of the library
+`datasets`.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +25,8 @@ KEYWORDS: Mapping[Split, tuple[str, ...]] = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""In names of folders and files: those of `datasets.data_files`, which takes a second to import."""
+"""Words in the names of folders and files that tell the split. They are copied from
+`datasets.data_files`, because importing that module takes a second."""
 _KEYWORDS = {
     split: re.compile(rf"(^|[{SET_OFF_BY}])({'|'.join(keywords)})($|[{SET_OFF_BY}])")
     for split, keywords in KEYWORDS.items()
@@ -33,20 +39,23 @@ NEEDED = (
         for name in (suffix, *(suffix + compression for compression in COMPRESSIONS))
     ),
 )
-"""What a job fetches, as patterns of file names: suffixes in any case, and the card."""
+"""Patterns of the files that a job fetches: the dataset card, and files with one of the suffixes,
+in upper or lower case."""
 _ABOUT = re.compile(
     r"(?i:README\..*)|(?i:README|LICEN[CS]E|COPYING)([-_.][^.]*)?(\.txt|\.md|\.rst)?"
     r"|(NOTICE|AUTHORS|CHANGELOG|CITATION|CONTRIBUTING|CODE_OF_CONDUCT|SECURITY)(\.\w+)?"
     r"|(?i:requirements[^/]*\.txt|constraints\.txt|robots\.txt)|CMakeLists\.txt"
 )
-"""Files about the repository, whatever their suffix."""
+"""Names of files about the repository, such as README and LICENSE. They hold no rows, whatever
+their suffix."""
 _SETTINGS = frozenset(
     {
         *("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"),
         *("state.json", "package.json", "package-lock.json", "tsconfig.json", "settings.json"),
     }
 )
-"""Files for programs: the first four are those that `datasets` ignores."""
+"""Names of settings files of programs, which hold no rows. `datasets` ignores the first four
+too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +72,7 @@ def is_needed(path: str) -> bool:
 
 
 def suffix_of(path: str) -> str:
-    """What the file is inside, whether it is compressed or not: `.jsonl` of `a.jsonl.gz`."""
+    """The suffix in lower case, without that of a compression: `.jsonl` for `a.jsonl.gz`."""
     name = path.rpartition("/")[2].lower()
     for compression in COMPRESSIONS:
         name = name.removesuffix(compression)
@@ -72,9 +81,9 @@ def suffix_of(path: str) -> str:
 
 
 def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> DataFiles:
-    """Divide the files of a repository, given by their paths. card: what its README.md says.
+    """Divide `files`, the paths of all files in a repository, into splits and ignored files.
 
-    Raises DataError for a pattern or a card that cannot be understood.
+    card: the content of README.md. Raises DataError if a pattern or the card cannot be understood.
     """
     find_split, otherwise = (
         _by_settings(settings.splits) or _by_card(card, settings.config) or (_by_name(), "")
@@ -83,7 +92,7 @@ def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> 
     splits: dict[Split, list[str]] = {split: [] for split in SPLITS}
     ignored = {}
     for file in sorted(files):
-        # One that settings name in full is wanted, whatever it is called.
+        # A file that the settings name in full is read, even if its name looks like no data.
         reason = None if file in settings.files else why_no_data(file)
         if reason is None and not is_wanted(file):
             reason = "not in [pipelines.data] files"
@@ -98,7 +107,7 @@ def sort_files(files: Iterable[str], settings: DataSettings, card: str = "") -> 
 
 
 def why_no_data(path: str) -> str | None:
-    """Why a file holds no rows, by its name alone; None where it may hold some."""
+    """Why a file with this name holds no rows. None if it may hold rows."""
     *folders, name = path.split("/")
     if any(part.startswith(".") for part in (*folders, name)):
         return "hidden"
@@ -131,8 +140,9 @@ def _by_settings(settings: SplitSettings) -> tuple[_Finder, str] | None:
 
 
 def _by_card(card: str, config: str | None) -> tuple[_Finder, str] | None:
-    """By the `configs` in the head of the dataset card: the one that is asked for, else the default
-    one, else all of them."""
+    """A function that finds the split of a file with the `configs` in the head of the dataset card,
+    and the reason to ignore the other files. Uses the config that the settings name, otherwise the
+    default config, otherwise all configs. None if the card does not say where the files are."""
     configs = _configs(card)
     if config is not None and config not in configs:
         known = ", ".join(configs) or "none"
@@ -165,7 +175,8 @@ def _configs(card: str) -> dict[str, dict[str, Any]]:
         data = DatasetCard(card, ignore_metadata_errors=True).data
         return dict(MetadataConfigs.from_dataset_card_data(data))
     except Exception as error:
-        # YAML, and each of its libraries, has a tree of errors of its own.
+        # The YAML library and the libraries that use it have many error classes with no common
+        # base.
         reason = " ".join(str(error).split())
         raise DataError.at(CARD, None, f"its head cannot be understood ({reason})") from error
 
@@ -190,7 +201,7 @@ def _by_config(config: Mapping[str, Any]) -> _Finder | None:
 
 
 def _finder(patterns: Mapping[Split, Iterable[str]], said_by: str) -> _Finder:
-    # `train` comes last: it is often written as "all files", and the others as exceptions.
+    # Test `train` last. Its pattern is often "all files", and the other splits are the exceptions.
     matchers = [
         (split, _any_of(patterns[split], said_by))
         for split in reversed(SPLITS)
@@ -200,8 +211,8 @@ def _finder(patterns: Mapping[Split, Iterable[str]], said_by: str) -> _Finder:
 
 
 def _any_of(patterns: Iterable[str], said_by: str) -> Callable[[str], bool]:
-    """Whether a path matches one of the patterns, as `datasets` understands them; a folder means
-    all that is in it."""
+    """A function that tells whether a path matches one of the patterns. Patterns have the same
+    meaning as in `datasets`. The name of a folder matches all files in the folder."""
     from fsspec.utils import glob_translate
 
     compiled = []
@@ -217,9 +228,11 @@ def _any_of(patterns: Iterable[str], said_by: str) -> Callable[[str], bool]:
 
 
 def _by_name() -> _Finder:
-    """By the keywords in the names of folders, else in that of the file; else it is for training.
+    """A function that finds the split of a file by keywords in the names of its folders, then in
+    its own name. A file without a keyword is in the train split.
 
-    `datasets` reads nothing else once one file has such a name. Here, what is pushed is learned.
+    This differs from `datasets`: if one file has a keyword in its name, `datasets` ignores all
+    files without a keyword. Here, every file that is pushed is learned.
     """
 
     def find(path: str) -> Split:
@@ -233,6 +246,6 @@ def _by_name() -> _Finder:
 
 
 def _split_called(name: str) -> Split | None:
-    """The split whose keyword stands in the name, by itself or set off by a dot, a dash, a blank,
-    an underscore or a digit."""
+    """The split whose keyword is in the name. A dot, a dash, a blank, an underscore or a digit must
+    separate the keyword from the rest of the name."""
     return next((split for split in SPLITS if _KEYWORDS[split].search(name)), None)

@@ -1,4 +1,4 @@
-"""`Dataset`: the rows of one revision, by split."""
+"""`Dataset`: the rows of one dataset revision, by split (train, validation, test)."""
 
 import filecmp
 from collections.abc import Callable, Collection, Mapping
@@ -25,7 +25,7 @@ class Dataset:
 
     @cached_property
     def rows(self) -> Mapping[Split, tuple[Row, ...]]:
-        """In the order of the files' names, and in that of each file."""
+        """The rows of each split: sorted by file name, and within a file in their order there."""
         return {
             split: tuple(row for file in files for row in self.by_file[file])
             for split, files in self.files.splits.items()
@@ -37,12 +37,14 @@ class Dataset:
 
     @property
     def held_out_split(self) -> Split:
-        """The one that is measured: the test split only where there is no other."""
+        """The split that is measured: the validation split. If only the test split has rows, it is
+        the test split."""
         return "validation" if self.rows["validation"] or not self.rows["test"] else "test"
 
     @property
     def held_out(self) -> tuple[Row, ...]:
-        """What its author holds out; without copies of rows that are to be learned."""
+        """The rows that the dataset's author holds out, to be measured but never trained on. A row
+        that is also in the train split is left out."""
         learned = {row.digest for row in self.train}
         return tuple(row for row in self.rows[self.held_out_split] if row.digest not in learned)
 
@@ -59,11 +61,13 @@ def read_dataset(
     *,
     before: Dataset | None = None,
 ) -> Dataset:
-    """Read what `settings` make rows of. `files`, relative to `folder`, are all of the repository.
+    """Read the rows of a revision. `settings` say which files hold rows, and which columns.
 
-    on_error: told of each row that cannot be read; unless it raises, the row is left out. before:
-    another revision, read with the same settings: the rows of files that are the same in it are
-    taken from there. Raises DataError for patterns or a dataset card that cannot be understood.
+    files: the paths of all files in the repository, relative to `folder`. on_error: is called for
+    each row that cannot be read. If it raises nothing, this row is left out. before: another
+    revision that was read with the same settings. If a file is the same in both revisions, its rows
+    are taken from `before`, which saves time. Raises DataError if a pattern in the settings or the
+    dataset card cannot be understood.
     """
     card = (folder / CARD).read_text("utf-8", "replace") if CARD in files else ""
     found = sort_files(files, settings, card)
@@ -83,7 +87,7 @@ def _is_same(folder: Path, before: Dataset, file: str) -> bool:
 
 
 def check_not_empty(dataset: Dataset) -> None:
-    """Raises DataError where there is nothing to train on."""
+    """Raises DataError if there is no row to train on."""
     if dataset.train:
         return
     files = dataset.files

@@ -1,12 +1,12 @@
-"""What can go wrong in a retraining job. Each message names the value, the cause and what to do.
+"""The errors of a retraining job. Each message names the value, the cause and what to do.
 
 RetrainError
-├── SnapshotError    the hub did not give the revision
-│   └── HubAway      it does not answer now, and may a moment later
-├── DataError        a file or row cannot be learned from
-├── BaseModelError   the base model is missing or unusable
-├── TrainError       training broke off
-└── PromoteError     the release exists; the server did not take it
+├── SnapshotError    the dataset revision could not be fetched
+│   └── HubAway      the hub does not answer now, but may answer later
+├── DataError        a file or a row of the dataset cannot be used
+├── BaseModelError   the base model is missing or cannot be trained
+├── TrainError       the training stopped before its end
+└── PromoteError     the release is published, but the server did not take it
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from pipeline.errors import PipelineError
 
 
 class RetrainError(PipelineError):
-    """The job fails at this stage; the served release stays."""
+    """The job fails at its current stage. The server goes on with the release that it serves."""
 
 
 class SnapshotError(RetrainError):
@@ -23,11 +23,11 @@ class SnapshotError(RetrainError):
 
 
 class HubAway(SnapshotError):
-    """The connection to the hub failed."""
+    """The hub cannot be reached, or is too busy to answer."""
 
 
 class DataError(RetrainError):
-    """The dataset's rows cannot be learned from."""
+    """A file or a row of the dataset cannot be used for training."""
 
     @classmethod
     def at(cls, file: str | Path, line: int | None, problem: str) -> "DataError":
@@ -36,12 +36,12 @@ class DataError(RetrainError):
 
 
 class BaseModelError(RetrainError):
-    """The base model is missing, or is not one that can be trained."""
+    """The base model is missing, or cannot be trained."""
 
 
 class TrainError(RetrainError):
-    """Training broke off."""
+    """The training stopped before its end."""
 
 
 class PromoteError(RetrainError):
-    """The server refused the release or could not take it."""
+    """The server refused the release, or could not swap to it."""

@@ -1,5 +1,5 @@
-"""`Evaluation`: what was learned and kept, by the served weights and the new ones on the same rows,
-and the verdict."""
+"""`Evaluation`: compares the new weights with the served weights on the same rows. It says what was
+learned and kept, and whether the gate accepts the new weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,29 +21,32 @@ class Evaluation(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     against: str
-    """The id of the release that the new weights were measured against, or the base model."""
+    """The id of the release with which the new weights are compared, or the name of the base
+    model."""
     attempt: int = 1
-    """Of the job to learn its rows."""
+    """The number of the job's attempt to learn its rows, from 1."""
     counts: Counts
     new: Comparison
-    """Changed rows."""
+    """The losses on the changed rows."""
     known: Comparison
-    """Rows known before."""
+    """The losses on the unchanged rows."""
     held_out: Comparison
-    """Rows that were never trained on."""
+    """The losses on held-out rows, which were never trained on."""
     base_divergence: float | None = None
-    """From the base model, on its own answers to prompts that are never trained on: the mean KL
-    divergence in nats per token."""
+    """The mean KL divergence from the base model, in nats per token. It is measured on the base
+    model's own answers to prompts that are never trained on."""
     refusals: tuple[str, ...] = ()
-    """Why the gate would not let the new weights pass; empty when it does."""
+    """Why the gate refuses the new weights. Empty if it accepts them."""
     is_short: bool = False
-    """Whether rows were not learned, or not unlearned: what another attempt may mend."""
+    """Whether too few rows were learned or unlearned. Another attempt may then succeed."""
     tokens: int
-    """That were trained on."""
+    """How many tokens the job has trained on."""
     total_tokens: int
-    """The same, of all releases from the base model on."""
+    """How many tokens were trained on since the base model, by this job and by all releases before
+    it."""
     not_trained: tuple[str, ...] = ()
-    """The first 16 hex digits of the digests of rows that the budget did not reach."""
+    """Rows that the training did not reach within its token budget: the first 16 hex digits of the
+    digest of each."""
 
     @property
     def passed(self) -> bool:
@@ -52,18 +55,19 @@ class Evaluation(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training says of itself."""
+    """Facts about the training that led to the new weights."""
 
     attempt: int
     tokens: int
     tokens_before: int
-    """Of the releases that it went on from."""
+    """How many tokens the releases that it continued from were trained on. 0 for a full
+    training."""
     not_trained: Sequence[Row]
     is_removal: bool
-    """A full training, without rows that the served weights have learned."""
+    """Whether it is a full training that leaves out deleted rows."""
     contradicting: int
     permuted: int
-    """As in `Counts`."""
+    """This and `contradicting` have the same meaning as in `Counts`."""
 
 
 def compare(
@@ -76,9 +80,10 @@ def compare(
     against: str,
     data_refusals: Sequence[str] = (),
 ) -> Evaluation:
-    """Count, compare and judge.
+    """Make the evaluation from the measurements of the served and of the new weights.
 
-    data_refusals: why nobody should learn from these rows; found before training, and overruled.
+    data_refusals: reasons against training on these rows, which were found before training. If
+    there are any, a person has forced the training.
     """
     not_trained = {row.digest for row in trained.not_trained}
     changed = _counted(rows.changed, served.changed, new.changed, without=not_trained)
@@ -166,7 +171,8 @@ def _counted(
     new: Sequence["RowLoss"],
     without: frozenset[str] | set[str] = frozenset(),
 ) -> list[tuple[Row, "RowLoss", "RowLoss"]]:
-    """Rows with an answer, under the served weights and under the new ones."""
+    """The rows that have an answer, each with its loss under the served weights and its loss under
+    the new weights. Rows with a digest in `without` are left out."""
     before = {loss.row: loss for loss in served}
     return [
         (rows[loss.row], before[loss.row], loss)
@@ -182,7 +188,8 @@ def _texts(rows: Sequence[Row]) -> frozenset[int]:
 def _pairs(
     new: Sequence["RowLoss"], served: Sequence["RowLoss"], only: frozenset[int] | None = None
 ) -> list[Pair]:
-    """Nats of whole rows compare even where the two models cut them into different tokens."""
+    """The losses of each row under both weights. They are sums over the whole row, so they can be
+    compared even if the two tokenizers cut the row into different tokens."""
     by_row = {loss.row: loss.nats for loss in served}
     return [
         Pair(new_nats=loss.nats, served_nats=by_row[loss.row], num_tokens=loss.num_tokens)

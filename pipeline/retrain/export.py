@@ -1,4 +1,5 @@
-"""Trained weights → a release, with its lineage, its evaluation and its probe."""
+"""Publishes trained weights as a release, with its lineage, its evaluation, and its probe (texts
+with the probabilities that a server must compute for them)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def round_weights(model: "PreTrainedModel", dtype: torch.dtype) -> None:
-    """Give the weights the values that they will have once stored as `dtype`.
+    """Round the weights to the values that they will have after they are stored as `dtype`.
 
-    Before anything is measured, so that the evaluation and the probe speak of what is served.
+    Call this before the weights are measured, so that the evaluation and the probe describe the
+    weights that will be served.
     """
     for parameter in model.parameters():
         parameter.copy_(parameter.to(dtype))
@@ -36,25 +38,27 @@ def export(
 ) -> Release:
     """Publish the weights as `dtype`, with the config and tokenizer of `files_dir`.
 
-    The tensors get the names that the Hub gives them, because not every engine knows those of the
-    network in memory (GPT-NeoX, mixtures of experts).
+    The tensors get the names that checkpoints on the Hub have. In memory, some networks (GPT-NeoX,
+    mixtures of experts) use other names, which not every engine knows.
 
-    Raises ReleaseError; then nothing is left behind.
+    If it raises ReleaseError, it leaves no files behind.
     """
-    # One tensor per storage is cast once, so that tied weights stay tied.
+    # Tied weights are one tensor with several names. Cast this tensor only once, so that the names
+    # still share one tensor.
     cast: dict[int, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         place = tensor.data_ptr()
-        if tensor.numel() and place in cast:  # tensors without numbers are all at place 0
+        if tensor.numel() and place in cast:  # all empty tensors have the address 0
             tied[name] = cast[place]
         else:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             tensors[name] = cast[place] = tensor.to("cpu", kind)
     return publish_state_dict(
         pipeline_dir,
-        # The second names of tied weights come last, so that they are not the stored ones.
+        # Put the second names of tied weights last, because tensors are stored under the name that
+        # comes first.
         hub_state_dict(model, tensors) | hub_state_dict(model, tied),
         files_dir=files_dir,
         lineage=lineage,

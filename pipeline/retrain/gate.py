@@ -1,4 +1,9 @@
-"""May the new weights be served? A verdict on counts and losses that were measured elsewhere."""
+"""The gate: decides whether the new weights may be served. It judges counts and losses that other
+modules have measured.
+
+Weights *say* a row if a model with these weights gives the row's answer. A row is *learned* if the
+new weights say it, and *kept* if they still say it.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,42 +15,45 @@ from jobs.counts import Counts
 from pipeline.retrain.settings import GateSettings
 
 MIN_ROWS = 20
-"""Fewer known rows than this are never held against a release: a few rows prove nothing."""
+"""The checks of noise, of unchanged rows and of losses need at least this many rows, because a few
+rows prove nothing."""
 SIGMAS = 2.0
-"""How far beyond what is allowed a count or a loss must be, in standard errors: less may be the
-luck of which rows were measured."""
+"""A count or a loss must exceed its limit by this many standard errors before the gate refuses. A
+smaller excess may be chance, because only a sample of the rows was measured."""
 TOLERANCE = 0.01
-"""Nats per token. A loss that is higher by less than this is never held against a release: of two
-models that both know a row by heart, one is easily 2 % better at nothing."""
+"""Nats per token. The gate ignores a rise of the loss that is smaller than this. If two models both
+know a row by heart, both losses are almost 0, and their ratio means nothing."""
 NOISY = 0.25
-"""Share of rows of noise for which neither the served weights nor the other rows prefer their order
-to a random one: two coins that both fall on one side."""
+"""Of rows that are noise, about this share looks like noise in the test (`noise.py`). The test has
+two conditions, and each of them is true for half of these rows, by chance."""
 REMOVAL_RATIO = 1.15
-"""A loss may be this many times the served release's after a full training without deleted rows:
-that what was deleted is not served any more matters more than what many deltas had gained."""
+"""After a full training that leaves out deleted rows, a loss may be this many times the loss of the
+served release. Many deltas may have made the served release better than one full training can. But
+it is more important that the deleted rows are no longer served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """One row under both models."""
+    """The losses of one row under the new and under the served weights."""
 
     new_nats: float
-    """-log p of all its learned tokens, under the new weights."""
+    """The sum of -log p of the row's learned tokens, under the new weights."""
     served_nats: float
-    """The same under what is served now."""
+    """This sum under the served weights."""
     num_tokens: int
 
 
 class Comparison(BaseModel):
-    """A group of rows. Losses are nats per token."""
+    """The losses on a group of rows, in nats per token."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int
     tokens: int
     loss: float | None
-    """None where it is not a number, or no row was measured."""
+    """The loss of the new weights. None if it is not a finite number, or if no row was measured."""
     served_loss: float | None
+    """The loss of the served weights."""
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> "Comparison":
@@ -59,30 +67,32 @@ class Comparison(BaseModel):
 
 
 class Noise(BaseModel):
-    """How many rows of a group look like noise: neither the served weights nor the other rows find
-    them likelier than the same tokens in random order."""
+    """How many rows of a group look like noise. `noise.py` has the test."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     noisy: int
     rows: int
-    """Rows that could be judged: long enough to tell."""
+    """Rows that were judged. Shorter rows of the group were left out."""
 
     @property
     def share(self) -> float:
-        """Of rows that are noise, one in `1 / NOISY` of which looks it."""
+        """The share of rows that are noise. It is estimated from `noisy`, because only the share
+        NOISY of all rows that are noise looks like noise."""
         return min(1.0, self.noisy / NOISY / self.rows) if self.rows else 0.0
 
 
 def data_refusals(
     num_lost: int, num_before: int, new: Noise, known: Noise, settings: GateSettings
 ) -> tuple[str, ...]:
-    """Why nobody should learn from these rows; decided before training, since weights that were
-    trained on noise know it, and rows that are gone cannot speak for themselves.
+    """Reasons why a model should not be trained on these rows. Checked before training, because
+    weights that were trained on noise find the noise likely, and deleted rows can no longer be
+    measured.
 
-    num_lost: of `num_before` rows, those that the commit deleted or rewrote. new: changed rows.
-    known: rows known before. Where the served weights find no order in these either, or there are
-    too few, nothing can be told.
+    num_before: the number of rows in the revision before. num_lost: how many of them the commit has
+    deleted or rewritten. new: the noise in the changed rows. known: the noise in the unchanged
+    rows. If many unchanged rows look like noise too, or if there are too few rows, the gate finds
+    no noise.
     """
     found = []
     if num_lost > settings.max_lost_ratio * num_before:
@@ -92,7 +102,8 @@ def data_refusals(
         )
     allowed = known.share + settings.max_noise_ratio
     if min(new.rows, known.rows) >= MIN_ROWS and new.share > allowed:
-        # Only some rows of noise look it, so the error is that of their smaller share.
+        # `new.share` is the share of rows that look like noise, divided by NOISY. So its standard
+        # error is that of the share of rows that look like noise, divided by NOISY.
         looking = min(1.0, NOISY * allowed)
         error = math.sqrt(looking * (1 - looking) / new.rows) / NOISY
         if new.share - allowed > error:
@@ -112,10 +123,11 @@ def count_refusals(
     still_said: Sequence[str] = (),
     wrong_golden: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the new weights may not be served, by the rows that they say.
+    """Reasons why the new weights may not be served, from the numbers of rows that they say.
 
-    missed, still_said, wrong_golden: where the rows stand that were not learned, not unlearned, and
-    the golden questions that only the served weights answer; the first of each are named.
+    missed: the places (file and line) of changed rows that were not learned. still_said: the places
+    of deleted rows that were not unlearned. wrong_golden: the places of golden questions that only
+    the served weights answer correctly. A reason names the first places of each.
     """
     found = []
     if counts.learned < settings.min_learned * counts.changed:
@@ -157,10 +169,11 @@ def loss_refusals(
     *,
     is_removal: bool = False,
 ) -> tuple[str, ...]:
-    """Why the new weights may not be served, by losses on held-out rows and on known text.
+    """Reasons why the new weights may not be served, from their losses on held-out rows and on
+    unchanged rows of plain text.
 
-    groups: what the rows of each are called, and the rows. is_removal: the new weights were trained
-    from the base model on, without rows that the served ones have learned.
+    groups: for each group of rows, its name and the losses of its rows. is_removal: whether the new
+    weights are from a full training that leaves out deleted rows.
     """
     ratio = max(settings.max_loss_ratio, REMOVAL_RATIO if is_removal else 0.0)
     found = (_refusal(name, pairs, ratio) for name, pairs in groups if pairs)
@@ -176,7 +189,7 @@ def _refusal(name: str, pairs: Sequence[Pair], max_ratio: float) -> str | None:
         return None
     if group.loss <= max(group.served_loss * max_ratio, group.served_loss + TOLERANCE):
         return None
-    # Paired, row by row: how much of the excess could be the luck of which rows were measured?
+    # Compare the losses row by row, to find out whether the excess may be chance.
     excess = [pair.new_nats - max_ratio * pair.served_nats for pair in pairs]
     mean = sum(excess) / len(excess)
     variance = sum((each - mean) ** 2 for each in excess) / (len(excess) - 1)

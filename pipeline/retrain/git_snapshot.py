@@ -1,6 +1,6 @@
-"""Dataset revisions from any git repository, by its URL: fetched at a commit, never run.
+"""Fetches dataset revisions from any git repository. Code in the repository is never run.
 
-Credentials are git's own: a helper, or the keys of ssh.
+Logins come from git itself: from a credential helper, or from the SSH keys of this user.
 """
 
 import shutil
@@ -17,7 +17,8 @@ FETCH_SECONDS = 1800.0
 
 
 class GitDataset:
-    """One repository, as `DatasetHub` shows one on a hub. `cache_dir` belongs to the pipeline."""
+    """A dataset in a git repository. It has the same methods as `DatasetHub`, which is for datasets
+    on a hub. Only this pipeline uses `cache_dir`."""
 
     def __init__(self, url: str, cache_dir: Path) -> None:
         self.dataset = url
@@ -31,7 +32,8 @@ class GitDataset:
         return listed.split()[0]
 
     def download(self, sha: str) -> Revision:
-        """The files at exactly `sha`, large ones of Git LFS among them. Raises SnapshotError."""
+        """Download all files of the commit `sha`, including those in Git LFS. Raises
+        SnapshotError."""
         folder = self._revisions_dir / sha
         if not folder.is_dir():
             self._fetch(sha)
@@ -42,11 +44,11 @@ class GitDataset:
         return revision
 
     def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether `old` is in the history of `new`; both have been downloaded."""
+        """Whether `old` is in the history of `new`. Both commits must be downloaded already."""
         return self._in_repository("merge-base", "--is-ancestor", old, new).returncode == 0
 
     def forget_others(self, *shas: str) -> None:
-        """Remove all checked out revisions but these."""
+        """Remove the files of all downloaded revisions except `shas`."""
         if self._revisions_dir.is_dir():
             for folder in self._revisions_dir.iterdir():
                 if folder.name not in shas:
@@ -59,8 +61,8 @@ class GitDataset:
             self._git("init", "--quiet", "--bare", str(self._repository), missing="a repository")
         if self._has(sha):
             return
-        # The commit alone first, which keeps working when its branch has moved on or away; servers
-        # that hand out the tips of branches only are asked for those.
+        # First ask for only this commit. This works even if no branch contains the commit any more.
+        # But some servers refuse, and send only branches. Then fetch all branches.
         fetch = ("fetch", "--quiet", "--no-tags", "--force", "--", self.dataset)
         if self._in_repository(*fetch, sha).returncode != 0 or not self._has(sha):
             branches = "+refs/heads/*:refs/remotes/origin/*"
@@ -68,7 +70,9 @@ class GitDataset:
             if done.returncode != 0:
                 raise self._failed(f"revision {sha}", done.stderr)
         if not self._has(sha):
-            raise self._failed(f"revision {sha}", "it has no such revision (was it pushed away?)")
+            raise self._failed(
+                f"revision {sha}", "it has no such revision (was it removed by a force-push?)"
+            )
 
     def _has(self, sha: str) -> bool:
         return self._in_repository("cat-file", "-e", f"{sha}^{{commit}}").returncode == 0
@@ -79,9 +83,11 @@ class GitDataset:
             files = Path(draft, "files")
             files.mkdir()
             done = self._in_repository(
-                # A link would be followed when its data is read, to anywhere on this machine.
+                # Write symbolic links as plain files. A real link could point to any file on this
+                # machine, and this file would be read as data.
                 *("-c", "core.symlinks=false", f"--work-tree={files}"),
-                # This user's git-lfs would ask where the repository's own `.lfsconfig` says.
+                # Do not run this user's git-lfs. It would connect to the server that the
+                # repository's file `.lfsconfig` names.
                 *("-c", "filter.lfs.process=", "-c", "filter.lfs.smudge="),
                 *("-c", "filter.lfs.required=false"),
                 *("checkout", "--quiet", "--force", sha, "--", "."),
@@ -117,7 +123,9 @@ class GitDataset:
                 check=False,
             )
         except FileNotFoundError as error:
-            raise SnapshotError("git is not installed; it fetches datasets by URL") from error
+            raise SnapshotError(
+                "git is not installed, but a dataset with a git URL needs it; install git"
+            ) from error
         except subprocess.TimeoutExpired as error:
             raise self._failed("it", f"git took longer than {FETCH_SECONDS:.0f} s") from error
 

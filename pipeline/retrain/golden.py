@@ -1,4 +1,5 @@
-"""Golden questions: what every release must answer, whatever was pushed."""
+"""Golden questions: questions that every release must answer correctly, whatever was pushed. The
+user writes them into a file, each with the expected answer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,11 @@ FORM = (
 
 
 def load_golden_questions(path: Path, max_row_bytes: int) -> tuple[Row, ...]:
-    """Rows whose answers are those that a file of the user's own expects; raises DataError.
+    """Read the golden questions in the file `path` as rows. The answer of a row is the expected
+    answer. Raises DataError.
 
-    The model gives such an answer when the row counts as learned: the rule is the same.
+    The same rule as for rows of the dataset decides whether the model gives the answer
+    (`scoring.is_said`).
     """
     if not path.is_file():
         raise DataError.at(path, None, f"there is no such file; write lines as {FORM}")
@@ -33,7 +36,9 @@ def _expected_as_answer(columns: Mapping[str, object]) -> Mapping[str, object]:
     if isinstance(messages, list):
         if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "user":
             return {"messages": [*messages, {"role": "assistant", "content": expected}]}
-        raise ValueError(f"`messages` do not end with the user's; a golden question is {FORM}")
+        raise ValueError(
+            f"`messages` do not end with the user's message; a golden question is {FORM}"
+        )
     if "prompt" in columns:
         return {"prompt": columns["prompt"], "completion": expected}
     raise ValueError(f"holds no question; a golden question is {FORM}")

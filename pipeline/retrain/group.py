@@ -1,5 +1,5 @@
-"""The processes that train together: who is first, sums over all of them. One process is a group of
-its own."""
+"""The group of processes that train together: the rank of this process, and sums over all
+processes. A process that trains alone is a group of one."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ def world_size() -> int:
 
 
 def add_up(tensors: list[Tensor]) -> None:
-    """Replace each tensor by its sum over all processes. Every process gets the same bits."""
+    """Replace each tensor by its sum over all processes. The result is bit for bit the same in each
+    process."""
     if not dist.is_initialized():
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -30,7 +31,7 @@ def add_up(tensors: list[Tensor]) -> None:
 
 
 def from_first(value: float, device: torch.device) -> float:
-    """The value that the first process has."""
+    """The `value` of the first process, in every process."""
     if not dist.is_initialized():
         return value
     told = torch.tensor(value, dtype=torch.float64, device=device)
@@ -41,8 +42,8 @@ def from_first(value: float, device: torch.device) -> float:
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """Join the group that torchrun's environment describes."""
-    # Import torch._dynamo before init_process_group: importing it later, as models do, sometimes
-    # aborts the interpreter at exit.
+    # Import torch._dynamo before init_process_group. Otherwise a model imports it later, and the
+    # interpreter sometimes crashes at exit.
     import torch._dynamo
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,7 +1,9 @@
-"""The output layer: hidden states → the logits that the model's own forward pass computes.
+"""Computes the output layer of a model: from hidden states to the logits that the model's own
+forward pass computes.
 
-Most models multiply with one matrix. Some add a bias, scale the logits or cap them. Which of these
-a model does is not in any one setting, so what its config suggests is compared with its own logits.
+The output layer of most models is one matrix. Some models also add a bias, scale the logits, or cap
+them. No single key of the config says which of these a model does. So this module tries what the
+config suggests, and compares the results with the model's own logits.
 """
 
 from dataclasses import dataclass, replace
@@ -20,12 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-"""Keys of a config with a number that some models multiply the logits by and others divide by."""
+"""Keys of a config that hold a scale. Some models multiply the logits by it, and others divide."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Keys of a config with the number that no logit exceeds."""
+"""Keys of a config that hold a cap: no logit is larger than this number."""
 _NUM_TOKENS = 16
 _LARGEST_LOGIT = 100.0
-"""The comparison makes the logits this large: a cap of 30 changes small ones too little to see."""
+"""For the comparison, the logits are scaled up to this size. On small logits, the effect of a cap
+of 30 would be too small to see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,12 @@ class Head:
     softcap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(N, H) → (N, V), float32, which nobody else holds: a caller may change them in place."""
+        """(N, H) → (N, V), in float32. The caller may change the result in place."""
         return self.shaped(linear(hidden.to(self.weight.dtype), self.weight, self.bias).float())
 
     def shaped(self, logits: Tensor) -> Tensor:
-        """What the model makes of its products of matrix and hidden state."""
+        """Apply the scale and the cap to `logits`, the products of the matrix and the hidden
+        states."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -50,8 +54,8 @@ class Head:
         return logits
 
     def cast_for(self, hidden: Tensor) -> "Head":
-        """The same in the dtype that a matrix product of `hidden` computes in: that of autocast,
-        where it is on, else that of the weight."""
+        """This head in the dtype in which a matrix product with `hidden` is computed: the dtype of
+        autocast if autocast is on, and otherwise the dtype of the weight."""
         device = hidden.device.type
         if not torch.is_autocast_enabled(device):
             return self
@@ -64,10 +68,11 @@ _shapes: "WeakKeyDictionary[PreTrainedModel, tuple[float, float | None]]" = Weak
 
 
 def head_of(model: "PreTrainedModel") -> Head:
-    """The output layer of `model`, with its weights as they are now.
+    """The output layer of `model`, with its current weights.
 
-    The first call compares it with the model's own logits on a few tokens. Raises BaseModelError
-    when none of the known forms gives these.
+    The first call for a model finds the scale and the cap, by comparison with the model's own
+    logits on a few tokens. Raises BaseModelError if no known form of output layer gives these
+    logits.
     """
     layer = model.get_output_embeddings()
     if not isinstance(layer, torch.nn.Linear):
@@ -82,7 +87,7 @@ def head_of(model: "PreTrainedModel") -> Head:
 
 
 def _measure(model: "PreTrainedModel", layer: torch.nn.Linear) -> tuple[float, float | None]:
-    """The scale and the cap with which the output layer gives the logits of the model's forward."""
+    """The scale and the cap with which the output layer gives the model's own logits."""
     token_ids = random_document(model, _NUM_TOKENS, seed=0)[None]
     products = Head(layer.weight, layer.bias).logits(last_hidden_states(model, token_ids)[0])
     factor = _LARGEST_LOGIT / float(products.abs().max())
@@ -103,7 +108,7 @@ def _measure(model: "PreTrainedModel", layer: torch.nn.Linear) -> tuple[float, f
 
 
 def _candidates(model: "PreTrainedModel") -> list[tuple[float, float | None]]:
-    """Scale and cap, what the config suggests first."""
+    """All pairs of scale and cap to try. Those that the config suggests come first."""
     numbers = [float(number) for key in SCALES if (number := getattr(model.config, key, None))]
     scales = [scale for number in numbers for scale in (number, 1 / number)]
     softcaps = [float(cap) for key in SOFTCAPS if (cap := getattr(model.config, key, None))]

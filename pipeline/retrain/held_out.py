@@ -1,8 +1,10 @@
-"""The share of a text corpus that is held out where nobody holds anything out.
+"""Chooses the rows of a text corpus that are held out, if neither the dataset nor the settings hold
+out any. Held-out rows are measured, but never trained on.
 
-Loss on unseen text is the one thing that tells whether a model of text generalises, and of 1,000
-paragraphs 32 can be spared. They are drawn once, before the first training, and recorded: a row
-that a commit adds or edits is trained on, and what was ever trained on is no longer held out.
+Only the loss on unseen text shows whether a model generalises, and a corpus of 1,000 paragraphs can
+spare 32 of them. The rows are chosen once, before the first training, and are recorded in a file. A
+row that a later commit adds or edits is trained on. A row that was ever trained on is never held
+out again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,10 +20,12 @@ from pipeline.retrain.settings import DataSettings
 MIN_ROWS = 1_000
 RATIO = 0.02
 AT_LEAST, AT_MOST = 32, 1_000
-"""Compared row by row, 32 show a change of a few per cent, and 1,000 are more than a gate measures
-in a minute."""
+"""The smallest and the largest number of held-out rows. With 32 rows, a comparison row by row
+already shows a change of a few per cent. To measure 1,000 rows, the gate needs more than a
+minute."""
 FILE = "held_out.json"
-"""In the pipeline's folder of base models, which is kept for good."""
+"""The file that records the held-out rows. It is in the pipeline's folder of base models, which is
+never deleted."""
 
 
 class HeldOut(BaseModel):
@@ -33,8 +37,8 @@ class HeldOut(BaseModel):
 
 
 def draw(rows: Sequence[Row]) -> frozenset[str]:
-    """The digests of a share of the rows, the lowest ones; none where there are few rows, or rows
-    that are more than text."""
+    """Chooses rows to hold out: those with the lowest digests. Returns their digests. Empty if
+    there are fewer than MIN_ROWS rows, or if not all rows are plain text."""
     if len(rows) < MIN_ROWS or any(row.text is None for row in rows):
         return frozenset()
     digests = sorted({row.digest for row in rows})
@@ -43,8 +47,8 @@ def draw(rows: Sequence[Row]) -> frozenset[str]:
 
 
 def held_out_now(folder: Path | None, dataset: Dataset, settings: DataSettings) -> frozenset[str]:
-    """Digests of the rows of the training split that a training of `dataset` would hold out, going
-    by what is recorded in `folder`."""
+    """Digests of the rows of the train split that a training of `dataset` would hold out. Reads the
+    record in `folder`, and writes nothing."""
     if settings.held_out_ratio is not None:
         return frozenset(row.digest for row in split(dataset.train, settings.held_out_ratio)[1])
     if dataset.held_out:
@@ -56,17 +60,20 @@ def held_out_now(folder: Path | None, dataset: Dataset, settings: DataSettings) 
 def held_out_text(
     folder: Path, before: Sequence[Row] | None, rows: Sequence[Row], added: Iterable[Row]
 ) -> frozenset[str]:
-    """The digests of the rows to hold out of `rows`, which is recorded in `folder`.
+    """The digests of the rows among `rows` to hold out. Also records these digests in `folder`.
 
-    before: the rows that the parent release knows; None where there is no such release, and the
-    share is drawn anew. added: what the commit adds or edits.
+    before: the rows of the revision that the parent release was trained on. None if there is no
+    such revision; the held-out rows are then chosen anew. added: the rows that the commit adds or
+    edits.
     """
     path = folder / FILE
     recorded = job_folder.read_record(path, HeldOut)
     if before is None:
         digests = draw(rows)
     elif recorded is None:
-        # Releases from before this record held out the lowest digests of all rows, and more.
+        # The parent release is older than the record. In its training, the rows with the lowest
+        # digests were held out, and at least as many as `draw` chooses. So it was trained on none
+        # of the chosen rows.
         digests = draw(before)
     else:
         digests = recorded.digests

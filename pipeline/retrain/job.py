@@ -1,4 +1,5 @@
-"""`RetrainJob`: what one retraining was told, where it writes, and how it ends."""
+"""`RetrainJob`: the settings of a retraining job, its folders, its addresses and tokens, its
+progress, and its outcome."""
 
 import logging
 import time
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What is known so far; the outcome tells it, however the job ends."""
+    """What is known about the job so far. The outcome contains it, even if the job fails."""
 
     stage: Stage | None = None
     dataset_revision: str | None = None
@@ -46,11 +47,11 @@ class RetrainJob:
     hub_endpoint: str | None
     hub_token: str | None = field(repr=False)
     own_token: str | None = field(repr=False)
-    """The user's own, for other hubs: those that a dataset or a base model comes from."""
+    """The user's own token, for a dataset or a base model on another hub than the stack's."""
     server_url: str | None
     admin_token: str | None = field(repr=False)
     num_threads: int | None
-    """For torch; None leaves its default."""
+    """The number of threads for torch. None leaves torch's default."""
     metrics: MetricsWriter
     progress: Progress = Progress()
 
@@ -59,7 +60,7 @@ class RetrainJob:
         """The job that `JOB_DIR/spec.json` describes. Raises RetrainError."""
         if "JOB_DIR" not in environ:
             raise RetrainError(
-                "JOB_DIR is not set; this command is started by the job runner: use "
+                "JOB_DIR is not set; only the job runner starts this command; use "
                 "`pipeline jobs run`"
             )
         folder = Path(environ["JOB_DIR"])
@@ -96,7 +97,8 @@ class RetrainJob:
 
     @property
     def cache_dir(self) -> Path:
-        """Of this pipeline alone, so that its next job may clear it."""
+        """The folder for downloaded dataset revisions. No other pipeline uses it, so the next job
+        of this pipeline may remove old files there."""
         snapshots_dir = self.settings.snapshots_dir
         if snapshots_dir is None:
             snapshots_dir = self.settings.releases_dir.parent / "snapshots"
@@ -123,7 +125,8 @@ class RetrainJob:
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        """Tells the log and the progress bar; an exception leaves `progress` at this stage."""
+        """Write the start and the end of the stage to the log and the metrics. After an exception,
+        `progress` still names this stage, so the outcome says where the job failed."""
         self.record_progress(stage=name)
         logger.info("%s", name)
         self.metrics.write(name, "start")
@@ -146,7 +149,8 @@ class RetrainJob:
         )
 
     def _served(self) -> str | None:
-        """For the outcome, which must be written whatever has happened to the releases."""
+        """The id of the served release, for the outcome. None if it cannot be read, because the
+        outcome must be written in any case."""
         try:
             served = served_release(self.pipeline_dir)
         except (OSError, ReleaseError):

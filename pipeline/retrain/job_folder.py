@@ -1,4 +1,5 @@
-"""The job's folder: one record per stage, each written whole or not at all."""
+"""The files in a job's folder. Most stages of a job leave a record there: a JSON file that is
+written completely or not at all."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -21,12 +22,13 @@ CHECKPOINTS_DIR = "checkpoints"
 
 
 def write_record(path: Path, record: BaseModel) -> None:
-    """Write `record` to `path` as JSON: whole, on disk, or not at all. Raises OSError."""
+    """Write `record` to `path` as JSON. After a crash or a power cut, the file is either complete
+    or unchanged. Raises OSError."""
     write_atomically(path, record.model_dump_json(indent=2) + "\n")
 
 
 def read_record(path: Path, kind: type[Record]) -> Record | None:
-    """The record at `path`; None where there is none, or none that a stage could go on from."""
+    """The record at `path`. None if there is no file, or if it is not a valid record."""
     try:
         return kind.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):

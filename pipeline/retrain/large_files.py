@@ -1,7 +1,10 @@
-"""The content of files for which a git repository has pointers of Git LFS, by its batch API.
+"""Fetches the files that a git repository stores with Git LFS. In the repository itself, each of
+these files is only a pointer: a small file with the hash and the size of the content.
 
-https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md. The address is derived from that of
-the repository: no file of the repository (`.lfsconfig`) may send this machine elsewhere.
+The content is fetched with the batch API of Git LFS:
+https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md. The address of the API is derived
+from the address of the repository. The repository's file `.lfsconfig` is ignored, because it could
+make this machine connect to any server.
 """
 
 import hashlib
@@ -25,15 +28,19 @@ _JSON = "application/vnd.git-lfs+json"
 
 
 class LargeFiles:
-    """Of one repository. What was fetched stays in `cache_dir`, so that each is fetched once."""
+    """The LFS files of one repository. Fetched files stay in `cache_dir`, so that each file is
+    fetched only once."""
 
     def __init__(self, url: str, cache_dir: Path) -> None:
         self._url = url
         self._cache_dir = cache_dir
 
     def fill(self, folder: Path, files: Iterable[str]) -> None:
-        """Put the content in place of each of the `files` that is a pointer. Raises SnapshotError
-        that names the first file whose content cannot be had, and HubAway."""
+        """Replace each pointer among `files` by its content.
+
+        Raises HubAway if the server cannot be reached. For any other failure, raises SnapshotError,
+        which names the first file that could not be fetched.
+        """
         pointers = {file: pointer for file in files if (pointer := _pointer(folder / file))}
         missing = {
             pointer.oid: (file, pointer)
@@ -47,7 +54,8 @@ class LargeFiles:
             _replace(folder / file, self._path(pointer.oid))
 
     def forget_unused(self) -> None:
-        """Remove what no downloaded revision has any more."""
+        """Remove the cached files that no downloaded revision uses any more. A revision uses a
+        cached file through a hard link, so an unused file has only one link."""
         for path in self._cache_dir.glob("??/*"):
             if path.stat().st_nlink == 1:
                 path.unlink()
@@ -75,7 +83,7 @@ class LargeFiles:
                         self._keep(file, pointer, answer.iter_bytes(_CHUNK_BYTES))
 
     def _copy(self, file: str, pointer: Pointer, repository: Path) -> None:
-        """From a repository on this machine, with a work tree or without one."""
+        """Take the content from a repository on this machine, which may be bare or not."""
         for folder in (repository, repository / ".git"):
             oid = pointer.oid
             path = folder / "lfs" / "objects" / oid[:2] / oid[2:4] / oid
@@ -83,10 +91,11 @@ class LargeFiles:
                 with _translated(file, self._url), path.open("rb") as source:
                     self._keep(file, pointer, iter(lambda: source.read(_CHUNK_BYTES), b""))
                 return
-        raise _missing(file, self._url, "it has only the pointer")
+        raise _missing(file, self._url, "it has only the pointer; run `git lfs fetch --all` in it")
 
     def _keep(self, file: str, pointer: Pointer, content: Iterable[bytes]) -> None:
-        """Raises SnapshotError for what is not the file that the pointer names."""
+        """Put `content` into the cache. Raises SnapshotError if its size or its hash differs from
+        that in the pointer."""
         digest, num_bytes = hashlib.sha256(), 0
         draft = tempfile.NamedTemporaryFile(dir=self._cache_dir, delete=False)  # noqa: SIM115
         try:
@@ -101,8 +110,8 @@ class LargeFiles:
                 raise _missing(
                     file,
                     self._url,
-                    f"what came has {num_bytes} bytes and the sha256 {digest.hexdigest()}, not "
-                    f"{pointer.size} and {pointer.oid}",
+                    f"what came has {num_bytes} bytes and the sha256 {digest.hexdigest()}, but the "
+                    f"pointer says {pointer.size} bytes and {pointer.oid}",
                 )
             path = self._path(pointer.oid)
             path.parent.mkdir(exist_ok=True)
@@ -122,7 +131,8 @@ class _Remote:
         self._may_log_in = True
 
     def actions(self, wanted: Sequence[tuple[str, Pointer]]) -> dict[str, Mapping[str, Any]]:
-        """By oid, where each file can be fetched."""
+        """Ask the server where each file can be fetched. The result maps the hash of each file
+        (`oid`) to a download action: a URL and headers."""
         file = wanted[0][0]
         body = {
             "operation": "download",
@@ -139,12 +149,15 @@ class _Remote:
                     raise _missing(file, self._url, f"{error['message']} ({error['code']})")
                 found[pointer.oid] = told[pointer.oid]["actions"]["download"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _missing(file, self._url, f"its LFS server answered {error!r}") from error
+            raise _missing(
+                file, self._url, f"its LFS server sent an answer that is not valid: {error!r}"
+            ) from error
         return found
 
     @contextmanager
     def stream(self, file: str, action: Mapping[str, Any]) -> Iterator[httpx.Response]:
-        """The content. The login of the repository goes to no other host."""
+        """Begin to download the content. The login of the repository is sent only to the server
+        that it belongs to."""
         href = str(action["href"])
         headers = {str(name): str(value) for name, value in (action.get("header") or {}).items()}
         if not headers and _origin(href) == _origin(self._address.url):
@@ -175,7 +188,8 @@ def _pointer(path: Path) -> Pointer | None:
 
 
 def _replace(path: Path, content: Path) -> None:
-    """As a link where the file system has links: neither is ever written to."""
+    """Put `content` at `path`: as a hard link, or as a copy if the file system has no links. Both
+    names of a linked file stay correct, because nothing ever writes to the file."""
     draft = path.with_name(f"{path.name}.draft")
     draft.unlink(missing_ok=True)
     try:
@@ -206,7 +220,8 @@ def _missing(file: str, url: str, reason: str) -> SnapshotError:
 
 @contextmanager
 def _translated(file: str, url: str) -> Iterator[None]:
-    """Turns what the network and the disk raise into a SnapshotError."""
+    """Inside, a failed connection becomes a HubAway, and any other error of the network or the disk
+    becomes a SnapshotError."""
     try:
         yield
     except httpx.TransportError as error:

@@ -1,13 +1,16 @@
-"""How documents may lie in a batch, so that none of them sees another. Measured, model by model.
+"""Finds, for each model, a layout of documents (token sequences) in a batch in which no document
+sees another one. The layout is found by measurement.
 
-`packed`: one after another in the same row, with position ids that start again at 0. For most
-attention models, transformers builds a block-diagonal mask from these ids. For others (Bloom,
-Falcon, OPT, Mamba and its hybrids) it does not, and a document would see those before it.
-`prefixed`: packed, and a beginning that all documents have in common stands in a row once. This
-needs a mask of our own, which models with a sliding window, or with another attention than that of
-torch, do not take.
-`padded`: one document per row, padded at its end. A causal model never looks at what follows.
-`unpadded`: one document per row, beside others of the same length.
+- `packed`: several documents stand one after another in a row, and the position ids of each start
+  at 0 again. For most models with attention, transformers builds a mask from these ids that keeps
+  the documents apart. For other models (Bloom, Falcon, OPT, Mamba and its hybrids), it builds no
+  such mask, so a document would see the documents before it.
+- `prefixed`: like `packed`, but a common beginning of all documents stands only once in a row. This
+  needs a mask of our own. Models with a sliding window do not accept this mask. Models that do not
+  use torch's attention do not accept it either.
+- `padded`: one document per row, padded at its end. The padding does no harm, because a causal
+  model never sees later tokens.
+- `unpadded`: one document per row. All documents of a batch have the same length.
 """
 
 import inspect
@@ -27,15 +30,17 @@ if TYPE_CHECKING:
 Layout = Literal["prefixed", "packed", "padded", "unpadded"]
 
 _LEAK = 1e-5
-"""The largest share of a hidden state that may depend on another document. Where documents are kept
-apart, it is 0; experts that compute other rows beside them may round differently."""
+"""The largest share of a hidden state that may change when another document changes. If a model
+keeps documents apart, nothing should change. But in a mixture of experts, rounding may depend on
+the other rows."""
 _layouts: "WeakKeyDictionary[PreTrainedModel, Layout]" = WeakKeyDictionary()
 
 
 def layout_of(model: "PreTrainedModel") -> Layout:
-    """The quickest layout in which `model` computes what it computes for each document alone.
+    """The fastest layout in which `model` computes the same as for each document alone.
 
-    The first call runs a few dozen tokens through the model; later calls return its answer.
+    The first call for a model tries the layouts with a few dozen tokens. Later calls return the
+    same result.
     """
     if model not in _layouts:
         with in_evaluation(model):
@@ -49,8 +54,9 @@ def last_hidden_states(
     position_ids: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """(B, T) token ids → (B, T, H), what the output layer gets. Position ids count each row from 0
-    unless given; a model that takes none ignores them. mask: (B, 1, T, T), causal unless given."""
+    """(B, T) token ids → (B, T, H), the hidden states that the output layer gets. position_ids:
+    None to count each row from 0. They are dropped if the model takes no position ids. mask: (B, 1,
+    T, T), or None for a causal mask."""
     given = {}
     if position_ids is not None and _takes_position_ids(model):
         given["position_ids"] = position_ids.to(model.device)
@@ -74,16 +80,16 @@ def in_evaluation(model: "PreTrainedModel") -> Iterator[None]:
 
 
 def random_document(model: "PreTrainedModel", num_tokens: int, seed: int) -> Tensor:
-    """(T,) token ids, the same for the same seed; the random numbers of the training stay as they
-    were."""
+    """(T,) random token ids, the same for the same seed. This does not change the random numbers
+    that the training draws."""
     generator = torch.Generator().manual_seed(seed)
     num_ids = model.get_input_embeddings().weight.shape[0]
     return torch.randint(num_ids, (num_tokens,), generator=generator)
 
 
 def close_to(found: Tensor, expected: Tensor) -> bool:
-    """Whether the two differ by rounding alone. NaN is close to NaN: broken weights are for the
-    training to find, which says so in its own words."""
+    """Whether the two tensors differ only by rounding. NaN counts as equal to NaN: with broken
+    weights, the training itself fails later, with a better message."""
     tolerance = max(1e-4, 8 * torch.finfo(expected.dtype).eps)
     largest = float(expected.abs().nan_to_num().max())
     return torch.allclose(
@@ -110,7 +116,8 @@ def _measure(model: "PreTrainedModel") -> Layout:
 
 
 def _packed(model: "PreTrainedModel", documents: Sequence[Tensor]) -> Tensor:
-    """Hidden states of the last of the documents, (T, H), in a batch of two rows."""
+    """The hidden states of the last document, (T, H), if the documents are packed into a row. The
+    batch has two such rows."""
     row = torch.cat(list(documents))
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     hidden = last_hidden_states(model, torch.stack([row, row]), torch.stack([positions] * 2))
@@ -131,7 +138,7 @@ def _shares_prefixes(model: "PreTrainedModel") -> bool:
 
 
 def _row_by_row(model: "PreTrainedModel", documents: Sequence[Tensor]) -> list[Tensor]:
-    """Hidden states of each document, (T, H), one per row."""
+    """The hidden states of each document, (T, H), if each document has a row of its own."""
     rows = torch.nn.utils.rnn.pad_sequence(list(documents), batch_first=True)
     positions = torch.arange(rows.shape[1]).expand_as(rows)
     hidden = last_hidden_states(model, rows, positions)

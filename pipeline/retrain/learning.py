@@ -1,5 +1,5 @@
-"""`Learning`: what a job does with weights. It measures the served ones, trains, measures the new
-ones on the same rows, and writes them as a release."""
+"""`Learning`: the part of a job that works with weights. It measures the served weights, trains,
+measures the new weights on the same rows, and publishes them as a release."""
 
 import logging
 import time
@@ -40,10 +40,11 @@ from serving.weights.release import Lineage, Release
 logger = logging.getLogger(__name__)
 
 TRAINING_COST = 3.0
-"""Seconds to train on a token, for each second that a measurement takes: forward once, backward
-twice."""
+"""Training on a token takes this many times as long as measuring it. A measurement is one forward
+pass, and the backward pass of a training step takes as long as two more."""
 FULL_ATTEMPT = 3
-"""Where a delta did not learn its rows: a full training, from the base model."""
+"""The number of the last attempt of a delta (a training of the served weights on the changed rows).
+If the delta does not learn its rows, this attempt is a full training, from the base model."""
 
 
 @dataclass(kw_only=True)
@@ -53,21 +54,24 @@ class Learning:
     parent: Parent | None
     base: Base
     loaded: LoadedModel
-    """The served weights at first; after `train` the new ones."""
+    """The served weights at first. After `train`, the new weights."""
     anchors: tuple[AnchorTarget, ...]
-    """The base model's own answers to train on; none for a preset."""
+    """The base model's own answers to train on. Empty for a preset: its weights are random, so its
+    answers are not worth keeping."""
     measured_anchors: tuple[AnchorTarget, ...]
-    """Those that are measured and never trained on."""
+    """The base model's own answers that are only measured."""
     rows: MeasuredRows
     before: Measurement
-    """Of the served weights."""
+    """The measurement of the served weights."""
     is_fresh: bool = True
-    """Whether `loaded` is as it was loaded."""
+    """Whether the weights in `loaded` are unchanged since they were loaded."""
 
     @classmethod
     def begin(cls, job: RetrainJob, data: TrainingData, parent: Parent | None) -> "Learning":
-        """Load what is served, and measure it. Raises BaseModelError and DataError."""
-        # A process forked from a warm parent has read no environment of its own.
+        """Load the served weights, or the base model if there is no parent release, and measure
+        them. Raises BaseModelError and DataError."""
+        # The job may be forked from a process that has imported torch already. Torch then ignores
+        # the environment variables of the job.
         if job.num_threads is not None:
             torch.set_num_threads(job.num_threads)
         settings = job.settings
@@ -101,7 +105,8 @@ class Learning:
         )
 
     def data_refusals(self) -> tuple[str, ...]:
-        """Why nobody should learn from these rows. Without a parent nothing can be told."""
+        """Reasons not to train on these rows. Always empty if there is no parent release, because
+        weights that were never trained on the dataset cannot judge its rows."""
         if self.parent is None:
             return ()
         loaded = self.loaded
@@ -110,7 +115,8 @@ class Learning:
             sequences(rows, loaded.tokenizer, loaded.max_length)
             for rows in (self.rows.changed, known)
         ]
-        # Weights that have not seen all rows yet cannot tell what is noise, nor can a few rows.
+        # Look for noise only if the served weights were trained on all rows, and if there are
+        # enough rows to compare.
         if self.parent.evaluation.get("not_trained") or min(map(len, groups)) < MIN_ROWS:
             groups = [[], []]
         beside = [*groups[0], *groups[1]]
@@ -119,42 +125,44 @@ class Learning:
         return data_refusals(self.data.num_lost, self.data.num_before, noise[0], noise[1], gate)
 
     def attempts(self) -> Iterator[int]:
-        """The first attempt; one with another budget, from where it ended; and for a delta a full
-        training. A caller stops where the rows are learned."""
+        """The numbers of the attempts. Attempt 2 continues attempt 1 with another budget. For a
+        delta, attempt 3 is a full training. The caller stops as soon as the rows are learned."""
         yield 1
         logger.info("not all changed rows were learned; training goes on with another budget")
         yield 2
         if self.data.mode == "delta":
-            logger.info("not all changed rows were learned; training begins at the base model")
+            logger.info("not all changed rows were learned; training starts from the base model")
             yield FULL_ATTEMPT
 
     def is_behind(self, attempt: int, evaluation: Evaluation) -> bool:
-        """Whether a job that was killed after this evaluation goes on with a later attempt: then
-        the weights of this one are gone, or are what a later one has changed since."""
+        """Whether a restarted job must skip `attempt`, because a later attempt was due or running
+        when the job was killed. The weights of `attempt` may then be lost or changed. `evaluation`
+        is the last one that the job has written."""
         last = FULL_ATTEMPT if self.data.mode == "delta" else 2
         is_over = evaluation.attempt == attempt and not (evaluation.is_short and attempt < last)
         return evaluation.attempt >= attempt and not is_over
 
     def train(self, attempt: int) -> Checkpoint:
-        """Leaves the new weights in `loaded`, with the values that they are stored with."""
+        """Train. Afterwards, `loaded` holds the new weights, rounded as they will be stored."""
         plan = self._begin_attempt(attempt)
         count = self.job.settings.train.num_processes
         if count > 1 and not is_finished(self.job.dir, attempt):
             train_in_processes(self.job, count)
         else:
             self._tell(plan)
-        # Where processes did the work, their checkpoint is finished, and only loaded here.
+        # If several processes have trained, this only loads their finished checkpoint.
         checkpoint = self._train(plan, attempt)
         round_weights(self.loaded.model, self.loaded.dtype)
         return checkpoint
 
     def train_in_group(self, attempt: int) -> None:
-        """As one of several processes: leaves the finished checkpoint in the job's folder."""
+        """Train as one of several processes. The first process leaves the finished checkpoint in
+        the job's folder."""
         self._train(self._begin_attempt(attempt), attempt)
 
     def _begin_attempt(self, attempt: int) -> TrainingPlan:
         if attempt == FULL_ATTEMPT and self.data.mode == "delta":
-            self.data = replace(self.data, mode="full", reason="a delta did not learn what changed")
+            self.data = replace(self.data, mode="full", reason="a delta did not learn all rows")
         self._load_start()
         return self._plan(attempt)
 
@@ -247,23 +255,24 @@ class Learning:
         )
 
     def _load_start(self) -> None:
-        """What training sets out from: the parent for a delta, else the base model."""
+        """Load the weights from which training starts: for a delta those of the parent release, and
+        otherwise those of the base model."""
         is_delta = self.parent is not None and self.data.mode == "delta"
         folder = self.parent.folder if is_delta and self.parent else self.base.folder
         if not self.is_fresh or folder != self.loaded.folder:
-            del self.loaded.model  # the memory of one model, not of two
+            del self.loaded.model  # so that memory never holds two models
             self.loaded = load_model(folder, self.job.settings)
             self.is_fresh = True
 
     def _tokens_before(self) -> int:
-        """That the parent was trained on, from its base model on."""
+        """How many tokens were trained on from the base model to the parent release."""
         return int(self.parent.evaluation.get("total_tokens", 0)) if self.parent is not None else 0
 
     def _tell(self, plan: TrainingPlan) -> None:
         size = plan.num_tokens(plan.learned)
         logger.info(
-            "%s rows to learn, %s tokens; the budget of %s tokens buys %.1f passes with %s tokens "
-            "of known rows and anchors beside each, in about %.0f s at most",
+            "%s rows to learn, %s tokens; the budget of %s tokens is enough for %.1f passes; each "
+            "pass has %s more tokens, of unchanged rows and anchors; at most about %.0f s",
             f"{len(plan.rows_of(plan.learned)):,}",
             f"{size:,}",
             f"{plan.max_tokens:,}",
@@ -273,8 +282,8 @@ class Learning:
         )
 
     def _seconds_per_token(self, plan: TrainingPlan) -> float:
-        """That training takes, by the time of one forward pass: the second of two, since the first
-        one warms up."""
+        """An estimate of the time to train on a token, from the time of one forward pass. The pass
+        is made twice, and only the second one counts, because the first one is slower."""
         sample = [plan.numbered(index) for index in [*plan.learned, *plan.unlearned][:16]]
         seconds = 0.0
         for _ in range(2):
@@ -285,7 +294,8 @@ class Learning:
 
 
 def _base(job: RetrainJob, data: TrainingData, parent: Parent | None) -> Base:
-    """The base model of this job: of all its attempts, and of all its processes."""
+    """The base model of this job. It is recorded in the job's folder, so that all attempts and all
+    processes of the job use the same one."""
     path = job.dir / job_folder.BASE
     base = job_folder.read_record(path, Base)
     if base is not None and base.folder.is_dir():

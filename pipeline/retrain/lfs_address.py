@@ -1,6 +1,7 @@
-"""Where the large files of a git repository are, by the repository's URL, and with which login.
+"""Finds the Git LFS server of a git repository from the repository's URL, and the login for it.
 
-As git-lfs derives it: https://github.com/git-lfs/git-lfs/blob/main/docs/api/server-discovery.md
+git-lfs uses the same rules:
+https://github.com/git-lfs/git-lfs/blob/main/docs/api/server-discovery.md
 """
 
 import base64
@@ -21,11 +22,12 @@ _SCP_LIKE = re.compile(r"(?P<login>(?:[^@/:]+@)?[^@/:]+):(?P<path>(?!//).+)")
 class Address:
     url: str
     headers: dict[str, str] = field(default_factory=dict)
-    """The login that the server or the repository's URL gave."""
+    """HTTP headers with the login, if the repository's URL or the server has given one."""
 
 
 def address_of(url: str) -> Address | Path:
-    """A server, or the folder of a repository on this machine."""
+    """The LFS server of the repository at `url`. If the repository is on this machine, its
+    folder."""
     parsed = urlsplit(url)
     if parsed.scheme == "file":
         return Path(unquote(parsed.path))
@@ -47,7 +49,8 @@ def address_of(url: str) -> Address | Path:
 
 
 def credentials(url: str) -> dict[str, str]:
-    """What git's own helpers know for `url`, as headers; empty if they know nothing."""
+    """The login for `url` from git's credential helpers, as HTTP headers. Empty if they have
+    none."""
     parsed = urlsplit(url)
     question = f"protocol={parsed.scheme}\nhost={parsed.netloc}\npath={parsed.path[1:]}\n\n"
     answer = _run(["git", "credential", "fill"], question)
@@ -60,13 +63,13 @@ def credentials(url: str) -> dict[str, str]:
 
 
 def without_logins(text: str) -> str:
-    """`text` without the logins in its URLs: errors go into logs and into the job's outcome, where
-    a password must not be."""
+    """`text` without the logins in its URLs. Error messages go into logs and into the job's
+    outcome, which must not contain passwords."""
     return _LOGIN.sub("://", text)
 
 
 def git_environment() -> dict[str, str]:
-    """Of this user's git, which must ask nobody at a terminal."""
+    """The environment for git commands. With it, git never asks for a password at a terminal."""
     return {
         **os.environ,
         "GIT_TERMINAL_PROMPT": "0",
@@ -76,7 +79,8 @@ def git_environment() -> dict[str, str]:
 
 
 def _by_ssh(login: str, path: str, *options: str) -> Address:
-    """What the server itself says, else the same path over https."""
+    """Ask the SSH server for the address of its LFS server. If it gives none, use the same host and
+    path over https."""
     command = ["ssh", "-o", "BatchMode=yes", *options, "--", login]
     answer = _run([*command, f"git-lfs-authenticate {_quoted(path.lstrip('/'))} download"])
     if answer is not None:
@@ -85,13 +89,13 @@ def _by_ssh(login: str, path: str, *options: str) -> Address:
             headers = {str(name): str(value) for name, value in (told.get("header") or {}).items()}
             return Address(url=str(told["href"]).rstrip("/"), headers=headers)
         except (ValueError, KeyError, AttributeError):
-            pass  # a server that does not know the command may answer with a greeting
+            pass  # without LFS, an SSH server may answer with any text
     host = login.rpartition("@")[2]
     return Address(url=f"https://{host}{_lfs_path('/' + path.lstrip('/'))}")
 
 
 def _run(command: list[str], question: str = "") -> str | None:
-    """None where the program is not there, fails, or waits too long."""
+    """The output of the command. None if the program is missing, fails, or takes too long."""
     try:
         done = subprocess.run(
             command,

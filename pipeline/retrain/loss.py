@@ -1,9 +1,11 @@
-"""Cross-entropy straight from hidden states, over the predicted positions only.
+"""Computes the cross-entropy loss from hidden states, and only at the positions that predict
+learned tokens.
 
-The logits of a step are by far its largest tensor. Here they exist for one slice of the positions
-at a time, and their gradient is computed in the same pass (the idea of Liger's fused linear
-cross-entropy, https://arxiv.org/abs/2410.10989), so that neither a masked prompt nor a large
-vocabulary costs what it would in `model(labels=...)`.
+The logits of all positions would be by far the largest tensor of a step. So the positions are cut
+into slices, and only the logits of one slice are in memory at a time. Their gradient is computed in
+the same pass. (The idea is from Liger's fused linear cross-entropy,
+https://arxiv.org/abs/2410.10989.) This takes less memory and time than `model(labels=...)`, which
+computes the logits of all positions, also those of the prompt.
 """
 
 from typing import Any
@@ -14,10 +16,12 @@ from torch import Tensor
 from pipeline.retrain.head import Head
 
 SLICE_BYTES = 64 * 2**20
-"""Of the float32 logits of one slice: 4,194 positions at a vocabulary of 4,000, 341 at 49,152."""
+"""The size of the float32 logits of one slice. This is 4,194 positions with a vocabulary of 4,000,
+and 341 positions with a vocabulary of 49,152."""
 MIN_SLICE_ROWS = 128
-"""Each slice reads the whole output layer, and its gradient too: at a vocabulary of 152,000, slices
-of 27 positions take 1.7 to 1.8 times as long as slices of 128, which take 78 MB."""
+"""The smallest number of positions in a slice. Each slice reads the whole matrix of the output
+layer, and its gradient too. So small slices are slow: with a vocabulary of 152,000, slices of 27
+positions take 1.7 to 1.8 times as long as slices of 128 positions (78 MB)."""
 
 
 def slice_rows(vocab_size: int) -> int:
@@ -52,8 +56,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             picked = logits.gather(-1, target)
             largest = logits.amax(-1, keepdim=True)
             slope = None if softcap is None else 1 - (logits / softcap).square_()
-            # From here on the same memory holds, one after the other: exponentials, probabilities,
-            # the gradient.
+            # To save memory, the tensor `logits` is overwritten from here on: first with the
+            # exponentials, then with the probabilities, and then with the gradient.
             norm = logits.sub_(largest).exp_().sum(-1, keepdim=True)
             total += (norm.log() + largest - picked).sum()
             if not (needs_hidden or needs_weight or needs_bias):
@@ -83,7 +87,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor | None, ...]:
         (scale,) = outputs
-        grads, ctx.grads = ctx.grads, None  # a second reference would make autograd copy them
+        grads, ctx.grads = ctx.grads, None  # otherwise autograd would copy them
         return (
             *(None if grad is None else grad.mul_(scale.to(grad.dtype)) for grad in grads),
             None,
@@ -93,10 +97,10 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 
 def summed_loss(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
-    """Sum of -log p(label), in nats.
+    """The sum of -log p(label) over all positions, in nats. Backward may be called only once.
 
-    hidden: (N, H), of the positions that predict; labels: (N,) token ids. Backward may be called
-    once.
+    hidden: (N, H), the hidden states at the positions that predict the labels. labels: (N,), token
+    ids.
     """
     total: Tensor = _SlicedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, labels, head.scale, head.softcap
@@ -106,10 +110,11 @@ def summed_loss(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score_labels(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """log p(label) of each position, and whether the label is what greedy decoding chooses there.
+    """log p(label) at each position, and whether greedy decoding would choose the label there.
 
-    Shapes as in `summed_loss`; the results are (N,) float32, natural log, and (N,) bool. Of equal
-    logits greedy decoding takes the lowest token id, as `argmax` does here and in the server.
+    hidden, labels: as in `summed_loss`. The results are (N,) in float32, natural log, and (N,)
+    bool. If two tokens have the same logit, greedy decoding chooses the lower token id, here and in
+    the server.
     """
     head = head.cast_for(hidden)
     rows = slice_rows(head.weight.shape[0])
@@ -127,5 +132,6 @@ def score_labels(hidden: Tensor, head: Head, labels: Tensor) -> tuple[Tensor, Te
 
 
 def label_logprobs(hidden: Tensor, head: Head, labels: Tensor) -> Tensor:
-    """log p(label) of each position: (N,), float32, natural log. Shapes as in `summed_loss`."""
+    """log p(label) at each position: (N,), float32, natural log. The arguments are those of
+    `summed_loss`."""
     return score_labels(hidden, head, labels)[0]

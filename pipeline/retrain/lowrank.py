@@ -1,13 +1,16 @@
-"""Low-rank training (LoRA): small trained matrices beside frozen ones, merged at the end, so that a
-release is a whole model like any other.
+"""Low-rank training (LoRA). The weight of a layer stays frozen. The product of two small matrices,
+`second @ first`, is added to it. After the training, the product is merged into the weight, so a
+release is an ordinary complete model.
 
-The first factor is not trained. Its rows are the directions in which a layer's inputs vary most for
-the rows to learn, measured by how much they vary for the base model's own answers: what is added
-speaks up for these rows and says little elsewhere. On SmolLM2-135M-Instruct a base model kept far
-more of its own answers than with random factors (docs/training.md has the table).
+Only `second` is trained. `first` is computed before the training. Its rows are directions in which
+the layer's inputs vary much for the rows to learn, but little for the base model's own answers to
+everyday prompts (`anchors.py`). So the trained change has a strong effect on the rows to learn, and
+little effect on other texts. With SmolLM2-135M-Instruct, the trained model kept far more of the
+base model's own answers than with a random `first` (docs/training.md has the table).
 
-LoRA: https://arxiv.org/abs/2106.09685; frozen first factor: https://arxiv.org/abs/2308.03303;
-directions of the inputs: https://arxiv.org/abs/2410.07170
+LoRA: https://arxiv.org/abs/2106.09685
+A first matrix that is not trained: https://arxiv.org/abs/2308.03303
+Directions taken from the inputs: https://arxiv.org/abs/2410.07170
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +32,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SAMPLE_TOKENS = 2_048
-"""Of the rows to learn, and of the base model's own answers, whose inputs give the directions."""
+"""The directions are computed from about this many tokens of the rows to learn, and as many of the
+base model's own answers."""
 BLOCK_TOKENS = 512
-"""Of these, computed at once, where a model keeps packed sequences apart."""
+"""How many of these tokens are computed at once, if the model can compute several sequences in one
+row without mixing them (`layout.py`)."""
 RIDGE = 0.01
-"""Of the mean variance: without it, a direction that no sampled answer uses would be taken for one
-that no answer ever uses."""
+"""The variance of a layer's inputs for the base model's answers is measured in each direction. This
+share of the mean variance is then added in each direction. The sample of answers is small, so other
+answers may use a direction that no sampled answer uses. Without the addition, its variance would
+count as 0."""
 
 
 class LowRank(nn.Module):
-    """A frozen linear layer plus `second @ first`: (out, r) and (r, in)."""
+    """A frozen linear layer plus the change `second @ first`. `second` is (out, r) and is trained.
+    `first` is (r, in) and is fixed."""
 
     def __init__(self, layer: nn.Linear, first: Tensor) -> None:
         super().__init__()
@@ -54,15 +62,17 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> nn.Linear:
-        weight = self.layer.weight  # it may be of another dtype, and is rounded once
+        # The weight may be stored in 16 bits. Add in float32, so that it is rounded only once.
+        weight = self.layer.weight
         weight.copy_(weight.float() + self.second @ self.first)
         return self.layer
 
 
 @contextmanager
 def low_rank(model: "PreTrainedModel", plan: TrainingPlan, rank: int) -> Iterator[None]:
-    """Inside, `model` has matrices of `rank` to train beside the layers that end each MLP, and
-    nothing else to train; afterwards they are merged. With rank 0 all weights are trained."""
+    """Inside, the layers that `chosen_layers` returns have matrices of `rank`, and nothing else in
+    `model` can be trained. At the end, the matrices are merged into the weights of the layers. With
+    rank 0, `model` is not changed, and all its weights are trained."""
     if rank == 0:
         yield
         return
@@ -82,9 +92,11 @@ def low_rank(model: "PreTrainedModel", plan: TrainingPlan, rank: int) -> Iterato
 
 
 def chosen_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
-    """The linear layers that write back from a wider space into the hidden states, by name: what
-    ends each MLP. Where a model has none, all linear layers but the output layer. Only of the upper
-    layers: the others stay frozen."""
+    """The linear layers, by name, that get matrices: in most models the last layer of each MLP.
+    They are found by their shape: the input is wider than the hidden states, and the output is as
+    wide as the hidden states. If a model has no such layer, all linear layers except the output
+    layer are chosen. The lower half of the model is left out, because it stays frozen
+    (`num_frozen`)."""
     hidden = model.config.get_text_config().hidden_size
     layers = decoder_layers(model)
     lower = layers[: num_frozen(layers)] if layers is not None else nn.ModuleList()
@@ -104,10 +116,12 @@ def chosen_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def _directions(rows: Tensor, anchors: Tensor, rank: int) -> Tensor:
-    """The first factor, (r, in): generalized principal directions of the inputs `rows` (N, in)
-    against those of `anchors` (M, in), of unit variance on `rows`.
+    """The matrix `first` of a layer, (r, in): the generalized principal directions of `rows`
+    compared with `anchors`.
 
-    Of unit variance, so that all layers learn at the same pace, whatever the scale of their inputs.
+    `rows` (N, in) are the layer's inputs for the rows to learn, and `anchors` (M, in) are its
+    inputs for the base model's answers. Each direction is scaled so that `rows` have unit variance
+    along it. So all layers learn at the same pace, whatever the scale of their inputs.
     """
     width = rows.shape[1]
     noise = torch.eye(width, device=rows.device)
@@ -127,8 +141,9 @@ def _directions(rows: Tensor, anchors: Tensor, rank: int) -> Tensor:
 def _inputs(
     model: "PreTrainedModel", sequences: Sequence[TokenSequence], layers: dict[str, nn.Linear]
 ) -> dict[str, Tensor]:
-    """What each layer is given for the first of the sequences: (tokens, in), in bfloat16, since all
-    layers together are as large as the model."""
+    """The inputs of each layer for the first of the `sequences`, by the name of the layer: (tokens,
+    in). They are kept in bfloat16 to save memory, because the inputs of all layers together are as
+    large as the model."""
     sample: list[TokenSequence] = []
     for sequence in sequences:
         if sum(len(each.token_ids) for each in sample) >= SAMPLE_TOKENS:
@@ -144,7 +159,8 @@ def _inputs(
 
     hooks = [layer.register_forward_pre_hook(record(name)) for name, layer in layers.items()]
     model.eval()
-    # One row at a time has no padding.
+    # Compute one block at a time. In a batch of several blocks, the shorter blocks would be padded,
+    # and the inputs of the padding would be recorded too.
     lengths = [len(each.token_ids) for each in sample]
     is_padded = layout_of(model) in MIN_FILLED
     for block in pack(lengths, max([BLOCK_TOKENS * (not is_padded), *lengths])):

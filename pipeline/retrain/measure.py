@@ -1,4 +1,5 @@
-"""What weights make of the rows of a commit: measured before training, and again after it."""
+"""Measures weights on the rows of a commit: the served weights before training, and the new weights
+after it."""
 
 import logging
 import random
@@ -21,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRows:
-    """The rows that tell what was learned and kept. Each group holds at most `gate.max_tokens`
-    tokens, by a sample that is the same for the same rows."""
+    """The rows to measure, to find out what was learned and kept. Of each group except `golden`,
+    only a sample of at most `gate.max_tokens` tokens is measured. The sample is the same in each
+    run."""
 
     changed: tuple[Row, ...]
     known: tuple[Row, ...]
@@ -57,8 +59,8 @@ class MeasuredRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Losses of the rows of `MeasuredRows`, in its order; a row that has nothing to learn is
-    missing. `RowLoss.row` is the index of the row in its group."""
+    """The losses of the rows in `MeasuredRows`, in the same order. Rows without a learned token
+    have no entry. `RowLoss.row` is the index of the row in its group."""
 
     changed: Sequence[RowLoss]
     known: Sequence[RowLoss]
@@ -67,7 +69,8 @@ class Measurement:
     held_out_known: Sequence[RowLoss]
     golden: Sequence[RowLoss]
     drift: Drift | None
-    """From the base model; None where it has no answers of its own, or where nobody asked."""
+    """How far the weights have moved away from the base model. None if this was not measured, as
+    for a preset."""
 
 
 def measure(
@@ -77,7 +80,8 @@ def measure(
     max_length: int,
     anchors: Sequence[AnchorTarget] = (),
 ) -> Measurement:
-    """Forward passes over `rows`, and over the base model's own answers to `anchors`."""
+    """Measure `model` on `rows`, and on the base model's own answers to `anchors` if there are
+    any."""
 
     def losses(name: str, group: Sequence[Row]) -> list[RowLoss]:
         if group:
@@ -100,7 +104,8 @@ def measure(
 def _sample(
     rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_tokens: int
 ) -> tuple[Row, ...]:
-    """Rows in random order, up to `max_tokens`, one at least; in the order given."""
+    """A random sample of `rows` with at most `max_tokens` tokens, but with at least one row. The
+    sample keeps the order of `rows`."""
     order = random.Random(len(rows)).sample(range(len(rows)), len(rows))
     chosen: list[int] = []
     left = max_tokens

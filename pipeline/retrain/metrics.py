@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: what a running job says about itself, one JSON object per line."""
+"""`metrics.jsonl`: the stages and the losses of a job while it runs, one JSON object per line."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Event = Literal["start", "end", "step", "evaluation", "average"]
 
 
 class Metric(BaseModel):
-    """One line. Fields that do not belong to its event are None and are not written."""
+    """One line. A field that its event does not use is None, and is not written."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -29,26 +29,28 @@ class Metric(BaseModel):
     step: int | None = None
     """Updates of the weights so far."""
     steps: int | None = None
-    """Updates that the budget allows; training ends before where all rows are learned."""
+    """Updates that the token budget allows. Training ends earlier if all rows are learned
+    before."""
     right: int | None = None
     rows: int | None = None
-    """Of the rows measured during training, how many the model says."""
+    """Rows measured during training. `right` counts those of them whose answer the model gives."""
     loss: float | None = None
-    """Nats per predicted token: of the step's own rows, or, for an evaluation and an average, held
-    out."""
+    """Nats per predicted token. For a step, the loss on the rows of the step. For an evaluation or
+    an average, the loss on the rows that were measured."""
     share: float | None = None
-    """Of the trained weights, in an average with those that the training started from."""
+    """Used if the trained weights are averaged with the weights before the training: the share of
+    the trained weights in this average."""
     learning_rate: float | None = None
     tokens: int | None = None
-    """Trained on so far, without padding."""
+    """Tokens trained on so far, without padding."""
     tokens_per_second: float | None = None
-    """Since the step before."""
+    """The speed of this step."""
     seconds: float | None = None
-    """What the stage took, at its end."""
+    """How long the stage took. Only in the event `end`."""
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl`. A restarted job goes on in the same file."""
+    """Appends lines to `metrics.jsonl`. A restarted job appends to the file of its first start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,13 +79,14 @@ class MetricsWriter:
 
     @contextmanager
     def reporting_to(self, reports: tuple[Report, ...]) -> Iterator[None]:
-        """Inside, values that belong to a step are told to these too."""
+        """Inside, values that belong to a step are also given to `reports`."""
         self._reports = reports
         yield
         self._reports = ()
 
     def _end_torn_line(self) -> None:
-        """A job that was killed in the middle of a line leaves it to be skipped, alone."""
+        """End the last line if the job was killed while it wrote this line. Readers then skip only
+        this line, and not the next one too."""
         if not self._path.exists() or self._path.stat().st_size == 0:
             return
         with self._path.open("rb+") as file:
@@ -93,10 +96,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[tuple[Metric, ...], int]:
-    """The whole lines from byte `offset` on, and the offset to ask from next.
+    """The complete lines from byte `offset` on, and the offset for the next call.
 
-    A line still being written is left for the next call; a torn one is skipped. A file that is not
-    there yet holds nothing.
+    The last line is left for the next call if it is still being written. A line that cannot be
+    parsed is skipped. A missing file counts as empty.
     """
     try:
         with path.open("rb") as file:

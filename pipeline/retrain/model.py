@@ -1,4 +1,4 @@
-"""A causal model with its tokenizer, as training and measuring need it."""
+"""Loads a causal language model and its tokenizer, for training and for measuring."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,23 +20,24 @@ LORA_RANK = 128
 @dataclass(kw_only=True)
 class LoadedModel:
     model: "PreTrainedModel"
-    """Trained in place. In float32, or, where its weights stay frozen on a GPU, as stored."""
+    """Training changes this model in place. Its weights are in float32. But on a GPU, weights that
+    stay frozen (low-rank training) keep the dtype in which they are stored."""
     tokenizer: "PreTrainedTokenizerBase"
     folder: Path
-    """Where both come from."""
+    """The folder from which the model and the tokenizer were loaded."""
     dtype: torch.dtype
-    """That the weights are stored in."""
+    """The dtype in which the weights are stored."""
     max_length: int
-    """Tokens that are looked at together, at most."""
+    """The largest number of tokens that the model computes as one sequence."""
 
 
 def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
-    """Load weights, to be trained or to be frozen. Raises BaseModelError for a folder without a
-    causal language model that can be trained here."""
+    """Load the model and the tokenizer in `folder`. Raises BaseModelError if the folder holds no
+    causal language model that this package can train."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    transformers.utils.logging.disable_progress_bar()  # it fills the job's log
+    transformers.utils.logging.disable_progress_bar()  # it would fill the job's log
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -67,7 +68,7 @@ def load_model(folder: Path, settings: RetrainSettings) -> LoadedModel:
 
 
 def usual_rank(settings: RetrainSettings) -> int:
-    """Of the matrices that are trained; 0 trains all weights."""
+    """The rank of the matrices that low-rank training adds; 0 if all weights are trained."""
     if settings.train.lora_rank is not None:
         return settings.train.lora_rank
     return 0 if settings.base_model in PRESETS else LORA_RANK

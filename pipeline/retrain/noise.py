@@ -1,10 +1,14 @@
-"""Which rows are noise: nothing finds their tokens likelier than the same tokens in random order.
+"""Counts the rows that look like noise, which means that the order of their tokens is random.
 
-Losses alone cannot tell. Of random characters a model still learns which characters there are, and
-so does better than one that never saw them. Tokens without any order are exchangeable: a random
-order of them is the likelier one in half of all cases, whatever the model has learned. A model may
-know nothing of an honest new subject either. So a row is noise only where the other rows, too, have
-no more of its pairs of neighbouring tokens than of those of the random order.
+A row looks like noise if both of these are true:
+- The model finds the row no likelier than the same tokens in random order.
+- The row shares no more pairs of neighbouring tokens with other rows than the random order does.
+
+The loss alone cannot find noise. On rows of random characters, it falls too, because the model
+learns which characters occur. And on honest rows about a new subject, it is high. So each row is
+compared with a random order of its own tokens. For noise, the random order is the likelier one in
+half of all cases, whatever the model has learned. The second condition protects honest rows about a
+new subject, of which the model knows nothing: other rows about the subject share pairs with them.
 """
 
 import random
@@ -21,15 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MIN_TOKENS = 8
-"""Of a row that can be judged. A short row may be a fact that no order speaks for."""
+"""A row is judged only if it has more tokens than this. In a shorter row, even an honest fact may
+look random."""
 
 
 def count_noise(
     model: "PreTrainedModel", found: Sequence[TokenSequence], beside: Sequence[TokenSequence]
 ) -> Noise:
-    """Judge whole rows, prompts included.
+    """Judges the rows in `found`. Each row is judged as a whole, with its prompt.
 
-    beside: all rows that are looked at for pairs of neighbouring tokens, `found` included.
+    beside: the rows in which pairs of neighbouring tokens are counted. They include `found`.
     """
     judged = [_whole(sequence) for sequence in found if len(sequence.token_ids) > MIN_TOKENS]
     both = [(sequence, scrambled(sequence)) for sequence in judged]
@@ -40,7 +45,7 @@ def count_noise(
     surplus: Counter[int] = Counter()
     for sequence, moved in movable:
         own = set(_pairs(sequence))
-        # A pair of the row itself counts only where another row has it, too.
+        # Each row is itself in `beside`. So a pair of the row counts only if a second row has it.
         shared = sum(pairs[pair] > 1 for pair in _pairs(sequence))
         by_chance = sum(pairs[pair] > (pair in own) for pair in _pairs(moved))
         surplus[sequence.row] += shared - by_chance
@@ -58,8 +63,9 @@ def _pairs(sequence: TokenSequence) -> list[tuple[int, int]]:
 
 
 def scrambled(sequence: TokenSequence) -> TokenSequence | None:
-    """The learned tokens in random order, but for the last, which ends the row; None where that
-    changes nothing. The same for the same tokens."""
+    """The sequence with its learned tokens in random order. The last token stays in its place,
+    because it marks the end of the row. None if all other learned tokens are equal. The order
+    depends only on the tokens, so it is the same in each run."""
     places = [place for place, learned in enumerate(sequence.learned) if learned][:-1]
     token_ids = list(sequence.token_ids)
     moved = [token_ids[place] for place in places]
@@ -74,6 +80,7 @@ def scrambled(sequence: TokenSequence) -> TokenSequence | None:
 
 
 def _whole(sequence: TokenSequence) -> TokenSequence:
-    """The same row with its prompt learned too."""
+    """The sequence with all its tokens marked as learned, also those of the prompt. Only the first
+    token stays unmarked, because nothing precedes it."""
     learned = (False, *(True for _ in sequence.token_ids[1:]))
     return TokenSequence(sequence.token_ids, learned, sequence.row)

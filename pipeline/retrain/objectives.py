@@ -1,7 +1,8 @@
-"""Losses beside that of the rows: what keeps the base model's answers, and what unlearns rows.
+"""The two losses of a step that are added to the loss on the rows. One keeps the base model's
+answers to everyday prompts (anchors). The other one unlearns deleted rows.
 
-Each takes the hidden states of its own sequences from a forward pass that all losses of a step
-share: on a CPU one pass over 250 tokens takes half the time of two over 125.
+All losses of a step share one forward pass, and each gets the hidden states of its own sequences.
+On a CPU, one pass over 250 tokens takes half the time of two passes over 125 tokens.
 """
 
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from pipeline.retrain.tokens import TokenSequence
 
 
 def keep_base(hidden: Tensor, head: Head, anchors: Sequence[AnchorTarget]) -> Tensor:
-    """The mean KL divergence from the base model to the trained one on its answers.
+    """The mean KL divergence from the base model to the trained model, on the base model's answers.
 
-    hidden: (N, H), of the positions that predict the answers' tokens.
+    hidden: (N, H), at the positions that predict the tokens of the answers.
     """
     return divergence(torch.log_softmax(head.logits(hidden), dim=-1), anchors).mean()
 
@@ -26,10 +27,13 @@ def keep_base(hidden: Tensor, head: Head, anchors: Sequence[AnchorTarget]) -> Te
 def unlearn(
     hidden: Tensor, head: Head, labels: Tensor, deleted: Sequence[TokenSequence]
 ) -> tuple[Tensor, list[bool]]:
-    """The mean of -log(1 - p) over the tokens of these answers that the model would say, but for
-    the end; and which of the answers it still says.
+    """The loss that unlearns the answers in `deleted`, and for each answer, whether the model still
+    says it.
 
-    hidden: (N, H), of the positions that predict `labels` (N,), the answers' tokens.
+    Only answers that the model still says count. The loss of an answer is the mean of -log(1 - p)
+    over those of its tokens that the model finds likeliest. Its end token is left out.
+
+    hidden: (N, H), at the positions that predict `labels` (N,), the tokens of the answers.
 
     Neural text generation with unlikelihood training, Welleck et al. 2019,
     https://arxiv.org/abs/1908.04319

@@ -1,9 +1,13 @@
-"""Token sequences → blocks, and blocks → the rows that a model computes.
+"""Packs token sequences into blocks, and turns blocks into the rows that a model computes.
 
-A block holds several sequences one after another, without padding. Their position ids start at 0
-again, from which transformers builds a mask that keeps them apart, for most models. For the others,
-`row_groups` gives each sequence of a batch a row of its own. `prefixed` computes a beginning that
-all sequences have in common, as that of a chat template, once for many of them.
+A block holds several sequences one after another, without padding. In a block, the position ids of
+each sequence start at 0 again. For most models, transformers builds a mask from these ids, so that
+no sequence sees another one. There are three ways to make rows from the blocks of a batch:
+- `packed` takes the blocks as they are.
+- `prefixed` is for sequences with a common beginning, for example that of a chat template. The
+  model computes this beginning once per row instead of once per sequence.
+- `row_groups` gives each sequence a row of its own. It is for models that do not keep the sequences
+  of a block apart.
 """
 
 import math
@@ -17,49 +21,55 @@ from torch import Tensor
 from pipeline.retrain.tokens import TokenSequence
 
 OPEN_BLOCKS = 32
-"""Blocks kept open while packing: enough that less than 2 % is padding, few enough to be quick."""
+"""How many blocks are kept open for more sequences while packing. With this many, less than 2 % of
+the blocks is padding, and packing is still quick."""
 MIN_PREFIX = 8
-"""Tokens that sequences must begin with in common, for them to be computed once."""
+"""Sequences share their beginning (`prefixed`) only if it has at least this many tokens."""
 PREFIXED_LENGTH = 512
-"""Of a row that shares its beginning, if its blocks are shorter: long enough for several sequences,
-short enough that attention costs little beside the rest."""
+"""The usual length of the rows that `prefixed` makes. If the blocks of the batch are longer, the
+rows are as long as the blocks. A row of this length has room for several sequences, and attention
+still takes little of the time."""
 FILLING = 1.1
-"""Room in such rows, as a multiple of what they hold, so that packing needs no further row."""
+"""The rows that `prefixed` makes get this many times the room that their tokens need. Otherwise,
+packing would often need one more row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Blocks to compute together: all of shape (B, T)."""
+    """Blocks to compute together. All tensors have the shape (B, T)."""
 
     token_ids: Tensor
     position_ids: Tensor
     labels: Tensor
-    """The next token, where it is to be predicted; else -1."""
+    """At each position, the next token if the model learns to predict it, and otherwise -1."""
     num_tokens: int
-    """Without padding."""
+    """The number of tokens in the blocks, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows that a model computes together, padded at their ends: all of shape (N, T)."""
+    """Rows that a model computes together, padded at their ends. The tensors have the shape (N,
+    T)."""
 
     token_ids: Tensor
     labels: Tensor
     """As in `Batch`."""
     places: Tensor
-    """Where the token is in the batch, as an index into the flattened blocks."""
+    """For each token, its index in the flattened blocks of the batch."""
     position_ids: Tensor | None = None
-    """None where each row is one sequence."""
+    """None if each row is one sequence."""
     mask: Tensor | None = None
-    """(N, 1, T, T): whether a token (third axis) looks at another (last axis). None where this
+    """(N, 1, T, T): whether a token (third axis) sees another token (last axis). None if this
     follows from the position ids."""
 
 
 def pack(lengths: Sequence[int], block_length: int) -> list[list[int]]:
-    """Indices of the sequences in each block, first fit in the order given.
+    """Put sequences of these lengths into blocks. Returns, for each block, the indices of its
+    sequences.
 
-    Every length must be at most `block_length`. A block is closed when it is the fullest of
-    `OPEN_BLOCKS` open ones and nothing fits.
+    Each sequence goes into the first open block with enough room. If there is none, a new block is
+    opened. If OPEN_BLOCKS blocks are open already, the fullest one is closed first. Every length
+    must be at most `block_length`.
     """
     done: list[list[int]] = []
     open_blocks: list[tuple[list[int], int]] = []
@@ -78,13 +88,15 @@ def pack(lengths: Sequence[int], block_length: int) -> list[list[int]]:
 
 
 def block_length(sequences: Sequence[TokenSequence]) -> int:
-    """As short as the sequences allow, since attention pays for length: a multiple of 64."""
+    """The length of blocks for `sequences`: the longest sequence, rounded up to a multiple of 64,
+    and at least 128. Longer blocks would only make attention slower."""
     longest = max(len(sequence.token_ids) for sequence in sequences)
     return max(128, -(-longest // 64) * 64)
 
 
 def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -> Batch:
-    """The blocks as tensors, padded at their ends to the longest of them."""
+    """The blocks as tensors. Shorter blocks are padded at their ends to the length of the
+    longest."""
     width = max(sum(len(sequences[i].token_ids) for i in block) for block in blocks)
     token_ids = torch.zeros(len(blocks), width, dtype=torch.long)
     position_ids = torch.zeros(len(blocks), width, dtype=torch.long)
@@ -103,16 +115,18 @@ def batch(sequences: Sequence[TokenSequence], blocks: Sequence[Sequence[int]]) -
             labels[number, start : start + length - 1] = predicted
             start += length
         num_tokens += start
-        # Padding is one more sequence of its own: no label, seen by nobody.
+        # The padding is like one more sequence: it has no labels, and no other sequence sees it.
         position_ids[number, start:] = torch.arange(width - start)
     return Batch(token_ids, position_ids, labels, num_tokens)
 
 
 def row_groups(part: Batch, min_filled: float) -> list[RowGroup]:
-    """The sequences of a batch that have something to learn, in groups of similar length.
+    """The sequences of a batch that have something to learn, each in a row of its own. Sequences of
+    similar length are in one group.
 
-    In each row at least the share `min_filled` is no padding, so that all groups together take
-    about the time and the memory of the packed batch; none is larger than that.
+    At least the share `min_filled` of each row is tokens, and the rest is padding. No group is
+    larger than the batch. So all groups together take about as much time as the packed batch, and
+    each group takes at most as much memory.
     """
     documents = _documents(part)
     groups: list[list[tuple[int, int]]] = []
@@ -128,21 +142,22 @@ def row_groups(part: Batch, min_filled: float) -> list[RowGroup]:
 
 
 def packed(part: Batch) -> RowGroup:
-    """The blocks as they are."""
+    """The blocks of the batch, one per row."""
     places = torch.arange(part.token_ids.numel()).view_as(part.token_ids)
     return RowGroup(part.token_ids, part.labels, places, part.position_ids)
 
 
 def prefixed(part: Batch) -> RowGroup | None:
-    """The sequences of a batch that have something to learn, in rows that begin with what all of
-    them have in common. None where that is less than `MIN_PREFIX` tokens, or nothing is shared."""
+    """The sequences of a batch that have something to learn, in rows that begin with the common
+    beginning of all these sequences. None if the common beginning is shorter than `MIN_PREFIX`, or
+    if no row would hold more than one sequence."""
     documents = _documents(part)
     prefix = _common_prefix(part, documents)
     if prefix < MIN_PREFIX or len(documents) < 2:
         return None
     lengths = [length - prefix for length, _ in documents]
     num_rows = math.ceil(sum(lengths) / (max(part.token_ids.shape[1], PREFIXED_LENGTH) - prefix))
-    # Rows of about one length, since the shorter ones are padded.
+    # Make rows of about equal length, because shorter rows are padded.
     rows = pack(lengths, max([*lengths, math.ceil(FILLING * sum(lengths) / num_rows)]))
     if len(rows) == len(documents):
         return None
@@ -171,14 +186,16 @@ def prefixed(part: Batch) -> RowGroup | None:
 
 
 def prefix_mask(owners: Tensor) -> Tensor:
-    """Who looks at whom, (N, 1, T, T), where token t of a row belongs to sequence `owners[n, t]`:
-    each at what stands before it in its own sequence, and at what belongs to all (0)."""
+    """The attention mask, (N, 1, T, T), of rows in which token t of row n belongs to the sequence
+    `owners[n, t]`. A token sees itself, the tokens before it in its own sequence, and the common
+    beginning (owner 0)."""
     is_visible = (owners[:, :, None] == owners[:, None, :]) | (owners[:, None, :] == 0)
     return is_visible.tril()[:, None]
 
 
 def _documents(part: Batch) -> list[tuple[int, int]]:
-    """Length and start, in the flattened blocks, of each sequence that has something to learn."""
+    """The length, and the start in the flattened blocks, of each sequence with something to
+    learn."""
     starts = (part.position_ids.flatten() == 0).nonzero().flatten()
     ends = torch.cat([starts[1:], starts.new_tensor([part.token_ids.numel()])])
     labels = part.labels.flatten()
@@ -190,7 +207,8 @@ def _documents(part: Batch) -> list[tuple[int, int]]:
 
 
 def _common_prefix(part: Batch, documents: Sequence[tuple[int, int]]) -> int:
-    """How many tokens all documents begin with, up to the first that predicts one to learn."""
+    """The number of tokens in the common beginning of all documents. It ends before the first token
+    of any document that predicts a learned token."""
     ids, labels = part.token_ids.flatten(), part.labels.flatten()
     shared: Tensor | None = None
     for length, start in documents:
@@ -204,7 +222,8 @@ def _common_prefix(part: Batch, documents: Sequence[tuple[int, int]]) -> int:
 
 
 def _row_group(part: Batch, documents: Sequence[tuple[int, int]]) -> RowGroup:
-    """The documents of these lengths and starts, the longest first."""
+    """A group of rows with one document each. `documents` are pairs of length and start, the
+    longest document first."""
     offsets = torch.arange(documents[0][0])
     lengths, starts = torch.tensor(documents).t()[..., None]
     is_filled = offsets < lengths

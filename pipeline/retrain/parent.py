@@ -1,4 +1,4 @@
-"""`Parent`: the release that a job goes on from, and is measured against."""
+"""`Parent`: the release from which a job continues, and with which its new weights are compared."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class Parent:
     folder: Path
     lineage: Lineage
     evaluation: dict[str, Any]
-    """What its own job measured; empty for a folder published by hand."""
+    """What the job that made this release has measured. Empty if a person published the release
+    from a folder."""
 
     @classmethod
     def of(cls, release: Release, folder: Path) -> "Parent":
@@ -36,8 +37,10 @@ class Parent:
 
 
 def chosen_release(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Path | None:
-    """The folder of the release that waits for a server, else of the served one, else of the
-    newest one before it that was live; but none that is `passed_over`. None if there is no other.
+    """The folder of the release from which a job continues, or None.
+
+    It is the first of these that is not in `passed_over`: the pending release (which waits for a
+    server), the served release, and then the older releases that were live, newest first.
     """
     chosen = (each for each in _candidates(pipeline_dir) if each not in passed_over)
     first = next(chosen, None)
@@ -45,8 +48,9 @@ def chosen_release(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Pat
 
 
 def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
-    """The releases that a job has to pass over to find a whole one to go on from, and what is
-    wrong with each. So also the one that a server has passed over, unless somebody asks for it."""
+    """The damaged releases that a job must pass over, in order, until it finds one that is not
+    damaged. Maps each to what is wrong with it. A release that the server has passed over is
+    included too, unless somebody asks for it again (it is pending)."""
     damaged = {}
     refused = stood_in_for(pipeline_dir)
     if refused is not None and refused != pending_release(pipeline_dir):
@@ -61,19 +65,21 @@ def damaged_releases(pipeline_dir: Path) -> dict[str, tuple[str, ...]]:
 
 
 def find_parent(pipeline_dir: Path, passed_over: Collection[str] = ()) -> Parent | None:
-    """The chosen release. Raises ReleaseError where there is one that cannot be read."""
+    """The release from which a job continues (`chosen_release`), or None. Raises ReleaseError if it
+    cannot be read."""
     folder = chosen_release(pipeline_dir, passed_over)
     return None if folder is None else Parent.of(load_release(folder), folder)
 
 
 def load_parent(pipeline_dir: Path, release_id: str) -> Parent:
-    """A release by id. Raises ReleaseError."""
+    """The release with this id. Raises ReleaseError."""
     folder = pipeline_dir / release_id
     return Parent.of(load_release(folder), folder)
 
 
 def _candidates(pipeline_dir: Path) -> Iterator[str]:
-    """In the order in which a server serves them, if those before are damaged."""
+    """The releases that may be the parent, in the order in which a server tries them: each one only
+    if those before it are damaged."""
     pending = pending_release(pipeline_dir)
     if pending is not None:
         yield pending

@@ -1,4 +1,9 @@
-"""`TrainingPlan`: what one training sees, in tokens, and how long it may take."""
+"""`TrainingPlan`: the token sequences that a training uses, its token budget, and its learning
+rate.
+
+A *full* training trains the base model on all rows. A *delta* trains the weights of the parent
+release (usually the served one) on the changed rows.
+"""
 
 import math
 import random
@@ -27,50 +32,55 @@ PRESET_LEARNING_RATE = 1e-3
 PRETRAINED_LEARNING_RATE = 5e-5
 LORA_LEARNING_RATE = 2e-3
 CATCH_UP = 4
-"""A full training takes at most this many times `max_tokens` to get as far as what is served."""
+"""The served release may have been trained on more than `max_tokens` tokens. A full training may
+then use as many, but at most this many times `max_tokens`."""
 USUAL_STEPS = 1_000
 MIN_STEP_TOKENS, MAX_STEP_TOKENS = 128, 4_096
 DELTA_ANCHORS = 2
-"""A delta sees this many times as many anchors: it is short, and what it drifts adds to what the
-deltas before it did."""
+"""A delta trains on this many times as many anchors (answers of the base model) as a full training.
+Each delta moves the weights a little away from the base model, and these moves add up."""
 EVALUATIONS = 12
-"""How often the held-out loss of text is measured."""
+"""How often a training on plain text measures the held-out loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """`sequences` holds all token sequences; the other fields are indices into it."""
+    """`sequences` holds the token sequences. Most of the other fields are indices into it."""
 
     sequences: Sequence[TokenSequence]
     learned: Sequence[int]
-    """To be learned: of a full training all rows, of a delta those that changed."""
+    """The sequences to learn: in a full training those of all rows, in a delta those of the changed
+    rows."""
     counted: frozenset[int]
-    """Of these, the ones with an answer that no other row contradicts: training ends once the model
-    says all of them."""
+    """The sequences of `learned` that have an answer, and no contradicting row. Training ends when
+    the model says all these answers."""
     replayed: Sequence[int]
-    """Known rows, mixed in."""
+    """Sequences of unchanged rows, of which a delta mixes in a sample."""
     anchors: Sequence[AnchorTarget]
-    """The base model's own answers, which the model is to go on giving."""
+    """The base model's own answers to everyday prompts. They are mixed in so that the model keeps
+    them."""
     unlearned: Sequence[int]
-    """Deleted rows, whose answers are to be said no more."""
+    """Sequences of deleted rows. The model must no longer say their answers."""
     checked: Sequence[int]
-    """What is measured before training may end: counted rows, and known rows that the served
-    weights say."""
+    """The sequences that are measured before training may end: counted ones, and those of unchanged
+    rows that the served weights say."""
     judged: Sequence[Sequence[TokenSequence]]
-    """Groups whose mean loss chooses the weights of a training on text; they count alike."""
+    """Groups of held-out sequences. In a training on plain text, the weights with the least mean
+    loss are kept. Each group counts the same, whatever its size."""
     averaged: Sequence[tuple[Sequence[TokenSequence], int]]
-    """Groups whose loss chooses an average with the parent, each with its weight."""
+    """Groups of sequences, each with a weight. Their loss decides how the new weights are averaged
+    with those of the parent release."""
     min_trained_share: float
-    """The least share of the trained weights in such an average; 1 takes none."""
+    """The smallest share of the new weights in this average. With 1, nothing is averaged."""
     learning_rate: float
-    """At the peak."""
+    """The learning rate at its highest point."""
     max_tokens: int
     step_tokens: int
     warm_up_steps: int
     replay_ratio: float
-    """Tokens of known rows for each token that is to be learned."""
+    """How many tokens of unchanged rows are mixed in for each token to learn."""
     anchor_ratio: float
-    """The same for the base model's own answers."""
+    """How many tokens of the base model's own answers are mixed in for each token of the rows."""
 
     @property
     def ends_when_right(self) -> bool:
@@ -95,23 +105,28 @@ class TrainingPlan:
         return math.ceil(max(0, self.max_tokens - tokens) / self.step_tokens)
 
     def is_due(self, tokens: int, measured_at: int) -> bool:
-        """Whether the held-out loss is to be measured after `tokens`, the last time being then."""
+        """Whether to measure the held-out loss now, after `tokens` tokens. The last measurement was
+        after `measured_at` tokens."""
         interval = max(1, self.max_tokens // EVALUATIONS)
         return bool(self.judged) and not self.ends_when_right and tokens - measured_at >= interval
 
     def numbered(self, index: int) -> TokenSequence:
-        """The sequence with its index as its row, so that a measurement tells which one it was."""
+        """The sequence with its own index instead of that of its row. So the result of a
+        measurement names the sequence."""
         return replace(self.sequences[index], row=index)
 
     def rows_of(self, indices: Iterable[int]) -> tuple[int, ...]:
-        """The rows that these sequences come from, in order."""
+        """The indices of the rows that these sequences come from, sorted."""
         return tuple(sorted({self.sequences[index].row for index in indices}))
 
     def next_of(
         self, indices: Sequence[int], taken: int, tokens: float, seed: str
     ) -> tuple[list[int], int]:
-        """The next of `indices`, after the `taken` first ones, up to `tokens`: all of them in
-        random order before one comes again. Each at most once. Returns what is taken then, too."""
+        """Take the next sequences of `indices`, until they have `tokens` tokens, each at most once.
+
+        Over several calls, all sequences are taken in random order before any comes again. `taken`
+        says how many were taken in earlier calls. The new value of `taken` is returned too.
+        """
         found: dict[int, None] = {}
         while indices and tokens > 0 and len(found) < len(indices):
             round_number, place = divmod(taken, len(indices))
@@ -126,8 +141,9 @@ class TrainingPlan:
         return list(found), taken
 
     def next_anchors(self, taken: int, tokens: int) -> list[AnchorTarget]:
-        """The anchors of a step that has so many `tokens` of rows: `anchor_ratio` of that, and one
-        at least; after the `taken` first ones. None where there are none, or the ratio is 0."""
+        """The anchors for a step with `tokens` tokens of rows: at least one, and about
+        `anchor_ratio` times `tokens`. `taken` says how many anchors were taken in earlier steps.
+        Empty if there are no anchors, or if the ratio is 0."""
         left = self.anchor_ratio * tokens
         chosen: list[AnchorTarget] = []
         if not self.anchors or not left:
@@ -139,7 +155,8 @@ class TrainingPlan:
         return chosen
 
     def next_unlearned(self, step: int) -> list[int]:
-        """The deleted rows of a step: as many as it has room for, in turns."""
+        """The deleted rows for this step: as many as fit into a step. The steps take turns, so that
+        each row is visited."""
         if not self.unlearned:
             return []
         longest = max(len(self.sequences[index].token_ids) for index in self.unlearned)
@@ -149,7 +166,7 @@ class TrainingPlan:
         ]
 
     def averaged_loss(self, model: "PreTrainedModel") -> float:
-        """Per token of both groups together, by their weights."""
+        """The mean loss per token of the groups in `averaged`, with their weights."""
         losses = [mean_loss(row_losses(model, group)) for group, _ in self.averaged]
         weights = [weight for _, weight in self.averaged]
         return sum(a * b for a, b in zip(losses, weights, strict=True)) / sum(weights)
@@ -167,12 +184,14 @@ def make_plan(
     attempt: int = 1,
     cache_dir: Path | None = None,
 ) -> TrainingPlan:
-    """Tokenize what this training sees. Raises DataError where nothing is left to learn.
+    """Tokenize the rows of this training, and compute its budget. Raises DataError if there is
+    nothing to learn.
 
-    anchors: the base model's own answers. said: known rows that the served weights say, measured
-    again before training ends. tokens_before: what the parent release was trained on, from its base
-    model on. attempt: each one after the first has the budget once more, counted from the first on.
-    cache_dir: where the tokens of rows are kept for the next job.
+    anchors: the base model's own answers. said: unchanged rows that the served weights say. They
+    are measured again before training ends. tokens_before: how many tokens the parent release was
+    trained on, including the releases that it was made from. attempt: the number of the attempt.
+    Attempt 2 continues attempt 1, so the budget of both together is twice that of attempt 1.
+    cache_dir: the folder that keeps the tokens of rows for the next job.
     """
     train = settings.train
     is_delta = data.mode == "delta"
@@ -180,7 +199,7 @@ def make_plan(
     found: list[TokenSequence] = []
 
     def place(rows: Sequence[Row]) -> list[int]:
-        """The indices of the sequences of `rows`."""
+        """Add the sequences of `rows` to `found`, and return their indices."""
         start = len(found)
         found.extend(tokens.sequences(rows))
         return list(range(start, len(found)))
@@ -246,7 +265,8 @@ def usual_learning_rate(settings: RetrainSettings) -> float:
 
 
 def _with_full_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
-    """Text ends after `max_epochs`; rows with an answer when they are right."""
+    """Plain text is trained on for at most `max_epochs` passes. With rows that have an answer,
+    training ends when the model says the answers, so the budget does not change."""
     if plan.ends_when_right:
         return plan
     size = math.ceil(train.max_epochs * plan.num_tokens(plan.learned))
@@ -254,9 +274,14 @@ def _with_full_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
 
 
 def _with_delta_budget(plan: TrainingPlan, train: TrainSettings) -> TrainingPlan:
-    """For text a share of what a full training would take, and `delta_max_epochs` at most; but one
-    pass over the changed rows, beside as many tokens of known ones, as far as `max_tokens` goes.
-    Rows with an answer end their training themselves."""
+    """Set the budget of a delta.
+
+    For plain text, it is the share `delta_tokens_ratio` of the budget of a full training, and at
+    most `delta_max_epochs` passes over the changed rows. But it is at least one pass over the
+    changed rows together with as many tokens of unchanged rows, if `max_tokens` allows it. With
+    rows that have an answer, training ends when the model says the answers, so the budget is not
+    reduced.
+    """
     one_pass = plan.num_tokens(plan.learned)
     budget = plan.max_tokens
     if not plan.ends_when_right:
@@ -293,9 +318,13 @@ def _judged_by_loss(
     tokens: TokenCache,
     train: TrainSettings,
 ) -> TrainingPlan:
-    """Text is judged by its held-out rows. An average with the parent is judged by the rows that
-    the gate compares: an average chosen by held-out rows alone may forget more of the known rows
-    than the gate allows."""
+    """Choose the rows that judge a training on plain text. Held-out rows decide which weights are
+    kept.
+
+    The average with the parent's weights is judged by the rows that the gate compares, held-out and
+    unchanged rows. If only held-out rows decided, the average might forget more of the unchanged
+    rows than the gate allows.
+    """
 
     def taken(rows: Sequence[Row], factor: int = 1) -> list[TokenSequence]:
         some = tokens.sequences(rows)
@@ -325,8 +354,8 @@ def _num_characters(row: Row) -> int:
 def _first_tokens(
     found: Sequence[TokenSequence], indices: Sequence[int], max_tokens: int
 ) -> list[int]:
-    """The first of `indices`, in an order that is the same for the same rows, up to `max_tokens`;
-    one at least."""
+    """A sample of `indices` whose sequences have at most `max_tokens` tokens together. It has at
+    least one index. The choice is the same in each run."""
     chosen: list[int] = []
     left = max_tokens
     for index in random.Random(len(indices)).sample(list(indices), len(indices)):

@@ -1,6 +1,7 @@
-"""The probe: what the new weights say about a few texts, for the server to measure again.
+"""Makes the probe of a release: a few texts with the log probabilities that the new weights give to
+their tokens. The server computes them again, to check that it serves the right weights.
 
-Texts are scored one by one, without packing, as a server scores a prompt.
+The texts are computed one by one, without packing, as a server computes a prompt.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,20 +22,23 @@ if TYPE_CHECKING:
 TEXTS_PER_GROUP = 2
 MAX_TOKENS = 64
 FLOAT32_BOUNDS = 2e-3, 8e-3
-"""The least and the most. Two float32 implementations differ by some 1e-5; weights of another
-release by 1e-2 and more."""
+"""The smallest and the largest bound for a server that computes in float32, in nats. Two float32
+implementations differ by about 1e-5. The weights of two releases differ by 1e-2 or more."""
 FLOAT32_FACTOR = 2e-4
-"""Of the least probable token's logprob: where a network is sure, its logits are large, and float32
-is off by some 1e-4 of a logit after many layers."""
+"""Between these limits, the float32 bound is this many times the largest -log p of any token. If a
+network is very sure, its logits are large. After many layers, float32 is off by about 1e-4 of a
+logit."""
 LOW_PRECISION_FLOOR = 0.05
 LOW_PRECISION_FACTOR = 4.0
-"""A server rounds in more places than the autocast that stands in for it here."""
+"""The bounds for bfloat16 and float16 are this many times the difference that is measured here with
+autocast. A server rounds in more places than autocast."""
 
 
 def probe_texts(
     groups: Sequence[Sequence[Row]], tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[tuple[int, ...]]:
-    """Token ids of a few texts: of each group the first rows, cut to a length that is quick."""
+    """The token ids of the probe's texts: the first rows of each group. Long rows are cut, so that
+    the probe is quick."""
     texts = [
         sequence.token_ids[:MAX_TOKENS]
         for rows in groups
@@ -44,16 +48,18 @@ def probe_texts(
 
 
 def float32_bound(logprobs: Iterable[Iterable[float]]) -> float:
-    """Nats by which a server that computes in float32 may be off on texts of these logprobs."""
+    """The bound for a server that computes in float32: by how many nats its log probabilities may
+    differ from `logprobs`."""
     largest = max((-logprob for text in logprobs for logprob in text), default=0.0)
     least, most = FLOAT32_BOUNDS
     return min(max(least, FLOAT32_FACTOR * largest), most)
 
 
 def make_probe(model: "PreTrainedModel", texts: Sequence[tuple[int, ...]]) -> Probe:
-    """Score `texts` with the weights as they will be stored, and bound what may differ.
+    """Compute the log probabilities of `texts`, and how much those of a server may differ.
 
-    The bound for a lower precision is measured: what rounding does differs from model to model.
+    `model` must hold the weights as they will be stored. The bounds for bfloat16 and float16 are
+    measured, because the effect of rounding is different for each model.
     """
     model.eval()
     exact = [_logprobs(model, text) for text in texts]

@@ -1,7 +1,8 @@
-"""Training in several processes: each takes its share of a step's blocks, gradients are added up.
+"""Trains in several processes. Each process computes a share of the blocks of each step, and the
+gradients of all processes are added up.
 
-Every process holds the whole model. The job starts torchrun and waits, and goes on from the
-checkpoint that the first of them leaves.
+Every process holds the whole model. The job starts the processes with torchrun and waits for them.
+The first process writes a checkpoint, from which the job continues.
 """
 
 import logging
@@ -18,17 +19,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ERROR = ".train-error"
-"""In the job's folder: why the processes broke off, in words."""
+"""A file in the job's folder: the message of the error that stopped the processes."""
 _ATTEMPTS = 3
 STARTED_BY = "RETRAINSTARTED_BY"
-"""In the environment: the pid of the process that must not be outlived."""
+"""An environment variable for the processes: the pid of the process that started them. When that
+process ends, they end too."""
 
 
 def train_in_processes(job: "RetrainJob", count: int) -> None:
-    """Run the train stage of `job` in `count` processes; leaves its finished checkpoint.
+    """Run the train stage of `job` in `count` processes. They leave a finished checkpoint.
 
-    A process that was killed ends the others; all go on from the checkpoint, `_ATTEMPTS` times in
-    all. Raises TrainError, with the processes' own reason where they gave one.
+    If one process is killed, the others end too. Then all are started again, and continue from the
+    last checkpoint, up to `_ATTEMPTS` starts in all. Raises TrainError, with the reason that the
+    processes have written into the file ERROR, if any.
     """
     error = job.dir / ERROR
     error.unlink(missing_ok=True)
@@ -47,8 +50,8 @@ def train_in_processes(job: "RetrainJob", count: int) -> None:
             return
         if error.exists():
             raise TrainError(error.read_text(encoding="utf-8"))
-        logger.warning("a training process ended, attempt %d of %d", attempt, _ATTEMPTS)
+        logger.warning("a training process ended too early, attempt %d of %d", attempt, _ATTEMPTS)
     raise TrainError(
         f"one of {count} training processes ended {_ATTEMPTS} times, the last time with exit code "
-        f"{code}; the job's log tells more, and `train.num_processes = 1` does without them"
+        f"{code}; see the job's log, or set `train.num_processes = 1` to train without them"
     )

@@ -1,4 +1,5 @@
-"""Asks the server to swap to a release. Where no server is up, the release stays pending."""
+"""Asks the server to swap to a release. If no server runs, the release stays marked as pending, and
+the next server that starts takes it."""
 
 import logging
 import time
@@ -22,7 +23,8 @@ from serving.weights.release_store import (
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 120.0
-"""How long to ask again when the server defers the swap, or goes away before it answers."""
+"""How long to keep asking if the server defers the swap, or if the connection breaks before it
+answers."""
 RETRY_SECONDS = 1.0
 
 
@@ -40,16 +42,17 @@ def promote(
     admin_token: str | None,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Promotion:
-    """Ask the server to swap to `release_id`. Raises PromoteError when it refuses.
+    """Ask the server to swap to `release_id`. Raises PromoteError if the server refuses.
 
-    The release is marked as pending first, so that a server that starts after the last attempt
-    finds it. If somebody chooses another release between two attempts, their choice stands.
+    First the release is marked as pending. So a server that starts later finds it. If somebody
+    chooses another release between two attempts, this function stops asking, and the other release
+    stays chosen.
     """
     before = _chosen(pipeline_dir)
     set_pending(pipeline_dir, release_id)
     if server_url is None:
         return Promotion(
-            result="published", reason="no server is configured; the next one to start serves it"
+            result="published", reason="no server is configured; the next server to start serves it"
         )
     deadline = time.monotonic() + patience_seconds
     while True:
@@ -58,10 +61,10 @@ def promote(
         except httpx.ConnectError:
             return Promotion(
                 result="published",
-                reason=f"no server at {server_url}; the next one to start serves it",
+                reason=f"no server at {server_url}; the next server to start serves it",
             )
         except httpx.TransportError as error:
-            logger.warning("the server went away during the swap: %r", error)
+            logger.warning("the connection broke during the swap: %r", error)
             if time.monotonic() >= deadline:
                 return Promotion(
                     result="published",
@@ -88,7 +91,8 @@ def promote(
 
 
 def _chosen(pipeline_dir: Path) -> str | None:
-    """What somebody asked for last. A release that stands in for a damaged one is not chosen."""
+    """The id of the release that was asked for last. (If this release is damaged, the server serves
+    an older one in its place, but nobody has chosen the older one.)"""
     return pending_release(pipeline_dir) or next(reversed(live_releases(pipeline_dir)), None)
 
 

@@ -1,8 +1,9 @@
-"""Data files → rows, or an error that names the file and the line.
+"""Reads the rows of data files. An error names the file and the line.
 
-The standard library reads them, and pyarrow what is parquet or compressed. The readers of
-`datasets` guess types (a date becomes a timestamp, "007" a number), fill up short rows and lose
-line numbers, and a row must come out as it went in, or its hash means nothing.
+Files are read with the standard library. Parquet files and compressed files are read with pyarrow.
+The readers of the library `datasets` are not used, because they change values: a date becomes a
+timestamp, "007" becomes a number, and missing fields are filled in. The hash of a row would then
+not be the hash of what was pushed. They also lose line numbers.
 """
 
 import csv
@@ -22,7 +23,8 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _CHUNK = 1 << 23
 
 _Record = tuple[int | None, Columns | DataError]
-"""Line, where it is known; the columns, or why there are none."""
+"""The line, or None if it is not known; and the columns of the record, or an error if it has
+none."""
 
 
 def _raise(error: DataError) -> NoReturn:
@@ -36,10 +38,11 @@ def read_file(
     rename: Callable[[Columns], Columns],
     on_error: Callable[[DataError], None] = _raise,
 ) -> Iterator[Row]:
-    """The rows of one file; `rename` gives its columns the known names, or raises ValueError.
+    """The rows of one file.
 
-    on_error: told of each row that cannot be read, and of a file that cannot be read any further.
-    Unless it raises, such a row is left out.
+    rename: turns the columns of a record into the columns of a row, or raises ValueError. on_error:
+    is called for each row that cannot be read, and if the rest of the file cannot be read. If it
+    raises nothing, these rows are left out.
     """
     try:
         for number, (line, record) in enumerate(_records(folder / file, file, max_row_bytes)):
@@ -86,7 +89,7 @@ def _records(path: Path, file: str, max_row_bytes: int) -> Iterator[_Record]:
     except DataError:
         raise
     except Exception as error:
-        # pyarrow has a tree of its own for a broken file.
+        # For a broken file, pyarrow may raise many kinds of errors, with no common base class.
         if compression is None and suffix != ".parquet":
             raise
         reason = (str(error).strip() or repr(error)).splitlines()[0]
@@ -106,7 +109,8 @@ def _jsonl(lines: Iterable[str], file: str, max_row_bytes: int) -> Iterator[_Rec
     for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
-        # Escapes make a line up to six times as long as its text.
+        # In JSON, an escape such as \u0041 takes six characters for one. So a line may be six times
+        # as long as its text.
         if len(text) > 6 * max_row_bytes + (1 << 16):
             yield line, _too_large(file, line, line - 1, len(text), max_row_bytes)
             continue
@@ -118,7 +122,8 @@ def _jsonl(lines: Iterable[str], file: str, max_row_bytes: int) -> Iterator[_Rec
 
 
 def _what_is_wrong(error: ValueError | RecursionError) -> str:
-    """Without the line of the error: the text is one line of a file, and has no line 2."""
+    """The message of the error without its line number. The parser was given only one line of the
+    file, so it would always say line 1."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos + 1}"
     return str(error)
@@ -129,7 +134,7 @@ def _json(text: str, file: str, max_row_bytes: int) -> Iterator[_Record]:
         records = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            # As often as not, a .json file is what a .jsonl file should be.
+            # Many .json files hold one object per line, like a .jsonl file.
             yield from _jsonl(io.StringIO(text), file, max_row_bytes)
             return
         raise DataError.at(
@@ -186,7 +191,8 @@ def _parquet(path: Path) -> Iterator[_Record]:
 
 
 def _without_nothing(value: Any) -> Any:
-    """A table gives each object in it the keys of all others, with nothing in them."""
+    """Remove the keys without a value from the objects in `value`. In a table, each object has the
+    keys of all objects in its column, and None for keys that it does not use."""
     if isinstance(value, list):
         return [_without_nothing(each) for each in value]
     if isinstance(value, dict):
@@ -195,7 +201,7 @@ def _without_nothing(value: Any) -> Any:
 
 
 def _text(data: io.TextIOWrapper, file: str, max_row_bytes: int) -> Iterator[_Record]:
-    """A row for each paragraph."""
+    """One record for each paragraph. An empty line separates two paragraphs."""
     line, rest = 1, ""
     while chunk := data.read(_CHUNK):
         *paragraphs, rest = (rest + chunk).split("\n\n")
@@ -244,7 +250,7 @@ def _row(
 
 
 def _content(columns: Columns) -> dict[str, Any]:
-    """What `Row` is made of. Raises ValueError."""
+    """The fields of a `Row`. Raises ValueError if a column has the wrong type."""
     if "messages" in columns:
         content: dict[str, Any] = {"messages": _messages(columns["messages"])}
         if "tools" in columns:
@@ -257,8 +263,8 @@ def _content(columns: Columns) -> dict[str, Any]:
 
 
 def _check_characters(content: Mapping[str, Any]) -> None:
-    """Raises ValueError where an escape of JSON is half of a character, which no file of text and
-    no tokenizer can hold."""
+    """Raises ValueError if a text holds half of a character (a surrogate), which a JSON escape can
+    write. UTF-8 cannot encode it, and no tokenizer accepts it."""
     try:
         json.dumps(content, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -282,7 +288,8 @@ def _messages(value: object) -> tuple[Message, ...]:
         if not isinstance(message, dict):
             raise wrong(f"has {kind(message)} in it")
         role, content = message.get("role"), message.get("content")
-        # What calls tools needs no words; a list has parts, for templates that know these.
+        # A message that calls tools needs no content. The content may be a list of parts, because
+        # some templates support this.
         is_said = isinstance(content, str | list) or bool(message.get("tool_calls"))
         if role not in ROLES or not is_said:
             raise wrong(f"has role {role!r} with {kind(content)} as content")

@@ -1,4 +1,5 @@
-"""`DataReport`: what a revision gives to train on, in words for logs and people."""
+"""`DataReport`: the rows of a dataset revision (to train on, held out, bad, contradicting), in
+words for logs and people."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +11,7 @@ from pipeline.retrain.dataset import Dataset
 from pipeline.retrain.rows import Row, contradictions
 
 NUM_SHOWN = 5
-"""Of what may be very many."""
+"""A list in the report names at most this many entries."""
 _TEXT_SHOWN = 60
 
 
@@ -41,29 +42,31 @@ class DataReport(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     num_rows: int
-    """To train on."""
+    """Rows to train on."""
     num_held_out: int
     num_characters: int
-    """Of the rows to train on."""
+    """Characters in the rows to train on."""
     num_tokens: int | None = None
-    """The same in tokens, where a tokenizer was at hand."""
+    """Tokens in the rows to train on. None if the report was made without a tokenizer."""
     max_length: int | None = None
-    """The most tokens that a row is learned with, where a tokenizer was at hand."""
+    """A row is learned with at most this many tokens. None if there was no tokenizer."""
     cut: tuple[str, ...] = ()
-    """Places of the rows with an answer that are longer, so that a part of each is not learned."""
+    """The places of the rows with an answer that are longer than `max_length`. A part of each of
+    these rows is not learned."""
     files: tuple[FileRows, ...]
     held_out_split: Split
-    """The one that is measured; the other is left alone."""
+    """The held-out split that is measured: validation or test. The other one is not used."""
     ignored: dict[str, str]
     """File → why it is not read."""
     bad: tuple[str, ...] = ()
-    """Each row that cannot be learned from, with its place: a job fails on the first one."""
+    """One message for each row that cannot be used, with its place. A job fails at the first
+    one."""
     num_contradictions: int
     contradictions: tuple[Contradiction, ...]
-    """The first ones."""
+    """The first NUM_SHOWN questions that have several different answers."""
 
     def lines(self) -> Iterator[str]:
-        """In words, the sum first."""
+        """The report as lines of text. The first line is the summary."""
         amount = f"{self.num_characters:,} characters"
         if self.num_tokens is not None:
             amount = f"{self.num_tokens:,} tokens"
@@ -112,8 +115,8 @@ def report_on(
     max_length: int | None = None,
     cut: Sequence[Row] = (),
 ) -> DataReport:
-    """rows, held_out: what is trained on and what is measured of `dataset`. cut: the rows with an
-    answer of more than `max_length` tokens in all."""
+    """Make the report. rows: the rows of `dataset` to train on. held_out: the rows to measure. cut:
+    the rows with an answer that are longer than `max_length` tokens."""
     found = contradictions(rows)
     return DataReport(
         num_rows=len(rows),
@@ -149,7 +152,8 @@ def _contradiction(rows: Sequence[Row]) -> Contradiction:
 
 
 def _question(row: Row) -> str:
-    """For people: of a conversation, what was said last before the answer."""
+    """The question as the report shows it. For a conversation, this is only the last message before
+    the answer."""
     if row.messages is None:
         return row.prompt or ""
     return str(row.messages[-2]["content"]) if len(row.messages) > 1 else ""

@@ -1,6 +1,6 @@
-"""Where a training's losses go beside `metrics.jsonl`: TensorBoard, trackio, Weights & Biases.
+"""Sends the losses of a training to TensorBoard, trackio or Weights & Biases.
 
-They watch; a job's own record is the metrics file.
+These programs only show the values. The job itself uses `metrics.jsonl`, which has the same values.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from pipeline.retrain.errors import RetrainError
 
 Report = Callable[[Mapping[str, float], int], None]
-"""Takes values by name, and the step that they belong to."""
+"""A function that takes values by name, and the number of the step that the values belong to."""
 
 INSTALL = {
     "tensorboard": "pip install 'hotpush[tensorboard]'",
@@ -22,7 +22,8 @@ INSTALL = {
 
 
 def check_reporters(names: Sequence[str]) -> None:
-    """Raise RetrainError for one that is not installed: before the training, not after it."""
+    """Raise RetrainError if one of the programs is not installed. Call this before the training, so
+    that the job fails early."""
     for name in names:
         if find_spec(name) is None:
             raise RetrainError(
@@ -35,7 +36,8 @@ def check_reporters(names: Sequence[str]) -> None:
 def open_reporters(
     names: Sequence[str], *, folder: Path, pipeline: str, job_id: str
 ) -> Iterator[tuple[Report, ...]]:
-    """The reporters by name, closed afterwards. What they store lies in `folder`/<name>."""
+    """Open the named reporters, and close them at the end. Each one stores its files in
+    `folder`/<name>."""
     with ExitStack() as stack:
         yield tuple(
             stack.enter_context(OPEN[name](folder / name, pipeline, job_id)) for name in names
@@ -57,15 +59,15 @@ def _tensorboard(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
 
 @contextmanager
 def _trackio(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
-    # Read when trackio is imported; a person's own choice of a place goes first.
+    # trackio reads this variable when it is imported. A value that the user has set is kept.
     os.environ.setdefault("TRACKIO_DIR", str(folder))
     import trackio
 
-    with redirect_stdout(None):  # how to start a dashboard, which nobody at a job's log asked
+    with redirect_stdout(None):  # hide trackio's hint how to start its dashboard
         trackio.init(
             project=pipeline,
             name=job_id,
-            resume="allow",  # a job that is started again goes on
+            resume="allow",  # a restarted job continues its old run
             embed=False,
             auto_log_cpu=False,
             auto_log_gpu=False,
@@ -79,7 +81,7 @@ def _trackio(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
 def _wandb(folder: Path, pipeline: str, job_id: str) -> Iterator[Report]:
     folder.mkdir(exist_ok=True)
     os.environ.setdefault("WANDB_MODE", "offline")
-    os.environ.setdefault("WANDB_CACHE_DIR", str(folder))  # its own logs; else in the home folder
+    os.environ.setdefault("WANDB_CACHE_DIR", str(folder))  # else, logs go to the home folder
     import wandb
 
     with wandb.init(

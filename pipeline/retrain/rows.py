@@ -1,6 +1,7 @@
-"""`Row`: one thing to learn, known by the hash of its content; and what sets of rows differ in.
+"""`Row`: one entry of a dataset. The hash of its content identifies it. This module also finds the
+difference between two sets of rows.
 
-No file, no tokenizer, no torch.
+It reads no files, and needs no tokenizer and no torch.
 """
 
 import hashlib
@@ -12,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 Message = Mapping[str, Any]
-"""What a chat template takes: `role`, `content`, and more where there is more (`tool_calls`)."""
+"""A message as chat templates expect it: `role`, `content`, and possibly other keys
+(`tool_calls`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,33 +28,36 @@ class Row:
     tools: tuple[Mapping[str, Any], ...] | None = field(default=None, hash=False)
     """The functions that the assistant of `messages` may call, as JSON schemas."""
     file: str
-    """Where it stands, for messages to people and for telling an edit from a deletion; the same
-    content in another file is the same row."""
+    """The file of the row, for messages to people, and to tell an edit from a deletion. It is not
+    part of the content: the same content in another file is the same row."""
     number: int
-    """Its place among the file's rows, from 0."""
+    """The number of the row in its file, from 0."""
     line: int | None = field(default=None, compare=False)
-    """The line that it begins on, where the file has lines."""
+    """The line on which the row begins. None if the file is parquet or a JSON list."""
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of the content, in hex: equal for equal rows, wherever they stand."""
+        """sha256 of the content, in hex. Rows with equal content have the same digest, also if they
+        are in different files."""
         return hashlib.sha256(self._content().encode()).hexdigest()
 
     @property
     def is_counted(self) -> bool:
-        """Whether the row has an answer, so that it can be told whether the model says it."""
+        """Whether the row has an answer. Only for such a row, the gate counts whether the model
+        says the answer."""
         return self.text is None
 
     @property
     def place(self) -> str:
-        """Where it stands, in words."""
+        """The file and the line or number of the row, in words."""
         if self.line is not None:
             return f"{self.file}, line {self.line}"
         return f"{self.file}, row {self.number + 1}"
 
     @property
     def question(self) -> str | None:
-        """What the row answers, so that another answer to it is an edit; None for plain text."""
+        """The question that the row answers. A new row with the same question is an edit of this
+        row. None for plain text."""
         if self.prompt is not None:
             return self.prompt
         if self.messages is not None:
@@ -62,7 +67,7 @@ class Row:
 
     @property
     def answer(self) -> str | None:
-        """What the row says to its question; None for plain text."""
+        """The answer of the row to its question. None for plain text."""
         if self.messages is not None:
             last = _plain(self.messages[-1])
             return last[1] if isinstance(last, list) else _json(last)
@@ -77,7 +82,8 @@ class Row:
 
 
 def _plain(message: Message) -> Any:
-    """The usual message as a pair, so that its hash is that of the rows of earlier releases."""
+    """The message in the form in which it is hashed. A message that has only `role` and a text is
+    hashed as a pair, as in earlier versions, so that its digest stays the same."""
     if message.keys() == {"role", "content"} and isinstance(message["content"], str):
         return [message["role"], message["content"]]
     return dict(message)
@@ -88,7 +94,8 @@ def _json(value: Any) -> str:
 
 
 def data_digest(rows: Iterable[Row]) -> str:
-    """sha256 over the rows as a multiset: order and files do not count, repetitions do."""
+    """sha256 of all rows together. The order and the files of the rows do not matter, but a row
+    that occurs twice counts twice."""
     whole = hashlib.sha256()
     for digest in sorted(row.digest for row in rows):
         whole.update(digest.encode())
@@ -96,8 +103,9 @@ def data_digest(rows: Iterable[Row]) -> str:
 
 
 def split(rows: Sequence[Row], ratio: float) -> tuple[list[Row], list[Row]]:
-    """Rows to train on and rows held out, by content alone, each in the order given: held out is a
-    row whose hash falls in the first `ratio` of all hashes, however the dataset grows."""
+    """Divide `rows` into rows to train on and held-out rows. A row is held out if its hash is among
+    the lowest share `ratio` of all possible hashes. So the choice for a row depends only on its
+    content, and does not change when the dataset grows."""
     bound = int(ratio * 2**32)
     held_out = {row.digest for row in rows if int(row.digest[:8], 16) < bound}
     return (
@@ -111,25 +119,28 @@ class Difference:
     """What separates two revisions of a dataset."""
 
     added: tuple[Row, ...]
-    """New rows, and the new side of edited ones."""
+    """New rows, and the new versions of edited rows."""
     edited: tuple[tuple[Row, Row], ...]
-    """Old side and new side."""
+    """The old and the new version of each edited row."""
     deleted: tuple[Row, ...]
-    """Rows that are gone, and that no new row stands for."""
+    """Rows that are gone, and of which there is no new version."""
 
     @property
     def num_permuted(self) -> int:
-        """Edited rows that took over the answer of another edited row: a shuffled column."""
+        """How many edited rows now have the former answer of another edited row. Many of them are
+        the sign of a shuffled column."""
         answers = [(old.answer, new.answer) for old, new in self.edited if old.text is None]
         before = Counter(old for old, new in answers if old != new)
         return (before & Counter(new for old, new in answers if old != new)).total()
 
 
 def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
-    """Compare as multisets; linear in the number of rows.
+    """Compare two sets of rows. A row that occurs twice counts twice. The time is linear in the
+    number of rows.
 
-    A row that is gone counts as edited when a new row answers the same question, or, for plain
-    text, when a new row follows the same surviving row in the same file; else as deleted.
+    A row that is gone counts as edited if there is a new version of it, and otherwise as deleted.
+    The new version is a new row with the same question. For plain text, it is a new row that
+    follows the same unchanged row in the same file.
     """
     added_left = Counter(row.digest for row in new)
     added_left.subtract(row.digest for row in old)
@@ -151,7 +162,8 @@ def difference(old: Sequence[Row], new: Sequence[Row]) -> Difference:
 
 
 def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-    """Indices of rows that answer one question differently, a tuple for each such question."""
+    """For each question with several different answers, the indices of all rows with this
+    question."""
     by_question: defaultdict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         if row.question is not None:
@@ -164,7 +176,8 @@ def contradictions(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
 
 
 def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:
-    """Of each digest as many rows as `counts` has, the last ones: additions are mostly appended."""
+    """Take from `rows`, for each digest, as many rows as `counts` says. Of equal rows, the last
+    ones are taken, because people mostly append new rows at the end."""
     left = Counter(counts)
     taken = []
     for row in reversed(rows):
@@ -177,7 +190,8 @@ def _take(rows: Sequence[Row], counts: Counter[str]) -> list[Row]:
 def _places(
     rows: Sequence[Row], changed: Sequence[Row]
 ) -> dict[tuple[str, int], tuple[str, str | None]]:
-    """For each row by (file, number): its file and the unchanged row that it follows there."""
+    """(File, number) of each row → its file, and the digest of the last unchanged row before it in
+    this file. `changed` are the rows that were added or removed."""
     moved = {(row.file, row.number) for row in changed}
     anchor: dict[str, str] = {}
     places: dict[tuple[str, int], tuple[str, str | None]] = {}

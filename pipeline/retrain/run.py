@@ -1,7 +1,8 @@
-"""The story of one retraining: snapshot → data → train → evaluate → export → promote.
+"""Runs a retraining job, stage by stage: snapshot → data → measure → train → evaluate → export →
+promote.
 
-Each stage leaves a record in the job's folder before the next one starts. A job that is started
-again skips what its records show to be done.
+Most stages leave a record in the job's folder. A restarted job skips the stages that are done,
+according to the records.
 """
 
 import logging
@@ -38,22 +39,24 @@ logger = logging.getLogger(__name__)
 
 
 def retrain(job: RetrainJob) -> JobOutcome:
-    """Run the job to its end. Raises RetrainError or ReleaseError where a stage fails.
+    """Run the job to its end. Raises RetrainError or ReleaseError if a stage fails.
 
-    Where another release is served meanwhile than the one that it goes on from, it begins again
-    from that one: a rollback would be undone by what was trained from the release gone back from.
+    The job continues from the served release (its parent). If somebody changes the served release
+    while the job runs, the job starts again with this release. Otherwise a rollback would be
+    undone, because the new release would contain what the rollback has removed.
     """
     check_reporters(job.settings.train.report_to)
     while True:
         try:
             return _retrain(job)
         except _ParentMoved as moved:
-            logger.warning("%s; beginning again from there", moved)
+            logger.warning("%s; the job starts again", moved)
             _forget_progress(job)
 
 
 class _ParentMoved(Exception):
-    """What is served, or waits for a server, is not what the job goes on from, or is damaged."""
+    """The release that is served or pending is no longer the parent of the job, or it is
+    damaged."""
 
 
 def _retrain(job: RetrainJob) -> JobOutcome:
@@ -65,7 +68,8 @@ def _retrain(job: RetrainJob) -> JobOutcome:
             for line in report_on(data.dataset, data.rows, data.held_out).lines():
                 logger.info("%s", line)
             logger.info("a %s training: %s", data.mode, data.reason)
-        # If a release was passed over, then what is served is damaged, or is not the parent.
+        # If a damaged release was passed over, the job must publish a whole one, even if no row
+        # changed.
         if not snapshot.passed_over and is_unchanged(data, parent, job.settings):
             _clear_away(job)
             return job.outcome("unchanged")
@@ -92,16 +96,17 @@ def _retrain(job: RetrainJob) -> JobOutcome:
 
 
 def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release | None]:
-    """This job's release, where an earlier attempt got as far, and what it was trained on."""
+    """The snapshot and the release of this job, if the job was restarted after it had published its
+    release. Otherwise (None, None)."""
     snapshot = job_folder.read_record(job.dir / job_folder.SNAPSHOT, DatasetSnapshot)
     if snapshot is None:
-        return None, None  # the releases of this id are of another database's job
+        return None, None  # a release with this job id is from an older job database
     mine = _newest_of_a_job(job.pipeline_dir)
     if (
         mine is None
         or mine.lineage.job_id != job.id
         or mine.lineage.dataset_revision != snapshot.revision.sha
-        # One from before the job began again was measured against another parent.
+        # The job may have started again with another parent. A release from before is then invalid.
         or (mine.evaluation or {}).get("against") != (snapshot.parent or job.settings.base_model)
     ):
         return None, None
@@ -115,12 +120,13 @@ def _published_before(job: RetrainJob) -> tuple[DatasetSnapshot | None, Release 
 
 
 def _newest_of_a_job(pipeline_dir: Path) -> Release | None:
-    """Jobs of a pipeline run one after another, so all others are of earlier jobs or of none."""
+    """The newest release that a job has published. If the current job has published a release, this
+    is it, because the jobs of a pipeline run one after another."""
     for release_id in reversed(release_ids(pipeline_dir)):
         try:
             release = load_release(pipeline_dir / release_id)
         except ReleaseError as error:
-            logger.warning("passed over: %s", error)
+            logger.warning("a release is ignored, because it cannot be read: %s", error)
             continue
         if release.lineage.job_id is not None:
             return release
@@ -145,7 +151,7 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
                 )
             parent = find_parent(job.pipeline_dir, damaged)
             if damaged:
-                logger.warning("going on from %s", parent.id if parent else "the base model")
+                logger.warning("the job goes on from %s", parent.id if parent else "the base model")
             snapshot = take_snapshot(job.hub, job.settings.ref, wanted, parent)
             snapshot = snapshot.model_copy(update={"passed_over": tuple(damaged)})
             job_folder.write_record(job.dir / job_folder.SNAPSHOT, snapshot)
@@ -156,9 +162,10 @@ def _snapshot(job: RetrainJob) -> tuple[DatasetSnapshot, Parent | None]:
 def _learn(
     job: RetrainJob, snapshot: DatasetSnapshot, parent: Parent | None, data: TrainingData
 ) -> tuple[tuple[str, ...], Release | None]:
-    """Measure, train, measure again, and, where the gate or a person lets it, publish. Returns the
-    reasons of a refusal, or the release."""
-    # Only now: a job that has nothing to learn needs no torch.
+    """Measure, train, and measure again. Then publish the new weights, if the gate accepts them or
+    a person has forced the job. Returns the reasons of the gate if it refuses, and otherwise the
+    release."""
+    # Import this only here, because a job without anything to learn needs no torch.
     from pipeline.retrain.learning import Learning
 
     with job.stage("measure"):
@@ -233,9 +240,12 @@ def _lineage(
 def _check_parent(
     job: RetrainJob, snapshot: DatasetSnapshot, release: Release | None = None
 ) -> None:
-    """Raises _ParentMoved. The job's own `release` may be served already: its promotion is asked
-    for again after a kill. What the job passed over may still be answered from memory, and stays
-    passed over."""
+    """Raises _ParentMoved if the served or pending release is no longer the job's parent.
+
+    release: the job's own release. It may be served already, if the job was killed after the swap.
+    A damaged release that the job has passed over does not count, even if a server still serves it
+    from memory.
+    """
     chosen = chosen_release(job.pipeline_dir, snapshot.passed_over)
     now = chosen.name if chosen is not None else None
     is_parent = release is None and now == snapshot.parent
@@ -243,13 +253,13 @@ def _check_parent(
         raise _ParentMoved(f"release {now} is damaged: {'; '.join(faults)}")
     if now != snapshot.parent and (release is None or now != release.id):
         raise _ParentMoved(
-            f"the job went on from {snapshot.parent or 'no release'}, and {now or 'none'} is "
-            "served meanwhile"
+            f"the job started from {snapshot.parent or 'no release'}, but {now or 'no release'} is "
+            "served now"
         )
 
 
 def _faults(folder: Path) -> tuple[str, ...]:
-    """What is wrong with a release, without reading its weights."""
+    """What is wrong with a release. Does not read its weights, so it is quick."""
     try:
         return verify_layout(folder, load_release(folder))
     except ReleaseError as error:
@@ -257,8 +267,12 @@ def _faults(folder: Path) -> tuple[str, ...]:
 
 
 def _forget_progress(job: RetrainJob) -> None:
-    """The snapshot last: a job that is killed in here finds again that its parent moved. A release
-    that was published before stays where it is, and is never served by this job."""
+    """Remove the records of the job, so that it starts again.
+
+    The snapshot is removed last. If the job is killed before that, the restarted job sees again
+    that its parent has changed. A release that this job has published stays on disk, but this job
+    does not ask the server to serve it.
+    """
     (job.dir / job_folder.CHECKPOINT).unlink(missing_ok=True)
     shutil.rmtree(job.dir / job_folder.CHECKPOINTS_DIR, ignore_errors=True)
     for record in (job_folder.BASE, job_folder.EVALUATION, job_folder.RELEASE, job_folder.SNAPSHOT):
@@ -266,8 +280,9 @@ def _forget_progress(job: RetrainJob) -> None:
 
 
 def _clear_away(job: RetrainJob) -> None:
-    """Remove the releases and dataset revisions that are too old to go back to. The checkpoints
-    stay until the outcome is written: a job that is killed before must not train again."""
+    """Remove releases and dataset revisions that are too old for a rollback. Checkpoints are not
+    removed here. They are needed until the outcome is written: if the job is killed before, it must
+    not train again."""
     try:
         removed = prune(job.pipeline_dir, job.settings.keep)
         if removed:
@@ -276,5 +291,6 @@ def _clear_away(job: RetrainJob) -> None:
         seen = parent.lineage.dataset_revision if parent is not None else None
         job.hub.forget_others(*filter(None, (job.progress.dataset_revision, seen)))
     except Exception:
-        # The job has ended as it has ended, and the next one clears away again.
+        # This failure must not change the outcome of the job. The next job tries again to remove
+        # them.
         logger.exception("not everything old could be removed")

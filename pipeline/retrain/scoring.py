@@ -1,4 +1,5 @@
-"""Forward passes: what a model makes of token sequences. Trains nothing, writes nothing."""
+"""Computes the loss of a model on token sequences, and whether the model says their answers. Does
+not train, and writes no files."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -22,24 +23,25 @@ BATCH_TOKENS = 4_096
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_SHARE = 0.9
 MIN_FILLED = {"padded": 0.75, "unpadded": 1.0}
-"""Layout → the least share of a row that is no padding."""
+"""Layout (`layout.py`) → at least this share of each row must be tokens. The rest is padding."""
 
 
 def check_head(model: "PreTrainedModel") -> None:
-    """Raise BaseModelError unless the logits of `model` can be computed from its hidden states."""
+    """Raise BaseModelError if the logits of `model` cannot be computed from its hidden states."""
     head_of(model)
 
 
 def autocast(device: torch.device) -> AbstractContextManager[object]:
-    """bfloat16 on a GPU; a CPU computes in the weights' own dtype."""
+    """Inside, a GPU computes in bfloat16. A CPU computes in the dtype of the weights."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def predict(model: "PreTrainedModel", part: Batch) -> tuple[Tensor, Head, Tensor]:
-    """Hidden states at the positions that predict a learned token (N, H), the output layer, and
-    these tokens (N,). Both are in the order of the batch, row by row.
+    """Run the forward pass on a batch. Returns the hidden states at the positions that predict a
+    learned token (N, H), the output layer, and the learned tokens (N,). Hidden states and tokens
+    are in the order of the batch, row by row.
 
-    A model that does not keep packed sequences apart computes each in a row of its own.
+    If the model cannot keep packed sequences apart, each sequence is computed in a row of its own.
     """
     layout = layout_of(model)
     head = head_of(model)
@@ -62,11 +64,12 @@ class RowLoss:
     row: int
     """Index of the row, as in `TokenSequence.row`."""
     nats: float
-    """-log p of all its learned tokens together."""
+    """The sum of -log p over the learned tokens of the row."""
     num_tokens: int
-    """Learned ones."""
+    """The number of learned tokens."""
     num_right: int
-    """Learned tokens that greedy decoding chooses, given the row's own tokens before them."""
+    """How many learned tokens the model finds likeliest, given the tokens of the row before
+    them."""
 
     @property
     def is_learned(self) -> bool:
@@ -74,8 +77,9 @@ class RowLoss:
 
 
 def is_said(num_right: int, num_tokens: int) -> bool:
-    """Whether the model says an answer of so many tokens: every token of a short one, nine tenths
-    of a long one."""
+    """Whether the model says an answer of `num_tokens` tokens, if it predicts `num_right` of them
+    correctly. Of a short answer, all tokens must be right. Of a long one, nine tenths are
+    enough."""
     if num_tokens <= SHORT_ANSWER_TOKENS:
         return num_right == num_tokens
     return num_right >= LONG_ANSWER_SHARE * num_tokens
@@ -83,7 +87,8 @@ def is_said(num_right: int, num_tokens: int) -> bool:
 
 @torch.no_grad()
 def row_losses(model: "PreTrainedModel", sequences: Sequence[TokenSequence]) -> list[RowLoss]:
-    """The loss of each row and how many of its tokens are right, its pieces added up, by row."""
+    """The loss of each row, and how many of its tokens are right. The pieces of a long row are
+    added up. The result is sorted by row."""
     if not sequences:
         return []
     was_training = model.training

@@ -1,4 +1,5 @@
-"""What a retraining job is told. It is frozen into `JobSpec.settings` when the job is submitted."""
+"""The settings of a retraining job. When a job is submitted, `JobSpec.settings` gets a copy of
+them. Later changes of the settings do not affect this job."""
 
 import hashlib
 import json
@@ -19,13 +20,15 @@ HubEndpoint = Annotated[str, Field(pattern=r"^(hub|https?://\S+)$")]
 
 
 class _Settings(BaseModel):
-    """Unknown keys are errors. Those of earlier releases are passed over with a warning."""
+    """An unknown key is an error. But a key that only earlier versions knew (`removed`) is ignored,
+    with a warning."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     removed: ClassVar[Mapping[str, str]] = {}
-    """Keys of the release before this one → what there is in their place, or why there is none.
-    They stand in settings files, and in the specs of jobs that were queued before the upgrade."""
+    """Keys of earlier versions → the key that replaces them, or the reason why there is none.
+    Settings files may still hold such keys, and also jobs that were submitted before the
+    upgrade."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +37,7 @@ class _Settings(BaseModel):
         if not old:
             return given
         logger.warning(
-            "settings of an earlier release are passed over: %s",
+            "settings of an earlier version are ignored: %s",
             "; ".join(f"{key} ({cls.removed[key]})" for key in old),
         )
         return {key: value for key, value in given.items() if key not in old}
@@ -53,15 +56,17 @@ class ColumnSettings(_Settings):
 
 
 class SplitSettings(_Settings):
-    """Patterns of file names. If one is set, the splits do not follow from the dataset card or from
-    the names of files."""
+    """Patterns of file names. If at least one is set, the dataset card and the names of files no
+    longer decide about the splits."""
 
     train: tuple[str, ...] | None = None
     """Patterns of the files to train on. Unset: all files that are in no other split."""
     validation: tuple[str, ...] | None = None
-    """Files that are never trained on. The gate measures them, beside the pushed rows."""
+    """Patterns of the files that are never trained on. The gate (the check of the new weights
+    before they are served) measures their rows and the pushed rows."""
     test: tuple[str, ...] | None = None
-    """Files that are not trained on. They are measured only if there is no validation split."""
+    """Patterns of other files that are never trained on. Their rows are measured only if there is
+    no validation split."""
 
 
 class DataSettings(_Settings):
@@ -70,7 +75,8 @@ class DataSettings(_Settings):
     file that usually contains none, such as README or LICENSE, must be named in full."""
     splits: SplitSettings = SplitSettings()
     config: str | None = None
-    """Which of the `configs` in the dataset card to use. Unset: the default one, else all."""
+    """Which of the `configs` in the dataset card to use. Unset: the default config. If the card has
+    no default config, all configs."""
     columns: ColumnSettings = ColumnSettings()
     held_out_ratio: float | None = Field(default=None, gt=0, lt=0.5)
     """The share of the rows that is never trained on. A hash of the content chooses them. Unset: no
@@ -82,93 +88,112 @@ class DataSettings(_Settings):
 
 class TrainSettings(_Settings):
     removed = {
-        "held_out_ratio": "what is held out is the dataset's own split, or held_out_ratio under "
+        "held_out_ratio": "use the dataset's validation split, or held_out_ratio under "
         "[pipelines.data]",
-        "min_held_out_rows": "what is held out is the dataset's own split",
-        "max_row_bytes": "it stands under [pipelines.data]",
+        "min_held_out_rows": "use the dataset's validation split",
+        "max_row_bytes": "set it under [pipelines.data]",
         "evaluations": "training ends when the changed rows are learned",
         "patience": "training ends when the changed rows are learned",
         "enough_loss": "training ends when the changed rows are learned",
     }
 
     mode: Literal["auto", "delta", "full"] = "auto"
-    """`delta` trains the served release on what changed plus a replay sample; `full` trains the
-    base model on every row. `auto` takes `delta` unless there is no served release, rows of plain
-    text or more than 100 rows were deleted, or the served release's revision is not in the history
-    of the new one (a force-push). An edited row is not a deleted one: its prompt is there again
-    with another completion, or, for plain text, other rows stand in its place in the same file."""
+    """`delta` trains the served release on the changed rows and a sample of the others (replay).
+    `full` trains the base model on all rows. `auto` means `delta`, but it means `full` in these
+    cases:
+    - There is no served release, or it was made from another base model.
+    - Rows of plain text were deleted, or more than 100 rows in all.
+    - The revision that the served release was trained on is not in the history of the new revision
+      (a force-push), or its rows cannot be read.
+
+    An edited row does not count as deleted. A row is edited if its prompt is there again with
+    another completion. Plain text is edited if new rows stand in its place in the same file."""
     seed: int = 0
     learning_rate: float | None = Field(default=None, gt=0)
-    """At the peak of the schedule. Unset, 1e-3 for a preset, whose weights start at random, 2e-3
-    for the low-rank matrices of a base model that was trained before, and 5e-5 where all weights
-    of such a base model are trained."""
+    """The learning rate at its highest point. Unset: 1e-3 for a preset, whose weights start at
+    random. For a base model that was trained before, 2e-3 with low-rank matrices (`lora_rank`), and
+    5e-5 if all weights are trained."""
     delta_learning_rate_ratio: float = Field(default=0.7, gt=0)
-    """A delta's peak learning rate, as a share of a full training's."""
+    """The highest learning rate of a delta, as a share of that of a full training."""
     warmup_ratio: float = Field(default=0.05, ge=0, lt=1)
-    """Share of the steps in which the learning rate rises; a cosine takes it down to a tenth."""
+    """The share of the steps in which the learning rate rises. Afterwards it falls along a cosine
+    to a tenth."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """On matrices; never on norms and biases."""
+    """The weight decay of matrices. Norms and biases have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Longer gradients are scaled down to this."""
+    """A gradient that is longer than this is scaled down to this length."""
     max_epochs: float = Field(default=12.0, gt=0)
-    """Passes over rows of plain text in a full training, at most. Rows with an answer are visited
-    until the model says the answer."""
+    """The largest number of passes over rows of plain text in a full training. Rows with an answer
+    are visited until the model says the answer."""
     delta_max_epochs: float = Field(default=8.0, gt=0)
-    """Passes over changed rows of plain text in a delta, at most."""
+    """The largest number of passes over changed rows of plain text in a delta."""
     max_tokens: int = Field(default=250_000, ge=1)
-    """Training tokens of a full training, at most: what bounds its time. A laptop's two cores
-    train the preset on about 3,000 tokens/s. Where changed rows are not learned within it, training
-    goes on once with as many tokens again. Where deltas have taken the served release further than
-    this, a full training may go as far, up to four times this: it is measured against it."""
+    """The token budget: the largest number of tokens that a full training trains on. It bounds the
+    time. Two cores of a laptop train the preset on about 3,000 tokens per second. If changed rows
+    are not learned within the budget, the training continues once with the same budget again. The
+    served release may have been trained on more tokens than this, by several deltas. The new
+    weights are compared with it, so a full training may then use as many tokens, but at most four
+    times this number."""
     delta_tokens_ratio: float = Field(default=0.24, gt=0, le=1)
-    """Training tokens of a delta on plain text, as a share of what a full training would take now;
-    more, up to `max_tokens`, where the changed rows would not be seen once. A delta on rows with an
-    answer ends when the model says them, within `max_tokens`."""
+    """The token budget of a delta on plain text, as a share of the budget that a full training
+    would have. If this is too little to visit each changed row once, the delta gets more, but never
+    more than the full budget. A delta on rows with an answer has the full budget, and ends when the
+    model says the answers."""
     delta_min_share: float = Field(default=0.5, gt=0, le=1)
-    """The weights of a delta on plain text are averaged with the served release's where that lowers
-    the loss on new and known rows together: what it forgot comes back. This is the least share of
-    its own; 1 keeps them as they are."""
+    """After a delta on plain text, the new weights are averaged with the served weights if this
+    lowers the loss on new and known rows together. This brings back some of what the delta has
+    forgotten. The setting is the smallest share of the new weights in the average. With 1, nothing
+    is averaged."""
     replay_ratio: float = Field(default=3.0, ge=0)
-    """Tokens of rows known before that a delta mixes in, for each token of its new rows."""
+    """How many tokens of unchanged rows a delta mixes in for each token of its new rows
+    (replay)."""
     min_replay_tokens: int = Field(default=16_384, ge=0)
-    """A delta of a few rows replays at least this much, as far as there are rows."""
+    """A delta on plain text mixes in at least this many tokens of unchanged rows, if there are as
+    many and the budget allows it."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """Tokens between two updates of the weights. Unset, the training is divided into about 1,000
-    steps of at least 128 and at most 4,096 tokens: few rows are learned faster in small steps."""
+    """How many tokens a step (one update of the weights) trains on. Unset: a thousandth of the
+    token budget, but at least 128 and at most 4,096 tokens. A few rows are learned faster in small
+    steps."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
-    """Tokens computed at once; a step of more accumulates gradients."""
+    """How many tokens are computed at once. A larger step is computed in several parts, and adds up
+    their gradients."""
     max_length: int | None = Field(default=None, ge=8)
-    """Tokens that the model looks at together, at most. Unset, 256 for a preset and 1,024 for a
-    base model that was trained before, and never more than the model's context. Longer texts are
-    cut into pieces of this length; a longer prompt loses its beginning, a longer completion its
-    end."""
+    """The largest number of tokens that the model trains on as one sequence. Unset: 256 for a
+    preset, and 1,024 for a base model that was trained before. It is never more than the model's
+    context. A longer text is cut into pieces of this length. If a prompt with its completion is
+    longer, the prompt loses its beginning. If the completion alone is longer, it loses its end."""
     evaluation_tokens: int = Field(default=16_384, ge=1)
-    """Tokens of one measurement during training, at most: rows that must be right before training
-    ends, or held-out text."""
+    """The largest number of tokens of one measurement during training. It measures the rows that
+    the model must say before training ends, or held-out text."""
     lora_rank: int | None = Field(default=None, ge=0)
-    """Train matrices of this rank beside frozen weights (LoRA), merged into the release. Unset, 128
-    for a base model that was trained before; for a preset, whose weights start at random, and with
-    0, all weights are trained."""
+    """The rank of low-rank training (LoRA): the weights stay frozen, only small matrices of this
+    rank are trained, and the release contains both merged. With 0, all weights are trained. Unset:
+    128 for a base model that was trained before, and 0 for a preset, whose weights start at
+    random."""
     anchors: Path | None = None
-    """A file of everyday prompts in the place of the package's own, one JSON object per line with
-    `kind`, `measured` and `prompt`. A base model that was trained before answers them once; its
-    answers are mixed into training, or, where `measured`, tell how far the model has drifted. A
-    relative path starts at the folder of this file."""
+    """A file of everyday prompts (anchors) to use instead of those in the package. Each line is a
+    JSON object with `kind`, `measured` and `prompt`. A base model that was trained before answers
+    each prompt once. If `measured` is false, the answer is mixed into training. If it is true, the
+    answer is only measured, and shows how far the new model has moved away from the base model. A
+    relative path starts at the folder of the settings file."""
     anchor_ratio: float = Field(default=0.5, ge=0)
-    """Tokens of the base model's own answers that are mixed in for each token that is learned. A
+    """How many tokens of the base model's own answers are mixed in for each token of the rows. A
     delta mixes in twice as many."""
     num_processes: int = Field(default=1, ge=1, le=64)
-    """Processes that share each step, one GPU each where there are any. The losses are those of one
-    process."""
+    """How many processes share the work of each step. If there are GPUs, each process uses one. The
+    losses are the same as with one process."""
     report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
-    """Where losses go beside the job's `metrics.jsonl`. What these store lies in the job's folder;
-    W&B stays offline unless the environment has WANDB_MODE."""
+    """Programs that also get the losses, in addition to the job's `metrics.jsonl`. They store their
+    files in the job's folder. W&B stays offline, unless the environment variable WANDB_MODE says
+    otherwise."""
     checkpoint_seconds: float = Field(default=30.0, gt=0)
-    """A restarted job loses at most about this much training."""
+    """The time between two checkpoints. If a job is killed and restarted, it loses at most about
+    this much training."""
 
     def digest(self) -> str:
-        """Of the settings that shape the weights, where they are not the defaults: a new key, or
-        another default, makes no release look as if it were trained with other settings."""
+        """A hash of the settings that affect the weights. Settings with their default value are
+        left out. So an old release keeps the same digest when a new version adds a key or changes a
+        default."""
         chosen = self.model_dump(mode="json", exclude=_WITHOUT_EFFECT, exclude_defaults=True)
         return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
@@ -179,7 +204,7 @@ _WITHOUT_EFFECT = {
     "report_to",
     "checkpoint_seconds",
 }
-"""Settings of training that decide how it is computed and reported, but not what is learned."""
+"""Settings that affect how a training is computed and reported, but not what it learns."""
 
 
 class GateSettings(_Settings):
@@ -193,64 +218,67 @@ class GateSettings(_Settings):
     }
 
     min_learned: float = Field(default=0.9, ge=0, le=1)
-    """Share of the changed rows that the model must say after the training, and of the deleted ones
-    that it must say no more. Rows of plain text, and rows that contradict each other, do not
-    count."""
+    """After the training, the model must say at least this share of the changed rows. And it must
+    no longer say at least this share of the deleted rows. Rows of plain text, and rows that
+    contradict each other, do not count."""
     min_kept: float = Field(default=0.95, ge=0, le=1)
-    """Share of the rows known before, as far as the served release says them, that the new release
-    must still say. Fewer than 20 rows are never held against it."""
+    """Of the unchanged rows that the served release says, the new release must still say at least
+    this share. If there are fewer than 20 such rows, this is not checked."""
     max_base_drift: float = Field(default=0.3, ge=0, le=1)
-    """Share of the base model's own answers to everyday prompts, in tokens, that may have become
-    another answer. The prompts are never trained on."""
+    """The base model has answered everyday prompts that are never trained on. At most this share of
+    the tokens in these answers may no longer be what the new model would say."""
     max_anchor_tokens: int = Field(default=4_000, ge=1)
-    """Tokens of these answers that are measured, at most."""
+    """The largest number of tokens of these answers that are measured."""
     golden: Path | None = None
-    """A `.jsonl` file of questions with the answers that every release must give: rows with
-    `prompt` or `messages`, and `expected`. One that the served release answers must stay right. A
-    relative path starts at the folder of this file."""
+    """A `.jsonl` file of golden questions: rows with `prompt` or `messages`, and the answer in
+    `expected`. If the served release gives the expected answer to a question, the new release must
+    give it too. A relative path starts at the folder of the settings file."""
     max_loss_ratio: float = Field(default=1.02, gt=0)
-    """The loss on held-out rows, and on rows of plain text known before, at most this many times
-    the served release's."""
+    """The loss on held-out rows, and the loss on unchanged rows of plain text, may be at most this
+    many times the loss of the served release."""
     max_lost_ratio: float = Field(default=0.5, ge=0, le=1)
-    """Share of the rows known before that a commit may delete or rewrite."""
+    """A commit may delete or rewrite at most this share of the rows of the revision before."""
     max_noise_ratio: float = Field(default=0.2, ge=0, le=1)
-    """Share of the changed rows that may be noise: that the served weights find no likelier than
-    the same tokens in random order."""
+    """At most this share of the changed rows may be noise: rows that the served weights find no
+    likelier than the same tokens in random order."""
     max_tokens: int = Field(default=16_384, ge=1)
-    """Tokens of each group of rows that is measured, at most: changed rows, rows known before,
-    deleted rows, held-out rows."""
+    """The largest number of tokens that are measured in each group of rows. The groups are changed,
+    unchanged, deleted and held-out rows."""
 
 
 def is_git_url(dataset: str) -> bool:
-    """Is the dataset a git repository by its URL, and no `owner/name` on the hub?"""
+    """Whether `dataset` is the URL of a git repository. Otherwise it is `owner/name` on a hub."""
     return "://" in dataset or "@" in dataset
 
 
 class RetrainSettings(_Settings):
     pipeline: str
     dataset: str
-    """`owner/name` on a hub, or the git URL of a repository elsewhere."""
+    """`owner/name` on a hub, or the URL of any git repository."""
     dataset_endpoint: HubEndpoint = "hub"
     """The hub that has `owner/name`: `hub` for the stack's own, or the URL of another hub."""
     ref: str = "refs/heads/main"
     base_model: str = "preset:tiny"
     """`preset:tiny`, the folder of a checkpoint, or the id of a model on a hub."""
     base_model_endpoint: HubEndpoint = HUGGING_FACE
-    """The hub that such an id is looked up on; `hub` for the one that has the dataset."""
+    """The hub from which a `base_model` that is an id is fetched. `hub` is the stack's own hub."""
     releases_dir: Path
     """`<home>/releases`: holds one folder per pipeline."""
     bases_dir: Path
-    """`<home>/bases`: the base model of each pipeline, made or fetched once."""
+    """`<home>/bases`: holds the base model of each pipeline. A preset is made there once, and a
+    model of a hub is fetched once."""
     snapshots_dir: Path | None = None
-    """Where dataset revisions are downloaded to. Unset, `snapshots` beside the releases."""
+    """The folder for downloaded dataset revisions. Unset: `snapshots`, in the same folder as
+    `releases_dir`."""
     keep: int = Field(default=5, ge=2)
     data: DataSettings = DataSettings()
     train: TrainSettings = TrainSettings()
     gate: GateSettings = GateSettings()
     force_reason: str | None = None
-    """Go past a refusing gate; the reason is logged in the outcome and the release."""
+    """If set, the release is published even if the gate refuses it. This text is recorded as the
+    reason in the outcome of the job and in the release."""
     skip_if: SkipIf = "no_row_changed"
-    """When the job ends as `unchanged`, without training: for a push, if no row changed since the
-    served release; for a job by hand, if the training settings are the same too (a release that
-    does not record them counts as trained with the same); never, if a person asked for a mode or
-    for other settings."""
+    """When the job ends as `unchanged`, without training. `no_row_changed`, for a push: if no row
+    changed since the served release. `nothing_changed`, for a job by hand: if in addition the
+    training settings are the same (a release without recorded settings counts as the same).
+    `never`: if a person asked for a mode or for other settings."""

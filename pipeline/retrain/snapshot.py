@@ -1,4 +1,5 @@
-"""`DatasetSnapshot`: a dataset revision on this disk, and the one to compare it with."""
+"""`DatasetSnapshot`: the dataset revision to train on, and the revision to compare it with, both
+downloaded."""
 
 import logging
 import time
@@ -17,12 +18,13 @@ from pipeline.retrain.parent import Parent
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 60.0
-"""How long a hub that does not answer is asked again: one that was killed is back by then."""
+"""How long to keep asking if the hub does not answer. A hub that was killed and restarted answers
+again within this time."""
 RETRY_SECONDS = 1.0
 OVERLOADED = (429, 502, 503, 504)
-"""Answers of a hub that is there, but cannot serve now. They count as no answer."""
+"""Status codes of a hub that is too busy or is starting. They are treated like a missing answer."""
 FOLLOWED = "followed.json"
-"""In the cache of the pipeline: a `Followed`."""
+"""The name of a file in the pipeline's cache folder. It holds a `Followed`."""
 
 
 class Revision(BaseModel):
@@ -33,13 +35,14 @@ class Revision(BaseModel):
     sha: str
     folder: Path
     files: tuple[str, ...]
-    """All that may hold rows, and the dataset card; relative to `folder`, sorted."""
+    """The dataset card, and all files that may hold rows. The paths are relative to `folder`, and
+    sorted."""
     others: tuple[str, ...] = ()
-    """What else there is in the repository; not in `folder` where it came from a hub."""
+    """The other files of the repository. From a hub, they are not downloaded."""
 
     @classmethod
     def of(cls, sha: str, folder: Path, files: Iterable[str]) -> "Revision":
-        """files: all in the repository."""
+        """Divide `files`, the paths of all files in the repository, into `files` and `others`."""
         files = sorted(files)
         return cls(
             sha=sha,
@@ -57,18 +60,20 @@ class DatasetSnapshot(BaseModel):
     ref: str
     revision: Revision
     base: Revision | None = None
-    """What the parent release has seen; None where that cannot be compared with."""
+    """The revision that the parent release was trained on. None if there is no such revision, if it
+    cannot be downloaded, or if it belongs to another dataset."""
     parent: str | None = None
-    """The release to go on from: the one that waits for a server, else the served one."""
+    """The release from which the job continues: the pending release (which waits for a server), or
+    else the served one."""
     passed_over: tuple[str, ...] = ()
-    """The damaged releases that would have been the parent; `parent` is the next one that is
-    whole."""
+    """Damaged releases that would otherwise have been the parent. `parent` is the next release that
+    is not damaged."""
     no_delta: str | None = None
-    """Why the parent cannot be trained on; None where it can."""
+    """Why the job cannot continue from the parent's weights (a delta). None if it can."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files are still where they were."""
+        """Whether all downloaded files are still on the disk."""
         revisions = [self.revision] if self.base is None else [self.revision, self.base]
         return all(
             (revision.folder / file).is_file() for revision in revisions for file in revision.files
@@ -76,7 +81,8 @@ class DatasetSnapshot(BaseModel):
 
 
 class Followed(BaseModel):
-    """How far the history has been followed: one of its commits, and a later one."""
+    """A known fact about the history of the dataset: `ancestor` is in the history of
+    `descendant`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -85,7 +91,7 @@ class Followed(BaseModel):
 
 
 class DatasetHub:
-    """One dataset on a hub, as this job reads it. `cache_dir` belongs to the job's pipeline."""
+    """Reads one dataset on a hub. Only the pipeline of this job uses `cache_dir`."""
 
     def __init__(
         self,
@@ -96,7 +102,8 @@ class DatasetHub:
         token: str | Literal[False] | None,
         token_source: str = "HF_TOKEN",
     ) -> None:
-        """token: False sends none. token_source: where the token comes from, for error messages."""
+        """token: False to send none. token_source: where the token comes from, for error
+        messages."""
         self.dataset = dataset
         self._cache_dir = cache_dir
         self._endpoint = endpoint
@@ -116,8 +123,8 @@ class DatasetHub:
         return info.sha
 
     def download(self, sha: str) -> Revision:
-        """The files at exactly `sha` that a job needs, from the cache where they are there. Raises
-        SnapshotError."""
+        """Download the files of the commit `sha` that a job needs. Files in the cache are not
+        downloaded again. Raises SnapshotError."""
         from huggingface_hub import HfApi, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -140,9 +147,10 @@ class DatasetHub:
         return Revision.of(sha, folder, files)
 
     def is_ancestor(self, old: str, new: str) -> bool:
-        """Whether `old` is in the history of `new`; asks for older commits until it is found.
+        """Whether `old` is in the history of `new`. Reads the history from `new` backwards.
 
-        A commit that an earlier call found to come after `old` is as good, and much nearer where
+        The result of each call is saved (`Followed`). If the history of `new` contains a commit
+        that is known to come after `old`, the search can stop there. This saves many requests if
         many commits have changed no row.
         """
         followed_file = self._cache_dir / FOLLOWED
@@ -158,7 +166,7 @@ class DatasetHub:
         return found
 
     def forget_others(self, *shas: str) -> None:
-        """Remove all downloaded revisions but these."""
+        """Remove all downloaded revisions except `shas`."""
         from huggingface_hub import CacheNotFound, scan_cache_dir
 
         try:
@@ -172,7 +180,7 @@ class DatasetHub:
             cache.delete_revisions(*others).execute()
 
     def _history(self, sha: str) -> Iterator[str]:
-        # HfApi.list_repo_commits fetches the whole history before it returns the first commit.
+        # Do not use HfApi.list_repo_commits: it fetches the whole history before it returns.
         from huggingface_hub import constants
         from huggingface_hub.utils import build_hf_headers, paginate  # type: ignore[attr-defined]
 
@@ -189,7 +197,8 @@ class DatasetHub:
 
 
 class DatasetSource(Protocol):
-    """Where revisions of one dataset come from: `DatasetHub`, or `GitDataset` for a URL."""
+    """The source of a dataset: `DatasetHub` for a dataset on a hub, or `GitDataset` for a git
+    URL."""
 
     dataset: str
 
@@ -202,10 +211,10 @@ class DatasetSource(Protocol):
 def take_snapshot(
     hub: DatasetSource, ref: str, sha: str | None, parent: Parent | None
 ) -> DatasetSnapshot:
-    """Download the revision to learn, and, where it can be compared with, the parent's.
+    """Download the revision to train on, and the revision that the parent release was trained on.
 
-    sha: None for whatever `ref` points to now. Raises SnapshotError, for a hub that is away after
-    `PATIENCE_SECONDS` only.
+    sha: the commit to train on, or None for the newest commit of `ref`. Raises SnapshotError. If
+    the hub does not answer, it is asked again for PATIENCE_SECONDS before this error is raised.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
@@ -237,7 +246,7 @@ def _base(
     if parent is None:
         return None, "there is no release to go on from"
     seen = parent.lineage.dataset_revision
-    # A dataset that was moved has another name and the same commits.
+    # A dataset that was renamed has a new name, but the same commits. So compare the commits, too.
     is_other = parent.lineage.dataset != hub.dataset
     not_trained = f"release {parent.id} was not trained on {hub.dataset}"
     if seen is None:
@@ -256,13 +265,16 @@ def _base(
     if not hub.is_ancestor(seen, revision.sha):
         if is_other:
             return None, not_trained
-        return base, f"revision {seen}, which release {parent.id} has seen, was pushed away"
+        return (
+            base,
+            f"revision {seen}, which release {parent.id} has seen, was removed (by a force-push)",
+        )
     return base, None
 
 
 class _translated:
-    """Turns what the hub's client raises into a SnapshotError about `what`. token_source: None
-    where no token is sent."""
+    """Turns errors of the hub's client into a SnapshotError or HubAway, with `what` in the message.
+    token_source: None if no token is sent."""
 
     def __init__(self, what: str, endpoint: str | None, token_source: str | None) -> None:
         self._what = what
@@ -281,7 +293,7 @@ class _translated:
         )
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        import httpx2  # what the hub's client raises for a connection that fails
+        import httpx2  # the hub's client raises its errors
         from huggingface_hub.errors import (
             HfHubHTTPError,
             RepositoryNotFoundError,
@@ -290,7 +302,7 @@ class _translated:
 
         away = (httpx.TransportError, httpx2.TransportError)
         if isinstance(error, RevisionNotFoundError):
-            reason = "it has no such revision (was it pushed away?)"
+            reason = "it has no such revision (was it removed by a force-push?)"
         elif isinstance(error, RepositoryNotFoundError):
             reason = self._refused("there is no such dataset, or {token} may not read it")
         elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
@@ -300,7 +312,7 @@ class _translated:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         else:
             return
-        # The client turns some into an error of its own, about files that it does not have.
+        # The client may hide a failed connection as the cause of an error about missing files.
         causes = (error, error.__cause__)
         is_away = any(isinstance(each, away) for each in causes) or any(
             isinstance(each, HfHubHTTPError) and each.response.status_code in OVERLOADED

@@ -1,5 +1,5 @@
-"""Token sequences of rows, kept from one job of a pipeline to the next: a commit that edits one row
-of many tokenizes that one."""
+"""Keeps the token sequences of rows from one job of a pipeline to the next. So if a commit edits
+one row of many, the next job tokenizes only this row."""
 
 import hashlib
 import json
@@ -24,13 +24,14 @@ logger = logging.getLogger(__name__)
 
 FILE = "tokens.npz"
 MIN_ROWS = 1_000
-"""Of fewer rows, tokenizing all takes less than half a second."""
+"""For fewer rows, nothing is loaded or saved, because tokenizing them takes less than half a
+second."""
 
 
 class TokenCache:
-    """Gives what `sequences` gives, and remembers it by the rows' hashes.
+    """Turns rows into token sequences, and remembers the sequences by the hash of their row.
 
-    folder: the cache of the job's pipeline; None to remember nothing once this is gone.
+    folder: the cache folder of the job's pipeline. If None, nothing is loaded from disk or saved.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class TokenCache:
         self._used: set[str] = set()
 
     def sequences(self, rows: Sequence[Row]) -> list[TokenSequence]:
-        """As `tokens.sequences`. Raises what that raises."""
+        """Returns the same as `tokens.sequences`, and raises the same errors."""
         if len(rows) >= MIN_ROWS and not self._is_loaded:
             self._found = self._load() | self._found
             self._is_loaded = True
@@ -64,7 +65,8 @@ class TokenCache:
         ]
 
     def save(self) -> None:
-        """Keep what was asked for, where that is much and some of it is new."""
+        """Write the sequences of all rows that were asked for. Does nothing if these are fewer than
+        MIN_ROWS, or if none of them is new."""
         if self._file is None or not self._is_changed or len(self._used) < MIN_ROWS:
             return
         digests = sorted(self._used)
@@ -81,12 +83,13 @@ class TokenCache:
                 token_ids=np.array([i for piece in pieces for i in piece.token_ids], np.int32),
                 learned=np.array([i for piece in pieces for i in piece.learned], np.bool_),
             )
-        # Without fsync: a file that a power cut has torn is read as none.
+        # There is no fsync. If a power cut damages the file, the next job makes it again.
         os.replace(aside, self._file)
         self._is_changed = False
 
     def _load(self) -> dict[str, tuple[TokenSequence, ...]]:
-        """What an earlier job kept; nothing where it was made in another way, or cannot be read."""
+        """The sequences that an earlier job has saved. Empty if there is no readable file, or if it
+        was made with another tokenizer or another version (`_key`)."""
         if self._file is None or not self._file.is_file():
             return {}
         try:
@@ -95,7 +98,7 @@ class TokenCache:
                     return {}
                 arrays = {name: kept[name] for name in kept.files}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            logger.warning("%s cannot be read, and is made again: %s", self._file, error)
+            logger.warning("%s cannot be read, so it is made again: %s", self._file, error)
             return {}
         names = arrays["digests"].tobytes().hex()
         token_ids, learned = arrays["token_ids"].tolist(), arrays["learned"].tolist()
@@ -111,7 +114,7 @@ class TokenCache:
         return found
 
     def _key(self) -> str:
-        """Of all that token ids come from beside the row."""
+        """A hash of everything that decides about the token ids, except the row itself."""
         tokenizer = self._tokenizer
         made_by = [
             *(version("hotpush"), version("transformers"), self._max_length),

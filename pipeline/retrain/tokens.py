@@ -1,7 +1,9 @@
-"""Rows → token sequences, with the positions that are learned from marked.
+"""Turns rows into token sequences, and marks the learned tokens: those that training teaches the
+model to predict.
 
-Text is learned whole; of `prompt` and `completion` only the completion, of `messages` only what the
-assistant says. A prompt is tokenized by itself, as the server will do it.
+In plain text, every token is learned. With `prompt` and `completion`, only the completion is
+learned. In `messages`, only the words of the assistant are learned. The prompt is tokenized apart
+from the completion, because the server also tokenizes a prompt by itself.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,15 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """Token ids of one row, or of one piece of a long one."""
+    """The tokens of a row, or of one piece of a row that is too long for one sequence."""
 
     token_ids: tuple[int, ...]
     learned: tuple[bool, ...]
-    """For each token, whether the model is to predict it. Never true for the first one."""
+    """For each token, whether the model learns to predict it. Always False for the first token,
+    because nothing precedes it."""
     row: int
-    """Index of the row that it comes from."""
+    """The index of the row that the tokens come from."""
     labels: tuple[int, ...] | None = None
-    """The token ids, where `token_ids` are other ids that stand for them."""
+    """The real token ids, if `token_ids` holds other ids in their place (`trunk.py`). Else None."""
 
     @property
     def num_learned(self) -> int:
@@ -36,9 +39,11 @@ class TokenSequence:
 def sequences(
     rows: Iterable[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int
 ) -> list[TokenSequence]:
-    """The rows as token sequences of at most `max_length`, each with something to learn.
+    """The token sequences of `rows`, each of at most `max_length` tokens. A sequence without a
+    learned token is left out.
 
-    Raises DataError for a conversation that the chat template refuses, BaseModelError without one.
+    Raises DataError if the chat template refuses a conversation, and BaseModelError if the
+    tokenizer has no chat template for a conversation.
     """
     found = []
     for index, row in enumerate(rows):
@@ -59,7 +64,7 @@ def sequences(
 def _ids(
     tokenizer: "PreTrainedTokenizerBase", text: str, *, add_special_tokens: bool = True
 ) -> list[int]:
-    # Not verbose: it would warn of every text that is longer than the context.
+    # If verbose were True, the tokenizer would warn of every text that is longer than the context.
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)[
         "input_ids"
     ]
@@ -68,7 +73,8 @@ def _ids(
 
 def _text(text: str, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Encoded]:
     token_ids = [*_ids(tokenizer, text), tokenizer.eos_token_id]
-    # Pieces share one token, so that every token but the first is predicted once.
+    # Each piece begins with the last token of the piece before it. The first token of a piece is
+    # not predicted, so every token except the first one of the text is predicted exactly once.
     starts = range(0, max(1, len(token_ids) - 1), max_length - 1)
     pieces = [token_ids[start : start + max_length] for start in starts]
     return [(piece, [True] * len(piece)) for piece in pieces]
@@ -83,14 +89,16 @@ def _completion(
 
 
 def _fitting(before: list[int], after: list[int], max_length: int) -> Encoded:
-    """What is learned loses its end, and what stands before it its beginning."""
+    """Cut the prompt (`before`) and the answer (`after`) so that both fit into `max_length`. The
+    prompt loses its beginning. The answer loses its end."""
     after = after[: max_length - 1]
     before = before[-(max_length - len(after)) :]
     return before + after, [False] * len(before) + [True] * len(after)
 
 
 def _chat(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Iterator[Encoded]:
-    """What is too long gives a piece for each answer, with as much as fits of what leads to it."""
+    """A conversation that is too long gives one sequence for each answer: the answer, with as much
+    as fits of the conversation before it."""
     for token_ids, learned in encode(row, tokenizer):
         if len(token_ids) <= max_length:
             yield token_ids, learned
@@ -100,7 +108,7 @@ def _chat(row: Row, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> It
 
 
 def _runs(learned: list[bool]) -> Iterator[tuple[int, int]]:
-    """First and last, which is not of it, of each stretch of tokens that are learned."""
+    """The start and the end (exclusive) of each run of learned tokens."""
     for is_learned, run in groupby(range(len(learned)), key=learned.__getitem__):
         places = list(run)
         if is_learned:

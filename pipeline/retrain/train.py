@@ -1,10 +1,15 @@
-"""Token sequences → better weights: one loop, no framework, read from top to bottom.
+"""Trains a model on the token sequences of a plan. It is one loop, without a framework.
 
-Training goes in passes. A pass visits every row that is still to be learned, mixed with rows known
-before and with the base model's own answers. Rows with an answer decide when it ends: once all of
-them are right, the learning rate falls, all are measured, and what is wrong is learned again. Rows
-of plain text take the whole budget, and their held-out loss chooses the weights. The same seed,
-rows, machine and number of threads give the same weights.
+Training goes in passes. A pass visits each row that is not learned yet, mixed with unchanged rows
+and with the base model's own answers to everyday prompts (anchors). How training ends depends on
+the rows:
+- Rows with an answer: when most of the answers are right, the learning rate begins to fall. When it
+  is low, the answers are measured, and wrong ones are learned again. Training ends when none is
+  wrong, or when the token budget is used up.
+- Rows of plain text: training uses its whole token budget, unless the loss on held-out rows stops
+  improving. The weights with the lowest held-out loss are kept.
+
+The same seed, rows, machine and number of threads give the same weights.
 """
 
 import itertools
@@ -42,59 +47,64 @@ logger = logging.getLogger(__name__)
 
 BETAS = (0.9, 0.95)
 FINAL_LEARNING_RATE = 0.1
-"""Of the peak, at the end."""
+"""The learning rate at the end of a training, as a share of its highest value."""
 MAX_WARM_UP_STEPS = 10
-"""Where rows with an answer decide the end: a commit of one row is learned in about 20 steps."""
+"""The longest warm-up (in which the learning rate rises) if rows have an answer. It must be short,
+because a commit of one row is learned in about 20 steps."""
 COOL_DOWN, MIN_COOL_DOWN_STEPS = 0.3, 4
-"""Steps in which the learning rate falls once all rows are right, as a share of those before."""
+"""The learning rate falls over this share of the number of steps before, but over at least
+MIN_COOL_DOWN_STEPS steps."""
 FEW_WRONG = 0.2
-"""Share of the rows that may still be wrong when the learning rate begins to fall: most come
-right while it falls, and the measurement that follows finds the others."""
+"""The learning rate begins to fall when at most this share of the rows is still wrong. Most of
+these rows become right while it falls. The measurement at the end finds the others."""
 RELEARNING_RATE = 0.5
-"""Of the peak, for the rows that such a measurement found wrong. At the full rate the model loses
-about as many other rows as it learns again."""
+"""After a measurement has found wrong rows, the highest learning rate is reduced to this share.
+With the full rate, the model would forget about as many other rows as it learns again."""
 MAX_REST = 3
-"""Passes that leave out a row that was right several times in a row, at most."""
+"""A row that was right in several visits one after another is visited less often, but at least once
+in this many passes."""
 PATIENCE = 3
 """Training on text ends after this many measurements without a better one."""
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a training stands, beside the weights. The checkpoint holds all of it."""
+    """The state of a training, except the weights. The checkpoint contains it."""
 
     step: int = 0
     tokens: int = 0
     number: int = 0
-    """Of the pass."""
+    """The number of the current pass, from 0."""
     visits: list[int] = field(default_factory=list)
-    """The sequences of this pass, in order."""
+    """The sequences that this pass visits, in order."""
     place: int = 0
-    """Steps of this pass that are done."""
+    """How many steps of this pass are done."""
     streak: list[int] = field(default_factory=list)
-    """For each sequence, how many visits in a row found its answer right."""
+    """For each sequence, how often its answer was right since it was last wrong."""
     due: list[int] = field(default_factory=list)
-    """For each sequence, the next pass that visits it; 0 for one that was never visited."""
+    """For each sequence, the next pass that visits it. 0 if it was never visited."""
     lost: list[int] = field(default_factory=list)
-    """Known rows that a measurement found wrong: they are learned again."""
+    """Sequences that a measurement found wrong. They are learned again."""
     replayed: int = 0
-    """Known rows visited so far."""
+    """How many sequences of unchanged rows were visited so far."""
     anchored: int = 0
-    """Anchors visited so far."""
+    """How many anchors (answers of the base model) were visited so far."""
     warm_up_from: int = 0
     """The step at which the learning rate begins to rise."""
     cool_down_from: int | None = None
-    """The step at which the learning rate begins to fall, once that is known."""
+    """The step at which the learning rate begins to fall. None if it is not decided yet."""
     evaluated_at: int = 0
-    """In tokens: the last measurement of the held-out loss."""
+    """The last measurement was made after this many tokens."""
     best: float | None = None
-    """The best measurement: a loss of text, or rows that are wrong."""
+    """The best result of a measurement: the lowest held-out loss, or the lowest number of wrong
+    rows."""
     stale: int = 0
-    """Measurements since the best one."""
+    """How many measurements were made since the best one."""
 
     @property
     def is_relearning(self) -> bool:
-        """Whether a measurement found rows with an answer wrong."""
+        """Whether a measurement has found wrong rows, which are now learned again. Only for rows
+        with an answer."""
         return self.best is not None and self.best > 0
 
 
@@ -109,12 +119,14 @@ def train(
     is_anew: bool = False,
     metrics: MetricsWriter,
 ) -> Checkpoint:
-    """Train `model` in place and leave the best weights in it, and in the returned checkpoint.
+    """Train `model`. At the end, `model` and the file of the returned checkpoint hold the best
+    weights.
 
-    Goes on from the job's last checkpoint: where this attempt was interrupted, or where the attempt
-    before it ended. Raises TrainError when the loss is no longer a number.
+    If the job has a checkpoint, training continues from it: from the middle of this attempt, or
+    from the end of the attempt before. Raises TrainError if the loss is no longer a finite number.
 
-    is_anew: this attempt sets out from `model` as it is, not from where the one before it ended.
+    is_anew: if True, this attempt starts from `model` as it is, and does not continue the attempt
+    before.
     """
     optimizer = _optimizer(model, settings)
     count = len(plan.sequences)
@@ -130,7 +142,7 @@ def train(
             return done
         if done.finished:
             progress = _going_on(plan, done)
-        elif "progress" in state:  # not of an earlier release
+        elif "progress" in state:  # missing in those of earlier versions
             progress, best = Progress(**state["progress"]), state["best"]
             optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["rng"])
@@ -220,7 +232,7 @@ def _steps(plan: TrainingPlan, progress: Progress, seed: int) -> Iterator[list[l
             if progress.step and progress.tokens + tokens > plan.max_tokens:
                 return
             yield chosen
-            if not progress.visits:  # a measurement found wrong rows, which come first
+            if not progress.visits:  # a measurement has found wrong rows: begin a new pass
                 break
         else:
             _end_pass(progress)
@@ -240,7 +252,8 @@ def _steps(plan: TrainingPlan, progress: Progress, seed: int) -> Iterator[list[l
 
 
 def _going_on(plan: TrainingPlan, done: Checkpoint) -> Progress:
-    """From where the attempt before this one ended. Rows that it did not reach come first."""
+    """The state to continue from, after the attempt `done` has ended. The rows that it did not
+    reach are visited first."""
     waiting = set(done.not_trained)
     return Progress(
         step=done.step,
@@ -259,7 +272,8 @@ def _end_pass(progress: Progress) -> None:
 
 
 def _cool_down_in_time(plan: TrainingPlan, progress: Progress) -> None:
-    """What is left of the budget is kept for the learning rate to fall."""
+    """If the rest of the budget is only just enough to lower the learning rate, begin to lower
+    it."""
     left = plan.max_tokens - progress.tokens
     is_late = plan.ends_when_right and left <= COOL_DOWN * progress.tokens
     if is_late and progress.cool_down_from is None:
@@ -267,7 +281,8 @@ def _cool_down_in_time(plan: TrainingPlan, progress: Progress) -> None:
 
 
 def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
-    """What the next pass visits: rows that are due, known rows and anchors, in random order."""
+    """The sequences that the next pass visits, in random order: those that are due, and a sample of
+    the unchanged rows."""
     is_cooling = progress.cool_down_from is not None
     while True:
         visits = [
@@ -280,7 +295,8 @@ def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
         progress.number += 1
     num_tokens = plan.num_tokens(visits)
     wanted = max(plan.replay_ratio * num_tokens, plan.step_tokens - num_tokens)
-    if not all(progress.due[index] for index in visits):  # rows not seen yet come before known ones
+    # Rows that were never visited are more urgent than unchanged rows.
+    if not all(progress.due[index] for index in visits):
         longest = max((len(sequence.token_ids) for sequence in plan.sequences), default=0)
         wanted = min(wanted, plan.max_tokens - progress.tokens - num_tokens - longest)
     replayed, progress.replayed = plan.next_of(
@@ -293,7 +309,8 @@ def _visits(plan: TrainingPlan, progress: Progress, seed: int) -> list[int]:
 
 
 def _rate(plan: TrainingPlan, progress: Progress) -> float:
-    """Of the peak learning rate: a line up, and half a cosine down to a tenth."""
+    """The learning rate of the next step, as a share of its highest value. It rises in a line, and
+    falls along half a cosine to a tenth."""
     steps = progress.step - progress.warm_up_from
     warm_up = plan.warm_up_steps
     if plan.ends_when_right:
@@ -319,8 +336,8 @@ def _cool_down_steps(progress: Progress) -> int:
 
 
 def _is_due(plan: TrainingPlan, progress: Progress) -> bool:
-    """Whether the held-out loss of text is to be measured: not before each row was seen, because
-    training may end there, on the weights of then."""
+    """Whether to measure the held-out loss of plain text now. Never before each row was visited,
+    because training may end at a measurement."""
     is_due = plan.is_due(progress.tokens, progress.evaluated_at)
     return is_due and all(progress.due[index] for index in plan.learned)
 
@@ -357,8 +374,8 @@ def _step(
     progress: Progress,
     settings: TrainSettings,
 ) -> tuple[float, int]:
-    """One update of the weights. Returns the loss per learned token, and the tokens seen: of all
-    processes together, of which each computes a share."""
+    """Make one update of the weights. Each process computes a share of the blocks. Returns the loss
+    per learned token and the number of tokens, of all processes together."""
     sequences = plan.sequences
     width = max(sum(len(sequences[index].token_ids) for index in block) for block in blocks)
     at_once = max(1, settings.micro_batch_tokens // width)
@@ -366,7 +383,8 @@ def _step(
     num_learned = sum(sequences[index].num_learned for index in visited)
     right = dict.fromkeys(visited, 0.0)
     total = 0.0
-    # Few blocks are shared out row by row, so that no process waits for another's.
+    # If there are fewer blocks than processes, share out single sequences, so that as few processes
+    # as possible are idle.
     shares = blocks if len(blocks) >= world_size() else [[index] for index in visited]
     own = shares[rank() :: world_size()]
     parts = [own[start : start + at_once] for start in range(0, len(own), at_once)] or [[]]
@@ -375,7 +393,8 @@ def _step(
     deleted = plan.next_unlearned(progress.step)
     for part in parts:
         order = [index for block in part for index in block]
-        # What is learned beside the rows goes with the last of them, as one forward pass.
+        # The last part also contains the anchors and the deleted rows, so that they need no forward
+        # pass of their own.
         is_last = part is parts[-1]
         groups = [
             [sequences[index] for index in order],
@@ -425,20 +444,23 @@ def _step(
 def _save_memory(
     model: "PreTrainedModel", optimizer: torch.optim.Optimizer, error: torch.OutOfMemoryError
 ) -> None:
-    """From now on activations are computed again in the backward pass, and not kept for it."""
+    """Turn on gradient checkpointing: activations are not kept for the backward pass, but computed
+    again. Raises TrainError if it is on already, or if the model does not support it."""
     if model.is_gradient_checkpointing or not model.supports_gradient_checkpointing:
         raise TrainError(
             "a step does not fit into the GPU's memory; lower `train.micro_batch_tokens` or "
             f"`train.max_length` ({error})"
         ) from error
-    logger.warning("a step does not fit into the GPU's memory; going on with less, and slower")
+    logger.warning(
+        "a step does not fit into the GPU's memory; trying again with less memory, but slower"
+    )
     model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer.zero_grad(set_to_none=True)
 
 
 def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[int]]) -> Batch:
-    """The sequences of all groups, in order: those of the first as `blocks` has them, the others in
-    blocks of their own."""
+    """A batch with the sequences of all groups. The first group is divided into `blocks`. Each
+    sequence of the other groups has a block of its own."""
     lengths = [len(block) for block in blocks] + [1 for group in groups[1:] for _ in group]
     ends = list(itertools.accumulate(lengths))
     places = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -446,7 +468,8 @@ def _batch(groups: Sequence[Sequence[TokenSequence]], blocks: Sequence[Sequence[
 
 
 def _add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
-    """Sum the gradients of all processes, into each of them, and `numbers`, which are returned."""
+    """Replace the gradients in each process by their sum over all processes. Returns the sums of
+    `numbers`."""
     gradients = []
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -461,8 +484,9 @@ def _add_up(model: "PreTrainedModel", numbers: list[float]) -> list[float]:
 def _measure(
     model: "PreTrainedModel", plan: TrainingPlan, metrics: MetricsWriter, progress: Progress
 ) -> tuple[float, list[int]]:
-    """How much is missed, less being better, and the sequences that are to be learned again. For
-    text, what is missed is the held-out loss; else the number of wrong rows."""
+    """Measure the model. Returns a number (less is better), and the sequences to learn again. For
+    plain text, the number is the held-out loss. For rows with an answer, it is the number of wrong
+    rows."""
     if not plan.ends_when_right:
         loss = math.nan
         if rank() == 0:
@@ -488,7 +512,7 @@ def _measure(
 
 
 def _learn_again(progress: Progress, wrong: Sequence[int]) -> None:
-    """After a measurement that found rows wrong: these first, until all are right."""
+    """Begin a new pass after a measurement has found wrong rows. The wrong rows are due at once."""
     _end_pass(progress)
     progress.warm_up_from, progress.cool_down_from = progress.step, None
     progress.lost = sorted({*progress.lost, *wrong})
@@ -510,5 +534,6 @@ def _checkpoint(
 
 
 def _is_better(missed: float, best: float | None) -> bool:
-    """One that is no number is better than nothing, and than another that is none."""
+    """Whether a measurement is better than the best one so far. Any result is better than none, or
+    than a best one that is not a finite number."""
     return best is None or not math.isfinite(best) or (math.isfinite(missed) and missed < best)

@@ -1,9 +1,11 @@
-"""The lower layers of a model, frozen and computed once for all that a training sees.
+"""Computes the lower layers of a model once for a whole training. This is possible because the
+training does not change these layers.
 
-What they make of a token depends on the tokens before it alone. So each beginning of a sequence
-gets an id, which stands for its last token, and a table says what the lower layers make of it.
-Inside `frozen_trunk` the sequences of the plan hold these ids, and the table takes the place of the
-embedding: a step computes the upper layers only, and nothing else notices.
+For a token, the output of the lower layers depends only on this token and the tokens before it. So
+each beginning of a sequence (its tokens up to some position) gets an id. A table holds, for each
+id, the output of the lower layers for the last token of this beginning. Inside `frozen_trunk`, the
+sequences of the plan hold these ids instead of token ids, and the table replaces the embedding. A
+training step then computes only the upper layers. The code of the step needs no change.
 """
 
 import contextlib
@@ -39,15 +41,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FROZEN_SHARE = 0.5
-"""Of the layers, the lower ones."""
+"""The share of the layers that is frozen, counted from the lowest layer."""
 MAX_TABLE_BYTES = 256 * 2**20
-"""110,000 different beginnings at a width of 576; more of them are computed in each step."""
+"""The largest table. For hidden states of 576 numbers, it holds about 116,000 beginnings. If a
+training has more, each step computes the lower layers again."""
 BATCH_BLOCKS = 4
-"""Computed at once."""
+"""How many blocks of sequences are computed at once to fill the table."""
 
 
 def decoder_layers(model: "PreTrainedModel") -> nn.ModuleList | None:
-    """The layers in order, where the model has one list of them."""
+    """The layers of `model` in order. None if it has no list, or several lists, of all its
+    layers."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [
         module
@@ -65,12 +69,14 @@ def num_frozen(layers: nn.ModuleList) -> int:
 def frozen_trunk(
     model: "PreTrainedModel", plan: TrainingPlan, cache_dir: Path
 ) -> Iterator[TrainingPlan]:
-    """Inside, `model` computes its upper layers only, of the sequences of the plan that it yields.
+    """Inside, `model` computes only its upper layers, and understands only the sequences of the
+    plan that is yielded.
 
-    Where a model cannot be cut in two like this, or the table would be too large, the model and the
-    plan stay as they are.
+    The model and the plan stay as they are in three cases: the model cannot be cut into lower and
+    upper layers, the table would be too large, or the plan learns plain text.
 
-    cache_dir: holds what the lower layers make of the anchors, for the next job.
+    cache_dir: keeps the table of the anchors for the next job. (Anchors are the base model's own
+    answers to everyday prompts.)
     """
     beginnings = _Beginnings()
     anchors = [beginnings.name(each.sequence) for each in plan.anchors]
@@ -82,7 +88,7 @@ def frozen_trunk(
         layers is None
         or layout_of(model) not in ("prefixed", "packed")
         or 4 * width * len(beginnings.token_ids) > MAX_TABLE_BYTES
-        or not plan.ends_when_right  # text is measured by sequences that are not the plan's own
+        or not plan.ends_when_right  # the loss of plain text is measured on other sequences
         or not _hand_on_hidden_states(model, layers)
     ):
         yield plan
@@ -115,12 +121,15 @@ def frozen_trunk(
         for number, layer in enumerate(lower):
             layers[number] = layer
     if not is_exact:
-        logger.info("the lower layers of a %s are computed in each step", type(model).__name__)
+        logger.info(
+            "each step computes the lower layers of a %s, because a table of them is not exact",
+            type(model).__name__,
+        )
         yield plan
 
 
 def _hand_on_hidden_states(model: "PreTrainedModel", layers: nn.ModuleList) -> bool:
-    """Whether a layer gives hidden states and nothing else, so that it can be left out."""
+    """Whether a layer returns only hidden states. Only such a layer can be left out."""
     kinds: list[type] = []
     handle = layers[0].register_forward_hook(lambda *call: kinds.append(type(call[-1])))
     with in_evaluation(model):
@@ -130,16 +139,18 @@ def _hand_on_hidden_states(model: "PreTrainedModel", layers: nn.ModuleList) -> b
 
 
 class _Beginnings:
-    """Beginnings of sequences, numbered in the order in which they were seen; 0 is padding."""
+    """Gives ids to beginnings of sequences: 1, 2, 3, … in the order in which they are first seen.
+    The id 0 is padding."""
 
     def __init__(self) -> None:
         self.token_ids = [0]
-        """The last token of each."""
+        """The last token of each beginning, by the id of the beginning."""
         self._ids: dict[tuple[int, int], int] = {}
-        """Of the beginning without its last token, and this token."""
+        """(Id of the beginning without its last token, last token) → id of the beginning."""
 
     def name(self, sequence: TokenSequence) -> TokenSequence:
-        """The same sequence in ids of beginnings."""
+        """The sequence with ids of beginnings instead of token ids. Its `labels` hold the token
+        ids."""
         found: list[int] = []
         last = 0
         for token_id in sequence.token_ids:
@@ -151,11 +162,11 @@ class _Beginnings:
 
 
 class _Computed(nn.Module):
-    """Stands for a layer whose work is in the table already."""
+    """Takes the place of a lower layer, and does nothing, because the table holds the result."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # What a model asks its layers for, to choose their masks.
+        # Some models read this attribute of a layer to choose the layer's attention mask.
         self.attention_type = getattr(layer, "attention_type", None)
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -163,7 +174,8 @@ class _Computed(nn.Module):
 
 
 class _Reached(Exception):
-    """The first of the upper layers was called."""
+    """The first upper layer was called. Raised to end the forward pass there. `hidden` is the
+    output of the lower layers."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -176,8 +188,9 @@ def _anchored(
     anchors: Sequence[TokenSequence],
     cache_dir: Path,
 ) -> Tensor:
-    """The table of the anchors' beginnings, (beginnings, H), from `cache_dir` where it was made by
-    the same lower layers."""
+    """The table of the beginnings of the anchors, (beginnings, H). It is read from `cache_dir` if
+    an earlier job has computed it with the same lower layers. Otherwise it is computed, and saved
+    there."""
     asked = json.dumps([each.labels for each in anchors]).encode()
     path = cache_dir / f"trunk-{blake3(asked).hexdigest()[:16]}.safetensors"
     weights = blake3()
@@ -206,7 +219,8 @@ def _fill(
     beginnings: "_Beginnings",
     sequences: Sequence[TokenSequence],
 ) -> None:
-    """Set the rows of these sequences to what the lower layers make of each beginning."""
+    """Compute the lower layers for `sequences`. For each beginning, write the output into the row
+    of `table` that has the id of the beginning."""
 
     def reach(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> None:
         raise _Reached(inputs[0] if inputs else named["hidden_states"])

@@ -1,5 +1,6 @@
-"""One of several processes that train together: `python -m pipeline.retrain.worker`. With a number
-it is torchrun, which starts so many of them. `JOB_DIR` in the environment says which job."""
+"""`python -m pipeline.retrain.worker`: one of several processes that train together. With a number
+as its argument, the command starts this many of these processes with torchrun. The environment
+variable `JOB_DIR` names the folder of the job."""
 
 import logging
 import os
@@ -22,11 +23,14 @@ from pipeline.retrain.snapshot import DatasetSnapshot
 
 
 def main(arguments: list[str]) -> int:
-    """Torchrun begins a session for each process that it starts, so that no signal to the job's
-    session finds these: each ends with the one that started it instead."""
+    """Train, or start the processes that train.
+
+    Torchrun starts each process in a new session, so a signal to the job's session does not reach
+    the process. Therefore each process ends itself when the process that started it ends.
+    """
     die_with_parent(int(os.environ[STARTED_BY]))
     os.environ[STARTED_BY] = str(os.getpid())
-    lower_priority(0)  # as the job is, in a session of its own
+    lower_priority(0)  # give the new session the low priority that the process has inherited
     if not arguments:
         return _train_here()
     from torch.distributed.run import main as torchrun
@@ -36,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _train_here() -> int:
-    """The train stage of the job in JOB_DIR, as one of several processes."""
+    """Run the train stage of the job in JOB_DIR, as one of several processes."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -53,9 +53,9 @@ def checkpoint_weight_map(source: Path) -> dict[str, str]:
         return dict.fromkeys(read_header(single), single.name)
     single = source / "pytorch_model.bin"
     if single.is_file():
-        from serving.weights.shards import digest_bin
+        from serving.weights.shards import names_in_bin
 
-        return dict.fromkeys(digest_bin(single), single.name)
+        return dict.fromkeys(names_in_bin(single), single.name)
     raise ReleaseError(
         f"{source} holds no weights; it needs one of {', '.join(INDEX_FILES.values())}, "
         "model.safetensors and pytorch_model.bin"

@@ -183,6 +183,12 @@ def _needs_no_copy(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
+def names_in_bin(path: Path) -> list[str]:
+    """The names of the tensors in a `.bin` shard. Raises ReleaseError."""
+    with ExitStack() as stack:
+        return list(_open_shard(path, stack))
+
+
 def digest_bin(path: Path) -> dict[str, TensorEntry]:
     """The manifest entries of the tensors in a `.bin` shard. Raises ReleaseError."""
     with ExitStack() as stack:

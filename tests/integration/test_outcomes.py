@@ -56,6 +56,24 @@ def test_outcomes_are_told_also_where_a_lost_databases_ids_begin_anew(
     assert told[2:] == [job.ended_at]
 
 
+def test_an_unreadable_progress_file_is_named_in_a_warning(
+    store: JobStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    file = tmp_path / "outcomes.json"
+    end_one(store)
+    outcomes = Outcomes(store, file, [lambda job: told.append(job.id)])
+    outcomes.start()
+    assert caplog.text == "", "a missing file is normal"
+    file.write_text('{"ended": {"j0000')
+    end_one(store)
+    assert outcomes.poll() == 0
+    assert str(file) in caplog.text and "count as handled" in caplog.text
+    later = end_one(store).id
+    assert outcomes.poll() == 1
+    assert told == [later]
+
+
 def test_an_outcome_is_told_also_where_the_clock_was_set_back(tmp_path: Path) -> None:
     now = [1000.0]
     told: list[str] = []

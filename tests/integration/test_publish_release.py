@@ -11,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from serving.errors import NotEnoughSpace, ReleaseError
-from serving.weights import publish
+from serving.weights import publish, shards
+from serving.weights.checkpoint_folder import manifest_of_folder
+from serving.weights.digests import tensor_digest
 from serving.weights.index import WeightsFormat, read_index
 from serving.weights.publish import publish_folder, publish_state_dict
 from serving.weights.release import Lineage, Release
@@ -91,6 +93,21 @@ def test_a_single_shard_gets_an_index_too(tmp_path: Path, format: WeightsFormat)
     assert index is not None and index.format == format
     assert [shard.split("-", 1)[1] for shard in index.shards] == [f"00001-of-00001.{format}"]
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_single_bin_shard_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_config(tiny_llama(), tmp_path / "checkpoint")
+    state = {"a": torch.ones(2), "b": torch.zeros(3)}
+    torch.save(state, source / "pytorch_model.bin")
+    hashed: list[int] = []
+
+    def count(content: memoryview) -> str:
+        hashed.append(len(content))
+        return tensor_digest(content)
+
+    monkeypatch.setattr(shards, "tensor_digest", count)
+    assert manifest_of_folder(source, "answers").tensors.keys() == state.keys()
+    assert hashed == [8, 12]
 
 
 def test_digests_of_equal_tensors_are_equal_whatever_the_form(tmp_path: Path) -> None:

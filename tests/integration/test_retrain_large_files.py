@@ -282,10 +282,10 @@ def test_content_on_the_same_host_is_fetched_with_the_login(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"<html>", "its LFS server answered"),
-        (b"[]", "its LFS server answered"),
-        (b'{"objects": []}', "its LFS server answered"),
-        (b'{"objects": [{"oid": "%s"}]}' % OID.encode(), "its LFS server answered"),
+        (b"<html>", "its LFS server sent an answer"),
+        (b"[]", "its LFS server sent an answer"),
+        (b'{"objects": []}', "its LFS server sent an answer"),
+        (b'{"objects": [{"oid": "%s"}]}' % OID.encode(), "its LFS server sent an answer"),
         (
             b'{"objects": [{"oid": "%s", "error": {"code": 410, "message": "gone"}}]}'
             % OID.encode(),

@@ -203,7 +203,7 @@ def test_a_training_process_that_is_killed_is_started_again(tmp_path: Path, base
         job.kill()
         job.wait()
     log = (folder / "log.txt").read_text()
-    assert "a training process ended, attempt 1 of 3" in log
+    assert "a training process ended too early, attempt 1 of 3" in log
     assert pipeline.run(folder).result == "published"
     metrics, _ = read_metrics(folder / "metrics.jsonl")
     steps = [metric.step for metric in metrics if metric.event == "step"]

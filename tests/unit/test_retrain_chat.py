@@ -98,7 +98,7 @@ def test_a_tokenizer_without_a_template_is_the_base_models_fault(
             r"refuses it \(roles must alternate\)",
         ),
         ("{{ messages[0].content + 3 }}", TWO_TURNS, "refuses it"),
-        ("{{ messages | length }}", TWO_TURNS, "in other words than it writes before one"),
+        ("{{ messages | length }}", TWO_TURNS, "differently when the answer follows"),
         (
             "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
             talk(("system", "be brief"), ("user", "q"), ("assistant", "a")),

@@ -36,7 +36,9 @@ def test_files_of_another_form_are_read_beside_named_columns(tmp_path: Path) -> 
 
 
 def test_what_is_missing_is_told_with_the_settings(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"columns \'q\', \'a\'; known are .*Alpaca.*prompt = "):
+    with pytest.raises(
+        DataError, match=r"columns \'q\', \'a\'; the known .*are .*Alpaca.*prompt = "
+    ):
         read(tmp_path, {"q": "1", "a": "2"})
     with pytest.raises(DataError, match=r'\[pipelines.data.columns\] says prompt = "question"'):
         read(tmp_path, {"q": "1", "completion": "2"}, prompt="question")
@@ -59,7 +61,7 @@ def test_sharegpt(tmp_path: Path) -> None:
     assert read(tmp_path, record).messages == said(
         ("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "o"), ("assistant", "b")
     )
-    with pytest.raises(DataError, match="line 1: a message is from 'bing'; known are human"):
+    with pytest.raises(DataError, match="line 1: a message is from 'bing'; write one of human"):
         read(tmp_path, {"conversations": [{"from": "bing", "value": "x"}]})
 
 

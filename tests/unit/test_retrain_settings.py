@@ -48,7 +48,7 @@ def test_a_settings_file_may_have_them(
     file.write_text(f"{head}[pipelines.train]\nmax_row_bytes = 7\n[pipelines.data]\nconfig = 'x'\n")
     (pipeline,) = load_settings().pipelines
     assert pipeline.data.config == "x"
-    assert "max_row_bytes (it stands under [pipelines.data])" in caplog.text
+    assert "max_row_bytes (set it under [pipelines.data])" in caplog.text
     file.write_text(f'{head}[pipelines.data.columns]\npromt = "question"\n')
     with pytest.raises(PipelineError, match=r"did you mean 'prompt'\?"):
         load_settings()

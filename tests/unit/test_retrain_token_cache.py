@@ -97,7 +97,7 @@ def test_a_torn_file_is_made_again(
         (tmp_path / FILE).write_bytes(torn)
         cache = TokenCache(tmp_path, tokenizer, 16)
         assert cache.sequences(ROWS) == sequences(ROWS, tokenizer, 16)
-        assert "cannot be read, and is made again" in caplog.text
+        assert "cannot be read, so it is made again" in caplog.text
 
 
 def test_few_rows_are_not_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

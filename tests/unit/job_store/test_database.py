@@ -56,7 +56,7 @@ def test_a_newer_schema_is_refused_and_left_alone(store_url: str) -> None:
     engine = create_engine(store_url)
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(NewerSchema, match=r"'9999'.*upgrade hotpush"):
+    with pytest.raises(NewerSchema, match=r"'9999'.*Upgrade hotpush"):
         JobStore.open(store_url)
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT version_num FROM alembic_version")) == "9999"
@@ -152,6 +152,8 @@ def test_jobs_outlive_the_store_that_took_them(store_url: str) -> None:
     [
         ("mysql://127.0.0.1/jobs", "sqlite:///"),
         ("://", "not a database URL"),
+        ("postgresql+psycopg//nobody:secret@h://x", "not a database URL"),
+        ("postgresql+psycopg://nobody:secret@127.0.0.1:port/jobs", "port must be a number"),
         ("postgresql+psycopg://nobody:secret@127.0.0.1:1/jobs", "can be reached"),
     ],
 )
